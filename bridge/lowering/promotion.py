@@ -1,0 +1,172 @@
+"""PyTorch's type promotion on JAX arrays and Python numbers.  Every lowering that mixes operands goes through here.
+
+Rule (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc): operands fall in three classes, tensors
+with dimensions, 0-dim tensors, Python numbers; a lower class only counts where its kind (bool < int < float < complex) is higher.
+"""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from bridge import dtypes
+
+_BOOL, _INT, _FLOAT, _COMPLEX = range(4)
+_LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
+
+
+def is_array(x: Any) -> bool:
+    """Whether x is an array operand (as against a Python number)."""
+    return hasattr(x, "dtype")
+
+
+@functools.cache
+def _kind(dtype: np.dtype) -> int:
+    if dtype == np.bool_:
+        return _BOOL
+    if dtypes.to_torch(dtype).is_complex:
+        return _COMPLEX
+    return _FLOAT if dtypes.to_torch(dtype).is_floating_point else _INT
+
+
+@functools.cache
+def _pair(a: np.dtype, b: np.dtype) -> np.dtype:
+    return dtypes.to_jax(torch.promote_types(dtypes.to_torch(a), dtypes.to_torch(b)))
+
+
+def default_float() -> np.dtype:
+    """torch.get_default_dtype() as a JAX dtype."""
+    return dtypes.to_jax(torch.get_default_dtype())
+
+
+def default_complex() -> np.dtype:
+    """The complex dtype as wide as the default float."""
+    return np.dtype(np.complex128 if default_float() == np.float64 else np.complex64)
+
+
+def _number_dtype(x: Any) -> np.dtype:
+    if isinstance(x, bool | np.bool_):
+        return np.dtype(np.bool_)
+    if isinstance(x, int | np.integer):
+        return np.dtype(np.int64)
+    return default_complex() if isinstance(x, complex) else default_float()
+
+
+def result_dtype(*operands: Any) -> np.dtype:
+    """The dtype torch.result_type gives: arrays, 0-dim arrays and Python numbers, by class and kind."""
+    found: list[np.dtype | None] = [None, None, None]  # with dimensions, 0-dim, numbers
+    for x in operands:
+        if x is None:
+            continue
+        if is_array(x):
+            rank, dtype = (0 if x.ndim else 1), np.dtype(x.dtype)
+        else:
+            rank, dtype = 2, _number_dtype(x)
+        have = found[rank]
+        found[rank] = dtype if have is None or have == dtype else _pair(have, dtype)
+    result = None
+    for dtype in found:
+        if dtype is None:
+            continue
+        if result is None:
+            result = dtype
+        elif _kind(dtype) > _kind(result):
+            # a float tensor's width survives a complex number: float64 * 1j is complex128
+            if _kind(dtype) == _COMPLEX and _kind(result) == _FLOAT:
+                result = _pair(result, np.dtype(np.complex64)) if result != np.float64 else np.dtype(np.complex128)
+            else:
+                result = dtype
+    if result is None:
+        raise TypeError("operands: expected at least one tensor or number, got none")
+    return result
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x as an array of that dtype; no-op where it has it.  A complex array cast to a real type keeps its real part."""
+    if not is_array(x):
+        return jnp.asarray(x, dtype=dtype)
+    if x.dtype == dtype:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = (x != 0) if dtype == np.bool_ else lax.real(x)
+    return lax.convert_element_type(x, dtype)
+
+
+def promote(*operands: Any) -> list[Any]:
+    """The operands as arrays of their common dtype, as an element-wise torch operator sees them (shapes untouched)."""
+    dtype = result_dtype(*operands)
+    return [None if x is None else cast(x, dtype) for x in operands]
+
+
+def promote_float(*operands: Any) -> list[Any]:
+    """Like promote, with integers and bools taken to the default float dtype (true division, sin, mean …)."""
+    dtype = float_dtype(result_dtype(*operands))
+    return [None if x is None else cast(x, dtype) for x in operands]
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """dtype itself where it is floating or complex, else the default float dtype."""
+    dtype = np.dtype(dtype)
+    return dtype if _kind(dtype) >= _FLOAT else default_float()
+
+
+def opmath(dtype: Any) -> np.dtype:
+    """The dtype PyTorch computes in internally: float32 for float16 and bfloat16, else the dtype itself."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype in _LOW else dtype
+
+
+def real_dtype(dtype: Any) -> np.dtype:
+    """The dtype of the real part: float32 for complex64; a real dtype is itself."""
+    dtype = np.dtype(dtype)
+    if dtype == np.complex64:
+        return np.dtype(np.float32)
+    return np.dtype(np.float64) if dtype == np.complex128 else dtype
+
+
+def is_floating(x: Any) -> bool:
+    """Real floating dtype (an array or a dtype)."""
+    return _kind(np.dtype(getattr(x, "dtype", x))) == _FLOAT
+
+
+def is_complex(x: Any) -> bool:
+    """Complex dtype (an array or a dtype)."""
+    return _kind(np.dtype(getattr(x, "dtype", x))) == _COMPLEX
+
+
+def is_integral(x: Any) -> bool:
+    """Integer or bool dtype (an array or a dtype)."""
+    return _kind(np.dtype(getattr(x, "dtype", x))) <= _INT
+
+
+def jdtype(dtype: torch.dtype | None, default: Any) -> np.dtype:
+    """The JAX dtype of an optional torch dtype argument."""
+    return np.dtype(default) if dtype is None else dtypes.to_jax(dtype)
+
+
+def concrete(x: Any) -> np.ndarray:
+    """The values of an array that are known now, derivatives dropped; raises JAX's concretization error under vmap or jit."""
+    return np.asarray(lax.stop_gradient(x))
+
+
+def wrap_dim(dim: int, ndim: int) -> int:
+    """A dimension counted from the end made non-negative; IndexError as torch's where it is out of range."""
+    low, high = -max(ndim, 1), max(ndim, 1) - 1
+    if not low <= dim <= high:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})")
+    return dim % max(ndim, 1)
+
+
+def wrap_dims(dims: Any, ndim: int) -> tuple[int, ...]:
+    """A dim argument (int, list, empty or None for all) as a tuple of non-negative dimensions; () for a 0-dim array."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        return tuple(range(ndim))
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    wrapped = tuple(wrap_dim(d, ndim) for d in dims)
+    if len(set(wrapped)) != len(wrapped):
+        raise RuntimeError(f"dim {dims}: a dimension appears multiple times in the list of dims")
+    return wrapped if ndim else ()

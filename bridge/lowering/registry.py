@@ -1,0 +1,63 @@
+"""The table of lowerings: torch operator -> pure function on JAX arrays, and the decorator that fills it.
+
+A lowering receives what PyTorch's dispatcher passes: JAX arrays (or tracers) where the schema says Tensor, lists of them for
+Tensor[], None for an absent optional, Python numbers for Scalar, and torch's own dtypes, devices, layouts and memory
+formats.  Trailing arguments that equal the schema's default are left out, so its Python signature repeats those defaults.
+It returns arrays of exactly the dtype PyTorch would return.  64-bit types are always enabled while one runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Lowering = Callable[..., Any]
+
+#: OpOverload -> lowering.
+LOWERINGS: dict[Any, Lowering] = {}
+
+
+def overload(name: str) -> Any:
+    """The ``OpOverload`` called ``"aten.add.Tensor"``; without a third part, the ``default`` overload.
+
+    Args:
+        name: ``namespace.operator`` or ``namespace.operator.overload``.
+
+    Returns:
+        torch._ops.OpOverload
+
+    Raises:
+        ValueError: there is no such operator in this torch.
+
+    Example:
+        >>> from bridge.lowering.registry import overload
+        >>> str(overload("aten.sin"))
+        'aten.sin.default'
+    """
+    parts = name.split(".")
+    if len(parts) == 2:
+        parts.append("default")
+    try:
+        namespace, op, kind = parts
+        return getattr(getattr(getattr(torch.ops, namespace), op), kind)
+    except (AttributeError, ValueError):
+        raise ValueError(f"name: torch {torch.__version__} has no operator {name!r}; expected 'namespace.operator.overload'") from None
+
+
+def lowering(*names: str) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function as the lowering of each named overload.
+
+    Names that this version of torch does not have are passed over, so that one table serves every supported version.
+    """
+
+    def register(fn: Lowering) -> Lowering:
+        for name in names:
+            try:
+                op = overload(name)
+            except ValueError:
+                continue
+            LOWERINGS[op] = fn
+        return fn
+
+    return register

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -170,3 +171,17 @@ def wrap_dims(dims: Any, ndim: int) -> tuple[int, ...]:
     if len(set(wrapped)) != len(wrapped):
         raise RuntimeError(f"dim {dims}: a dimension appears multiple times in the list of dims")
     return wrapped if ndim else ()
+
+
+def fused(*static: str) -> Any:
+    """A decorator that makes a lowering of several primitives one call: jitted, the named arguments static (hashable).
+
+    Outside jit a transform then sees one primitive with cached rules instead of many; inside jit it is inlined and costs nothing.
+    """
+    return functools.partial(jax.jit, inline=True, static_argnames=static)
+
+
+def require_inexact(x: Any, name: str) -> None:
+    """NotImplementedError, as from PyTorch, where an operator that needs floating or complex values gets integers."""
+    if is_integral(x):
+        raise NotImplementedError(f"{name}: not implemented for {dtypes.to_torch(x.dtype)}; expected a floating-point tensor")

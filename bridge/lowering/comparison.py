@@ -1,0 +1,99 @@
+"""Element-wise comparison, logic, bits, and selection by a mask (where, masked_fill)."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .pointwise import align, binary, fused, number
+from .promotion import cast, result_dtype
+from .registry import lowering
+
+_COMPARISONS: dict[str, Callable] = {"eq": lax.eq, "ge": lax.ge, "gt": lax.gt, "le": lax.le, "lt": lax.lt, "ne": lax.ne}
+for _name, _fn in _COMPARISONS.items():
+    lowering(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(binary(_fn, boolean=True, primitive=True))
+
+
+# -- logic: operands keep their own dtypes, only their truth counts -----------------------------------------------------------------------
+def _logical(fn: Callable) -> Callable:
+    @fused
+    def mixed(a: Any, b: Any) -> Any:
+        return fn(*align(*(x if x.dtype == np.bool_ else lax.ne(x, number(0, x.dtype)) for x in (a, b))))
+
+    return mixed
+
+
+for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}.items():
+    lowering(f"aten.logical_{_name}")(_logical(_fn))
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------------------------------
+def _integral(name: str, fn: Callable, bools: bool = True) -> Callable:
+    def checked(a: Any, b: Any) -> Any:
+        if a.dtype.kind not in ("iub" if bools else "iu"):
+            raise RuntimeError(f"self, other: {name} is not defined for the dtype {a.dtype}; expected integers" + " or bools" * bools)
+        return fn(a, b)
+
+    return binary(checked)
+
+
+for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}.items():
+    _names = [f"aten.bitwise_{_name}.{kind}" for kind in ("Tensor", "Scalar", "Scalar_Tensor")]
+    lowering(*_names)(_integral(f"bitwise_{_name}", _fn))
+
+
+def _shift_right(a: Any, b: Any) -> Any:
+    # unsigned types shift in zeros, signed ones the sign; counts beyond the width (negative ones too) shift everything out
+    return (lax.shift_right_logical if a.dtype.kind == "u" else lax.shift_right_arithmetic)(a, b)
+
+
+for _name, _fn in {"left": lax.shift_left, "right": _shift_right}.items():
+    _names = [f"aten.bitwise_{_name}_shift.{kind}" for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")]
+    lowering(*_names)(_integral(f"bitwise_{_name}_shift", _fn, bools=False))
+
+
+def _float_shift(integer: Callable, scale: Callable) -> Callable:
+    """<< and >> of Python also take floats: times or over a power of two."""
+
+    def shift(a: Any, b: Any) -> Any:
+        return integer(a, b) if a.dtype.kind in "iu" else scale(a, lax.pow(lax.full_like(a, 2), b))
+
+    return binary(shift)
+
+
+lowering("aten.__lshift__.Tensor", "aten.__lshift__.Scalar")(_float_shift(lax.shift_left, lax.mul))
+lowering("aten.__rshift__.Tensor", "aten.__rshift__.Scalar")(_float_shift(_shift_right, lax.div))
+lowering("aten.gcd")(_integral("gcd", jnp.gcd, bools=False))
+lowering("aten.lcm")(_integral("lcm", jnp.lcm, bools=False))
+
+
+# -- selection ------------------------------------------------------------------------------------------------------------------------------
+@functools.partial(fused, static_argnums=3)
+def _where(mask: Any, a: Any, b: Any, dtype: np.dtype) -> Any:
+    mask, a, b = align(cast(mask, np.bool_), cast(a, dtype), cast(b, dtype))
+    return lax.select_n(mask, b, a)
+
+
+@lowering("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
+def aten_where(condition: Any, self: Any, other: Any) -> Any:
+    """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
+    if condition.dtype not in (np.bool_, np.uint8):
+        raise RuntimeError(f"condition: expected a bool or uint8 tensor, got {condition.dtype}")
+    dtype = result_dtype(self, other)
+    return _where(condition, number(self, dtype), number(other, dtype), dtype)
+
+
+@lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def aten_masked_fill(self: Any, mask: Any, value: Any) -> Any:
+    """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
+    if mask.dtype != np.bool_:
+        raise RuntimeError(f"mask: masked_fill only supports boolean masks, but got {mask.dtype}")
+    if np.ndim(value) > 0:
+        raise RuntimeError(f"value: masked_fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
+    if isinstance(value, complex) and self.dtype.kind != "c":
+        raise RuntimeError(f"value: {value} cannot be stored in a tensor of dtype {self.dtype}")
+    return _where(mask, number(value, self.dtype), self, self.dtype)

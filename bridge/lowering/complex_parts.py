@@ -1,0 +1,103 @@
+"""Complex numbers and their parts: complex, polar, angle, conj, view_as_real, view_as_complex."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .pointwise import align, binary, choose, fused, like, number
+from .promotion import cast, default_float, is_complex
+from .registry import lowering
+
+
+@lowering("aten._conj", "aten.conj_physical", "aten._conj_physical", "aten._conj_copy")
+def aten_conj(self: Any) -> Any:
+    """_conj(Tensor(a) self) -> Tensor(a)"""
+    return lax.conj(self) if is_complex(self) else self
+
+
+@lowering("aten._neg_view", "aten._neg_view_copy")
+def aten_neg_view(self: Any) -> Any:
+    """_neg_view(Tensor(a) self) -> Tensor(a)"""
+    return lax.neg(self)
+
+
+@lowering("aten.view_as_real", "aten.view_as_real_copy")
+def aten_view_as_real(self: Any) -> Any:
+    """view_as_real(Tensor(a) self) -> Tensor(a)"""
+    if not is_complex(self):
+        raise RuntimeError(f"self: view_as_real is only supported for complex tensors, got {self.dtype}")
+    return _view_as_real(self)
+
+
+@fused
+def _view_as_real(x: Any) -> Any:
+    parts = [lax.expand_dims(part, (x.ndim,)) for part in (lax.real(x), lax.imag(x))]
+    return lax.concatenate(parts, x.ndim)
+
+
+@lowering("aten.view_as_complex", "aten.view_as_complex_copy")
+def aten_view_as_complex(self: Any) -> Any:
+    """view_as_complex(Tensor(a) self) -> Tensor(a)"""
+    if self.dtype not in (np.float32, np.float64):
+        raise RuntimeError(f"self: view_as_complex expects a float32 or float64 tensor, got {self.dtype}")
+    if self.ndim == 0 or self.shape[-1] != 2:
+        raise RuntimeError(f"self: view_as_complex expects a last dimension of size 2, got shape {self.shape}")
+    return _view_as_complex(self)
+
+
+@fused
+def _view_as_complex(x: Any) -> Any:
+    last = x.ndim - 1
+    return lax.complex(*(lax.squeeze(lax.slice_in_dim(x, i, i + 1, axis=last), (last,)) for i in (0, 1)))
+
+
+@lowering("aten.complex")
+@fused
+def aten_complex(real: Any, imag: Any) -> Any:
+    """complex(Tensor real, Tensor imag) -> Tensor"""
+    return lax.complex(*align(real, imag))
+
+
+@lowering("aten.polar")
+@fused
+def aten_polar(abs: Any, angle: Any) -> Any:
+    """polar(Tensor abs, Tensor angle) -> Tensor"""
+    size, angle = align(abs, angle)
+    return lax.complex(lax.mul(size, lax.cos(angle)), lax.mul(size, lax.sin(angle)))
+
+
+@jax.custom_jvp
+def atan2(y: Any, x: Any) -> Any:
+    """The angle of (x, y), with derivative 0 at the origin."""
+    return lax.atan2(y, x)
+
+
+@atan2.defjvp
+def _atan2_jvp(primals: tuple, tangents: tuple) -> tuple:
+    (y, x), (dy, dx) = primals, tangents
+    square = lax.add(lax.mul(x, x), lax.mul(y, y))
+    origin = lax.eq(square, number(0, x.dtype))
+    scale = lax.div(like(1, x), choose(origin, 1, square))
+    slope_y, slope_x = choose(origin, 0, lax.mul(x, scale)), choose(origin, 0, lax.mul(y, scale))
+    return atan2(y, x), lax.sub(lax.mul(slope_y, dy), lax.mul(slope_x, dx))
+
+
+aten_atan2 = lowering("aten.atan2")(binary(atan2, floating=True))
+
+
+@lowering("aten.angle")
+def aten_angle(self: Any) -> Any:
+    """angle(Tensor self) -> Tensor"""
+    return _angle(self if is_complex(self) else cast(self, default_float()) if self.dtype.kind in "iub" else self)
+
+
+@fused
+def _angle(x: Any) -> Any:
+    if is_complex(x):
+        return atan2(lax.imag(x), lax.real(x))
+    angle = choose(lax.lt(x, number(0, x.dtype)), math.pi, like(0, x))
+    return lax.stop_gradient(choose(lax.ne(x, x), math.nan, angle))

@@ -1,0 +1,75 @@
+"""Copies, casts, fills and the operators that only pass a tensor on (clone, detach, alias, conj and neg bits resolved)."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from bridge import dtypes
+
+from .pointwise import expand, number
+from .promotion import cast, is_array, is_floating
+from .registry import lowering
+
+
+def _convert(x: Any, dtype: np.dtype) -> Any:
+    if dtype == np.uint8 and is_floating(x):
+        x = lax.convert_element_type(x, np.int64)  # XLA saturates, torch wraps around: -1.0 becomes 255
+    return cast(x, dtype)
+
+
+@lowering("aten._to_copy")
+def aten_to_copy(
+    self: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> Any:
+    """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    if dtype is None:
+        return self
+    target = dtypes.to_jax(dtype)
+    return self if self.dtype == target else _convert(self, target)
+
+
+def aten_alias(self: Any, *, memory_format: Any = None) -> Any:
+    """alias(Tensor(a) self) -> Tensor(a)"""
+    return self
+
+
+lowering(
+    "aten.alias", "aten.alias_copy", "aten.clone", "aten.lift", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.positive",
+    "aten.resolve_conj", "aten.resolve_neg",
+)(aten_alias)  # fmt: skip
+
+
+@lowering("aten.detach", "aten.detach_copy")
+def aten_detach(self: Any) -> Any:
+    """detach(Tensor(a) self) -> Tensor(a)"""
+    return lax.stop_gradient(self)
+
+
+@lowering("aten.copy")
+def aten_copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
+    x = _convert(src, self.dtype)
+    return x if x.shape == self.shape else expand(x, self.shape)
+
+
+@lowering("aten.fill.Scalar", "aten.fill.Tensor")
+def aten_fill(self: Any, value: Any) -> Any:
+    """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
+    if np.ndim(value) > 0:
+        raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
+    return expand(_convert(value, self.dtype) if is_array(value) else number(value, self.dtype), self.shape)
+
+
+@lowering("aten.zero")
+def aten_zero(self: Any) -> Any:
+    """zero(Tensor self) -> Tensor"""
+    return expand(number(0, self.dtype), self.shape)

@@ -1,0 +1,259 @@
+"""Element-wise operators of one tensor: arithmetic, exponentials, trigonometry, rounding, sign, tests, and their backward formulas.
+
+Two operands are in arithmetic.py and comparison.py, copies and casts in copies.py, complex parts in complex_parts.py, special functions
+in special*.py.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .pointwise import align, choose, fused, like, number, unary
+from .promotion import is_complex, promote
+from .registry import lowering
+
+
+# -- functions that lax lacks, or whose values or derivatives differ from torch's ------------------------------------------------------
+def _log_base(base: int) -> Callable:
+    scale = 1 / math.log(base)
+
+    def log(x: Any) -> Any:
+        y = lax.mul(lax.log(x), number(scale, x.dtype))
+        if is_complex(x):
+            return y
+        # log(8)/log(2) is one rounding off 3, and floor(log2(x)) is common: a result next to an integer is that integer
+        gap = lax.sub(lax.round(y), y)
+        near = lax.le(lax.abs(gap), lax.mul(lax.abs(y), number(2 * float(np.finfo(x.dtype).eps), x.dtype)))
+        return lax.add(y, lax.stop_gradient(choose(near, gap, like(0, y))))
+
+    return log
+
+
+def trunc(x: Any) -> Any:
+    """x rounded toward zero."""
+    return lax.select_n(lax.lt(x, number(0, x.dtype)), lax.floor(x), lax.ceil(x))
+
+
+def sign(x: Any) -> Any:
+    """1, -1 or 0 by comparison: torch gives NaN the sign 0."""
+    if x.dtype == np.bool_:
+        return x
+    zero = number(0, x.dtype)
+    return lax.sub(lax.convert_element_type(lax.gt(x, zero), x.dtype), lax.convert_element_type(lax.lt(x, zero), x.dtype))
+
+
+def sgn(x: Any) -> Any:
+    """x / |x|, and 0 at 0 with derivative 0."""
+    if not is_complex(x):
+        return sign(x)
+    zero = lax.eq(x, number(0, x.dtype))
+    size = lax.abs(choose(zero, 1, x))
+    return choose(zero, 0, lax.div(x, lax.convert_element_type(size, x.dtype)))
+
+
+def signbit(x: Any) -> Any:
+    """True for negative values, -0.0 and NaNs that carry the sign bit."""
+    if x.dtype.kind in "ub":
+        return lax.broadcast(np.False_, x.shape)
+    bits = x if x.dtype.kind == "i" else lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    return lax.lt(bits, number(0, bits.dtype))
+
+
+def _relu(x: Any) -> Any:
+    # select, not max: the derivative at 0 is 0, and NaN passes with derivative 1
+    return choose(lax.le(x, number(0, x.dtype)), 0, x)
+
+
+def isnan(x: Any) -> Any:
+    """Where x is NaN; all False for integers."""
+    return lax.broadcast(np.False_, x.shape) if x.dtype.kind in "iub" else lax.ne(x, x)
+
+
+def isinf(x: Any) -> Any:
+    """Where x is infinite, in either part of a complex number."""
+    if x.dtype.kind in "iub":
+        return lax.broadcast(np.False_, x.shape)
+    if is_complex(x):
+        return lax.bitwise_or(isinf(lax.real(x)), isinf(lax.imag(x)))
+    return lax.eq(lax.abs(x), number(math.inf, x.dtype))
+
+
+def _isfinite(x: Any) -> Any:
+    if x.dtype.kind in "iub":
+        return lax.broadcast(np.True_, x.shape)
+    if is_complex(x):
+        return lax.bitwise_and(lax.is_finite(lax.real(x)), lax.is_finite(lax.imag(x)))
+    return lax.is_finite(x)
+
+
+def _equals(value: float) -> Callable:
+    return lambda x: lax.broadcast(np.False_, x.shape) if x.dtype.kind in "iub" else lax.eq(x, number(value, x.dtype))
+
+
+def _keep_ints(fn: Callable) -> Callable:
+    """fn on floating arrays; integers are their own result."""
+    return lambda x: x if x.dtype.kind in "iub" else fn(x)
+
+
+def _no_bools(name: str, fn: Callable) -> Callable:
+    def checked(x: Any) -> Any:
+        if x.dtype == np.bool_:
+            raise RuntimeError(f"self: {name} is not defined for torch.bool; use torch.logical_not, or convert the tensor first")
+        return fn(x)
+
+    return checked
+
+
+# name -> function; integers become the default float first
+_FLOAT = {
+    "cos": lax.cos,
+    "cosh": lax.cosh,
+    "deg2rad": lambda x: lax.mul(x, number(math.pi / 180, x.dtype)),
+    "exp": lax.exp,
+    "log": lax.log,
+    "log1p": lax.log1p,
+    "rad2deg": lambda x: lax.mul(x, number(180 / math.pi, x.dtype)),
+    "reciprocal": lax.reciprocal,
+    "rsqrt": lax.rsqrt,
+    "sigmoid": lax.logistic,
+    "sin": lax.sin,
+    "sinh": lax.sinh,
+    "sqrt": lax.sqrt,
+    "tan": lax.tan,
+    "tanh": lax.tanh,
+    "atan": lax.atan,
+}
+# the same, computed in float32 for half types: XLA expands these in the type itself, roundings and all
+_FLOAT_WIDE = {
+    "acos": lax.acos,
+    "acosh": lax.acosh,
+    "asin": lax.asin,
+    "asinh": lax.asinh,
+    "atanh": lax.atanh,
+    "exp2": lambda x: lax.pow(number(2, x.dtype), x),  # lax.exp2 misses 2**3 by 4e-6
+    "expm1": lax.expm1,
+    "log2": _log_base(2),
+    "log10": _log_base(10),
+}
+# name -> function that takes every dtype
+_ANY = {
+    "abs": lambda x: x if x.dtype.kind in "ub" else lax.abs(x),
+    "bitwise_not": lax.bitwise_not,
+    "ceil": _keep_ints(lax.ceil),
+    "floor": _keep_ints(lax.floor),
+    "frac": fused(lambda x: lax.sub(x, trunc(x))),
+    "isfinite": fused(_isfinite),
+    "isinf": fused(isinf),
+    "isnan": fused(isnan),
+    "isneginf": fused(_equals(-math.inf)),
+    "isposinf": fused(_equals(math.inf)),
+    "logical_not": lambda x: lax.bitwise_not(x) if x.dtype == np.bool_ else lax.eq(x, number(0, x.dtype)),
+    "neg": _no_bools("neg", lax.neg),
+    "relu": _no_bools("relu", fused(_relu)),
+    "round": _keep_ints(functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)),
+    "sgn": fused(sgn),
+    "sign": fused(sign),
+    "signbit": fused(signbit),
+    "trunc": _keep_ints(fused(trunc)),
+}
+for _name, _fn in _FLOAT.items():
+    lowering(f"aten.{_name}")(unary(_fn))
+for _name, _fn in _FLOAT_WIDE.items():
+    lowering(f"aten.{_name}")(unary(_fn, wide=True))
+for _name, _fn in _ANY.items():
+    lowering(f"aten.{_name}")(_fn)
+
+
+# -- with options ----------------------------------------------------------------------------------------------------------------------
+@lowering("aten.round.decimals")
+def aten_round_decimals(self: Any, *, decimals: int) -> Any:
+    """round.decimals(Tensor self, *, int decimals) -> Tensor"""
+    if self.dtype.kind in "iub":
+        return self
+    return _round_decimals(self, decimals)
+
+
+@functools.partial(fused, static_argnums=1)
+def _round_decimals(x: Any, decimals: int) -> Any:
+    even = lax.RoundingMethod.TO_NEAREST_EVEN
+    scale = number(10.0 ** abs(decimals), x.dtype)
+    if decimals < 0:
+        return lax.mul(lax.round(lax.div(x, scale), even), scale)
+    return lax.div(lax.round(lax.mul(x, scale), even), scale)
+
+
+@lowering("aten.nan_to_num")
+def aten_nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    """nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"""
+    return self if self.dtype.kind in "iub" else _nan_to_num(self, nan, posinf, neginf)
+
+
+@functools.partial(fused, static_argnums=(1, 2, 3))
+def _nan_to_num(x: Any, nan: float | None, posinf: float | None, neginf: float | None) -> Any:
+    if is_complex(x):
+        return lax.complex(_nan_to_num(lax.real(x), nan, posinf, neginf), _nan_to_num(lax.imag(x), nan, posinf, neginf))
+    limits = jnp.finfo(x.dtype)
+    high = limits.max if posinf is None else posinf
+    low = limits.min if neginf is None else neginf
+    y = choose(lax.ne(x, x), 0.0 if nan is None else nan, x)
+    y = choose(lax.eq(x, number(math.inf, x.dtype)), high, y)
+    return choose(lax.eq(x, number(-math.inf, x.dtype)), low, y)
+
+
+@lowering("aten.frexp.Tensor")
+def aten_frexp(self: Any) -> tuple[Any, Any]:
+    """frexp.Tensor(Tensor self) -> (Tensor mantissa, Tensor exponent)"""
+    return _frexp(self)
+
+
+@fused
+def _frexp(x: Any) -> tuple[Any, Any]:
+    exponent = lax.stop_gradient(jnp.frexp(x)[1].astype(np.int32))
+    # two steps: 2**-exponent itself may overflow
+    half = lax.div(exponent, number(2, np.int32))
+    two = number(2, x.dtype)
+    scale = [lax.pow(two, lax.convert_element_type(lax.neg(e), x.dtype)) for e in (half, lax.sub(exponent, half))]
+    return lax.mul(lax.mul(x, scale[0]), scale[1]), exponent
+
+
+# -- derivatives as operators: torch's autograd calls these when it runs inside a trace ---------------------------------------------------
+@lowering("aten.sigmoid_backward")
+def aten_sigmoid_backward(grad_output: Any, output: Any) -> Any:
+    """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""
+    return _sigmoid_backward(*promote(grad_output, output))
+
+
+@fused
+def _sigmoid_backward(g: Any, y: Any) -> Any:
+    slope = lax.mul(y, lax.sub(number(1, y.dtype), y))
+    return lax.mul(g, lax.conj(slope) if is_complex(y) else slope)
+
+
+@lowering("aten.tanh_backward")
+def aten_tanh_backward(grad_output: Any, output: Any) -> Any:
+    """tanh_backward(Tensor grad_output, Tensor output) -> Tensor"""
+    return _tanh_backward(*promote(grad_output, output))
+
+
+@fused
+def _tanh_backward(g: Any, y: Any) -> Any:
+    slope = lax.sub(number(1, y.dtype), lax.mul(y, y))
+    return lax.mul(g, lax.conj(slope) if is_complex(y) else slope)
+
+
+@lowering("aten.threshold_backward")
+def aten_threshold_backward(grad_output: Any, self: Any, threshold: float) -> Any:
+    """threshold_backward(Tensor grad_output, Tensor self, Scalar threshold) -> Tensor"""
+    return _threshold_backward(*promote(grad_output, self), threshold)
+
+
+@fused
+def _threshold_backward(g: Any, x: Any, threshold: Any) -> Any:
+    g, x = align(g, x)
+    return choose(lax.le(x, lax.convert_element_type(threshold, x.dtype)), 0, g)

@@ -1,0 +1,149 @@
+"""torch's autograd through a JAX computation: outputs at the border take part in backward, double backward included."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import dtypes, tensors, tracing
+
+
+def conj(v: Any) -> Any:
+    """torch's gradient of a complex value is the conjugate of JAX's."""
+    return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
+
+
+def inexact(v: Any) -> bool:
+    """Whether a value has derivatives."""
+    return bool(jnp.issubdtype(v.dtype, jnp.inexact))
+
+
+class _Recorded:
+    """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
+
+    def __init__(self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None) -> None:
+        self.compute, self.leaves, self.known, self.key = compute, leaves, known, key
+        self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
+        self.inputs = [leaves[i] for i in self.active] + list(known)
+
+    def __call__(self, *actives: Any) -> tuple[list[Any], list[Any]]:
+        """(values with derivatives, values without), inside an open trace."""
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        for i, v in zip(self.active, actives, strict=False):
+            values[i] = v
+        root = tracing.state.level.root
+        if root.key is None:
+            root.key = self.key
+        root.captured.clear()
+        root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
+        result = self.compute(values)
+        # what was written to tensors from outside leaves as further values
+        targets: list[Any] = []
+        count = len(result.values) - len(result.written)
+        for target, index in result.written:
+            targets.append(self.leaves[target] if isinstance(target, int) else target)
+            del index
+        from bridge.nodes import Node
+
+        out = list(result.values)
+        for t, node in root.captured.values():
+            if node.version and not any(t is x for x in targets):
+                targets.append(t)
+                out.append(node.value)
+        for k, target in enumerate(targets):
+            if isinstance(target, Node):  # a node of the root: the tensor it stands for
+                targets[k] = next((t for t, node in root.captured.values() if node is target), None)
+        self.meta, self.count, self.targets = result.meta, count, targets
+        self.met = [t for t, _ in root.captured.values()]
+        self.key = root.key
+        self.kinds = [inexact(v) for v in out]
+        return [v for v in out if inexact(v)], [v for v in out if not inexact(v)]
+
+
+def inexact_dtype(dtype: torch.dtype) -> bool:
+    """Whether tensors of that dtype have derivatives."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def differentiable(compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor]) -> tuple[list[Any], Any, list[torch.Tensor]]:
+    """Run a computation at the border so that torch's autograd can go back through it.
+
+    Args:
+        compute: see ``calls.Computation``.
+        leaves: its arguments.
+        known: captured tensors that require grad.
+
+    Returns:
+        (outputs, meta, captured tensors met)
+    """
+    from bridge.calls import torch_device, write_back
+
+    recorded = _Recorded(compute, leaves, known)
+    outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
+    outs = list(outs)
+    writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
+    write_back([(t, v if t.requires_grad or not t.is_leaf else v.detach()) for t, v in writes])
+    return outs[: recorded.count], recorded.meta, recorded.met
+
+
+class _Border(torch.autograd.Function):
+    """One JAX computation as one node of torch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
+        with tracing.root():
+            actives = [tensors.to_jax(t) for t in inputs]
+            outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
+            floats, others = iter(outs), iter(rest)
+            avoid = {a.unsafe_buffer_pointer() for a in actives if _addressed(a)}
+            avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
+            results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
+        ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
+        ctx.set_materialize_grads(True)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        inputs = ctx.saved_tensors  # raises where one was changed in place since
+        cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
+        if torch.is_grad_enabled():
+            grads = _double(ctx.recorded, inputs, cts)
+        else:
+            with tracing.root():
+                found = ctx.pull([conj(tensors.to_jax(c)) for c in cts])
+                grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, ctx.needs_input_grad[2:], strict=True)]
+        return (None, None, *grads)
+
+
+def _addressed(a: Any) -> bool:
+    from bridge.calls import is_local
+
+    return hasattr(a, "unsafe_buffer_pointer") and is_local(a)
+
+
+def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:
+    if not need or g.dtype == jax.dtypes.float0:
+        return None
+    g = conj(g)
+    return tensors.to_torch(g.astype(dtypes.to_jax(t.dtype)), t.device)
+
+
+def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:
+    """The backward pass as a computation that can itself be differentiated."""
+    from bridge.calls import Result, apply
+
+    count = len(inputs)
+
+    def backward(values: list[Any]) -> Result:
+        inner = _Recorded(recorded.compute, recorded.leaves, recorded.known, recorded.key)
+
+        _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
+        return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])
+
+    outs, _ = apply(backward, [*inputs, *cts])
+    return outs

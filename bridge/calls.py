@@ -1,0 +1,246 @@
+"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out, writes are carried out.
+
+``apply`` is the only way in.  It takes a *computation*: a function from the flat list of the arguments' JAX values to a ``Result``.
+"""
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import autograd, tensors, tracing, trees
+from bridge.levels import Level, push, state
+from bridge.nodes import Node, read
+from bridge.tracing import Traced, value_of, wrap
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """What a computation gives back.
+
+    Attributes:
+        values: JAX values, outputs first.
+        meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
+        written: (leaf index or outer node, index into values) for everything that was written to and must be written outside.
+    """
+
+    values: list[Any]
+    meta: Any = None
+    written: list[tuple[int | Node, int]] = dataclasses.field(default_factory=list)
+
+
+Computation = Callable[[list[Any]], Result]
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf crosses the border: torch tensors and jax.Arrays."""
+    return isinstance(x, torch.Tensor | jax.Array)
+
+
+def split_arrays(leaves: Sequence[Any]) -> list[int]:
+    """The positions of the leaves that cross the border."""
+    return [i for i, x in enumerate(leaves) if is_array(x)]
+
+
+class Traceable:
+    """A user's function together with one call's flattened arguments: callable on JAX values, inside a JAX transform.
+
+    Args:
+        fn: the function, on torch tensors.
+        leaves, spec: the flattened ``(args, kwargs)``.
+        where: which leaves are arrays; their values come with each run.
+    """
+
+    __slots__ = ("devices", "fn", "leaves", "spec", "where")
+
+    def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
+        self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
+        self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
+        for i in where:
+            self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
+
+    def run(self, level: Level, values: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]]) -> Result:
+        """Run the function on these values.
+
+        Args:
+            level: the level just entered.
+            values: one for each position in ``where``.
+            finish: takes what the function returned (torch tensors in any tree), checks it, and gives its tensors and a meta.
+        """
+        leaves = list(self.leaves)
+        arguments = [wrap(v, d, level) for v, d in zip(values, self.devices, strict=True)]
+        for i, t in zip(self.where, arguments, strict=True):
+            leaves[i] = t
+        args, kwargs = trees.unflatten(self.spec, leaves)
+        outs, meta = finish(self.fn(*args, **kwargs))
+        result = Result([value_of(t) for t in outs], meta)
+        for k, t in enumerate(arguments):
+            if t.node.version:
+                result.written.append((k, len(result.values)))
+                result.values.append(read(t.node, level))
+        for node in level.writes:
+            result.written.append((node, len(result.values)))
+            result.values.append(node.value)
+        return result
+
+
+def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[list[Any], Any]:
+    """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
+
+    Args:
+        compute: maps the leaves' JAX values to a Result; may be run more than once.
+        leaves: torch tensors (also traced ones) and jax.Arrays.
+        fn: the user's function, under which tensors captured by closure are remembered.
+
+    Returns:
+        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where all leaves are, else torch tensors.
+    """
+    if state.level is not None:
+        result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        _carry_out(result, leaves, lambda v, _: v)
+        return [wrap(v, device) for v in _outputs(result)], result.meta
+    if leaves and not any(isinstance(x, torch.Tensor) for x in leaves):
+        with tracing.root() as root:
+            result = compute(list(leaves))
+            _write_captured(root, lambda v: tensors.to_torch(v))
+        return _outputs(result), result.meta
+    return _outermost(compute, leaves, fn)
+
+
+def _outputs(result: Result) -> list[Any]:
+    return result.values[: len(result.values) - len(result.written)]
+
+
+def _carry_out(result: Result, leaves: Sequence[Any], cross: Callable[[Any, Any], Any]) -> None:
+    for target, index in result.written:
+        if isinstance(target, Node):
+            state.level.before_write(target)
+            target.value = result.values[index]
+            target.version += 1
+        elif isinstance(leaves[target], torch.Tensor):
+            tracing.assign(leaves[target], result.values[index])
+
+
+def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[list[Any], Any]:
+    recording = torch.is_grad_enabled()
+    known = _remembered(fn) if recording else []
+    while True:
+        wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad] if recording else []
+        if wanted or known:
+            outs, meta, met = autograd.differentiable(compute, leaves, known)
+        else:
+            outs, meta, met = direct(compute, leaves)
+        if not recording:
+            return outs, meta
+        new = [t for t in met if t.requires_grad and not any(t is k for k in known) and not any(t is x for x in leaves)]
+        if not new:
+            return outs, meta
+        # tensors captured by closure require grad and were met only now: once more, differentiating with respect to them too
+        known = known + new
+        _remember(fn, known)
+
+
+def direct(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any, list[torch.Tensor]]:
+    """Run a computation at the border without recording it for torch's autograd."""
+    with tracing.root() as root:
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        result = compute(values)
+        device = torch_device(leaves)
+        avoid = {v.unsafe_buffer_pointer() for v in values if hasattr(v, "unsafe_buffer_pointer") and is_local(v)}
+        outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
+        _carry_out(result, leaves, lambda v, t: v)
+        writes = root_writes(root)
+        written = [(t, tensors.to_torch(v, t.device)) for t, v in writes]
+        met = [t for t, _ in root.captured.values()]
+    write_back(written)
+    return outs, result.meta, met
+
+
+def is_local(v: Any) -> bool:
+    """Whether an array has one address in this process's memory."""
+    return isinstance(v, jax.Array) and not isinstance(v, jax.core.Tracer) and v.is_fully_addressable and len(v.devices()) == 1
+
+
+def torch_device(leaves: Sequence[Any]) -> torch.device | None:
+    """Where results belong: the device of the first tensor with dimensions, else of the first."""
+    found = None
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+    return found
+
+
+def root_writes(root: Level) -> list[tuple[torch.Tensor, Any]]:
+    """Tensors from outside that were written to in a trace, with their new values."""
+    return [(t, node.value) for t, node in root.captured.values() if node.version]
+
+
+def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Change the tensors from outside as the function would have changed them."""
+    for target, value in written:
+        if not value.requires_grad:
+            with torch.no_grad():
+                target.copy_(value)
+        else:
+            target.copy_(value)
+
+
+def _write_captured(root: Level, cross: Callable[[Any], torch.Tensor]) -> None:
+    written = [(t, v) for t, v in root_writes(root) if is_local(v)]
+    for t, v in written:
+        from bridge import private
+
+        with private.below_python(), torch.no_grad():
+            t.copy_(cross(v))
+
+
+# -- tensors captured by closure, remembered by the function's code so that the next call knows them beforehand -------------------
+_captured_by: weakref.WeakKeyDictionary[Any, list[weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def _code(fn: Any) -> Any:
+    while hasattr(fn, "__wrapped__"):
+        fn = fn.__wrapped__
+    return getattr(fn, "__code__", None)
+
+
+def _remembered(fn: Any) -> list[torch.Tensor]:
+    refs = _captured_by.get(_code(fn), []) if _code(fn) is not None else []
+    return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
+
+
+def _remember(fn: Any, captured: list[torch.Tensor]) -> None:
+    code = _code(fn)
+    if code is not None:
+        _captured_by[code] = [weakref.ref(t) for t in captured]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """A transform call's arguments, flattened once: array leaves apart from the static ones."""
+
+    leaves: list[Any]
+    spec: Any
+    where: list[int]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = trees.flatten((args, kwargs))
+        return cls(leaves, spec, split_arrays(leaves))
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.leaves[i] for i in self.where]
+
+    def traceable(self, fn: Callable[..., Any]) -> Traceable:
+        return Traceable(fn, self.leaves, self.spec, self.where)
+
+
+__all__ = ["Call", "Result", "Traceable", "Traced", "apply", "push"]

@@ -1,0 +1,76 @@
+"""Which JAX device stands for which torch device, and the default device that CPU tensors are sent to."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+
+_default: jax.Device | None = None
+
+
+def default() -> jax.Device | None:
+    """The JAX device CPU tensors are sent to; None: they stay where they are."""
+    return _default
+
+
+def set_default(device: Any) -> None:
+    """Send CPU tensors to this JAX device for computation; results come back as CPU tensors.
+
+    Args:
+        device: a ``jax.Device``, a platform name ("tpu", "gpu", "cpu"), "platform:index", or None to switch it off.
+
+    Raises:
+        ValueError: there is no such device.
+
+    Example:
+        >>> from bridge import devices
+        >>> devices.set_default("cpu:0")
+        >>> devices.set_default(None)
+    """
+    global _default
+    _default = None if device is None else find(device)
+
+
+@contextlib.contextmanager
+def use(device: Any) -> Iterator[None]:
+    """``set_default`` for the length of a with block.
+
+    Example:
+        >>> from bridge import devices
+        >>> with devices.use("cpu"):
+        ...     devices.default().platform
+        'cpu'
+    """
+    before = _default
+    set_default(device)
+    try:
+        yield
+    finally:
+        set_default(before)
+
+
+def find(device: Any) -> jax.Device:
+    """The JAX device of a name such as "tpu" or "gpu:1"; a ``jax.Device`` is itself."""
+    if isinstance(device, jax.Device):
+        return device
+    platform, _, index = str(device).partition(":")
+    platform = {"cuda": "gpu"}.get(platform, platform)
+    try:
+        return jax.devices(platform)[int(index or 0)]
+    except (RuntimeError, IndexError, ValueError):
+        have = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+        raise ValueError(f"device: no JAX device {device!r}; this machine has {have}") from None
+
+
+def jax_device(device: torch.device) -> jax.Device | None:
+    """Where a tensor on that torch device is computed; None: leave it to zero-copy on the device that has its memory."""
+    if device.type == "cpu":
+        if _default is not None:
+            return _default
+        return None if jax.default_backend() == "cpu" else jax.devices("cpu")[0]
+    if device.type == "cuda":
+        return None
+    raise TypeError(f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()")

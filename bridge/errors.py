@@ -1,0 +1,43 @@
+"""Errors raised while tracing: which line of the user's code, which operator, what to do."""
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "torchfunc_jax"))
+_LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
+
+
+class DataDependentError(RuntimeError):
+    """A value, or a shape that depends on values, was asked for where only shapes are known: under vmap or jit."""
+
+
+class NoLoweringError(NotImplementedError):
+    """An operator has neither a lowering nor a decomposition."""
+
+
+class EscapedTensorError(RuntimeError):
+    """A tensor that belongs to a transform was used after the transform had returned."""
+
+
+def user_line() -> str:
+    """``file.py:12: y = x.nonzero()`` of the innermost frame that is the user's own; "" where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and not name.startswith(_LIBRARIES) and not name.startswith("<frozen"):
+            import linecache
+
+            text = linecache.getline(name, frame.f_lineno).strip()
+            return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
+        frame = frame.f_back
+    return ""
+
+
+def at_line() -> str:
+    """`` (at file.py:12: …)`` to end a message with."""
+    line = user_line()
+    return f" (at {line})" if line else ""

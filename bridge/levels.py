@@ -1,0 +1,89 @@
+"""The one place where a trace's state lives: a stack of levels, one per active transform, per thread.
+
+A level knows what it may write to, how it draws random numbers and which tensors it met from outside.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bridge.nodes import Node
+
+_CAPTURED_WRITE = (
+    "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation ({op}) that would "
+    "mutate a captured Tensor. This is not supported; please rewrite the function being transformed to explicitly accept the "
+    "mutated Tensor(s) as inputs."
+)
+
+
+class Level:
+    """One transform in progress.
+
+    Attributes:
+        kind: "root", "vmap", "grad", "jvp" or "plain".
+        randomness: for vmap: "error", "same" or "different".
+        key: the JAX key random operators of this level draw from; None: the parent's.
+        writes: nodes of outer levels written to in here, with the values they had before.
+        captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
+    """
+
+    __slots__ = (
+        "captured", "closed", "depth", "draws", "grad_mode", "key", "kind", "operator", "overrides", "parent", "probe", "randomness", "root",
+        "seeds", "writes",
+    )
+
+    def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
+        self.kind = kind
+        self.parent = parent
+        self.root: Level = self if parent is None else parent.root
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.randomness = randomness
+        self.key = key
+        self.draws = 0
+        self.writes: dict[Node, tuple[Any, int]] = {}
+        self.closed = False
+        self.captured: dict[int, tuple[torch.Tensor, Node]] = {}
+        self.overrides: dict[int, Any] = {}
+        self.seeds: Callable[[Any], Any] | None = None
+        self.operator: Any = None
+        self.grad_mode = True
+        self.probe: Any = None
+
+    def before_write(self, node: Node) -> None:
+        """Called before a root node changes: refuses what may not change here, remembers what must be undone or passed out."""
+        if node.level is self:
+            return
+        if self.kind in ("grad", "jvp"):
+            raise RuntimeError(_CAPTURED_WRITE.format(op=self.operator))
+        if node not in self.writes:
+            self.writes[node] = (node.value, node.version)
+
+    def undo_writes(self) -> None:
+        for node, (value, _) in self.writes.items():
+            node.value = value
+            node.version += 1
+
+
+class _State(threading.local):
+    level: Level | None = None
+
+
+state = _State()
+
+
+@contextlib.contextmanager
+def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[Level]:
+    """Enter a level; on leaving, values written to outer nodes are taken back (the caller passes them out and writes them again)."""
+    parent = state.level
+    level = Level(kind, parent, randomness, key)
+    state.level = level
+    try:
+        yield level
+    finally:
+        state.level = parent
+        level.closed = True
+        level.undo_writes()

@@ -1,0 +1,158 @@
+"""Values and views of a trace: what PyTorch's storage and aliasing become when arrays cannot be written to.
+
+A ``Node`` is a root that owns a value, or a view of another node.  Writing to a view rewrites its root by the inverse of each
+view operator on the way; reading a view after its root has changed computes it again.  No tensor and no trace lives here.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from bridge.lowering.promotion import cast
+
+aten = torch.ops.aten
+
+
+class Node:
+    """A value, or a view of one.  ``level`` is the trace level that made it."""
+
+    __slots__ = ("__weakref__", "level", "parent", "root", "seen", "value", "version", "view")
+
+    def __init__(self, value: Any, level: Any, parent: Node | None = None, view: View | None = None) -> None:
+        self.value = value
+        self.level = level
+        self.parent = parent
+        self.view = view
+        self.root = self if parent is None else parent.root
+        self.version = 0
+        self.seen = -1
+
+
+class View:
+    """A view operator with its arguments: forward gives the view of a base, inverse the base with the view replaced."""
+
+    __slots__ = ("args", "func", "kwargs", "lowering")
+
+    def __init__(self, func: Any, lowering: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.lowering, self.args, self.kwargs = func, lowering, args, kwargs
+
+    def forward(self, base: Any) -> Any:
+        return self.lowering(base, *self.args, **self.kwargs)
+
+    def inverse(self, base: Any, value: Any) -> Any:
+        rule = _INVERSES.get(self.func)
+        if rule is not None:
+            return rule(base, value, *self.args, **self.kwargs)
+        index = self.forward(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape))
+        flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
+        return flat.reshape(base.shape)
+
+
+def read(node: Node, level: Any) -> Any:
+    """The node's value now, as seen from a trace level."""
+    if node.parent is None:
+        return node.value
+    if node.seen == node.root.version:
+        return node.value
+    value = node.view.forward(read(node.parent, level))
+    if node.level is level:  # a value computed inside a deeper level may be that level's tracer: it is not kept
+        node.value, node.seen = value, node.root.version
+    return value
+
+
+def write(node: Node, value: Any, level: Any) -> None:
+    """Replace a node's value, in its root and so in every view of it."""
+    root = node.root
+    if node.parent is None:
+        level.before_write(root)
+        root.value = value
+        root.version += 1
+        return
+    write(node.parent, node.view.inverse(read(node.parent, level), value), level)
+    if node.level is level:
+        node.value, node.seen = value, root.version
+
+
+def _reshape(base: Any, value: Any, *_: Any, **__: Any) -> Any:
+    return lax.reshape(value, base.shape)
+
+
+def _same(base: Any, value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _permute(base: Any, value: Any, dims: Any) -> Any:
+    return lax.transpose(value, tuple(np.argsort([d % base.ndim for d in dims])))
+
+
+def _transpose(base: Any, value: Any, *dims: int) -> Any:
+    if base.ndim < 2:
+        return value
+    a, b = dims or (0, 1)
+    return jnp.swapaxes(value, a, b)
+
+
+def _select(base: Any, value: Any, dim: int, index: int) -> Any:
+    at = (slice(None),) * (dim % base.ndim) + (index,)
+    return base.at[at].set(value)
+
+
+def _slice(base: Any, value: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if value.shape == base.shape:
+        return value
+    at = (slice(None),) * (dim % base.ndim) + (slice(start, end, step),)
+    return base.at[at].set(value)
+
+
+def _expand(base: Any, value: Any, size: Any, *, implicit: bool = False) -> Any:
+    if value.size != base.size:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    return lax.reshape(value, base.shape)
+
+
+def _complex(base: Any, value: Any) -> Any:
+    return lax.complex(value[..., 0], value[..., 1])
+
+
+def _real(base: Any, value: Any) -> Any:
+    return jnp.stack([lax.real(value), lax.imag(value)], -1)
+
+
+def _bits(base: Any, value: Any, dtype: torch.dtype) -> Any:
+    if value.dtype.itemsize == base.dtype.itemsize:
+        return lax.bitcast_convert_type(value, base.dtype)
+    ratio = max(value.dtype.itemsize, base.dtype.itemsize) // min(value.dtype.itemsize, base.dtype.itemsize)
+    if value.dtype.itemsize < base.dtype.itemsize:
+        return lax.bitcast_convert_type(value.reshape(*value.shape[:-1], -1, ratio), base.dtype)
+    return lax.bitcast_convert_type(value, base.dtype).reshape(base.shape)
+
+
+_INVERSES: dict[Any, Callable[..., Any]] = {
+    aten.view.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.expand.default: _expand,
+    aten.view_as_real.default: _complex,
+    aten.view_as_complex.default: _real,
+    aten._conj.default: lambda base, value: lax.conj(value),
+    aten._neg_view.default: lambda base, value: lax.neg(value),
+    aten.view.dtype: _bits,
+}

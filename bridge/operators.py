@@ -1,0 +1,452 @@
+"""What is done with each ATen operator: which are views, which write, which are lowered and which fall to a decomposition.
+
+``plan`` looks at an operator's schema once and returns the function that runs it from then on.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from bridge import dtypes, private, tensors
+from bridge import lowering as _lowering  # noqa: F401  fills the registry
+from bridge.errors import DataDependentError, NoLoweringError, at_line
+from bridge.levels import state
+from bridge.lowering.promotion import cast
+from bridge.lowering.registry import LOWERINGS
+from bridge.nodes import Node, View
+from bridge.tracing import Traced, concrete, lift, node_of, assign, traced_python, unknown_value, value_of, wrap
+
+aten = torch.ops.aten
+Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_CPU = torch.device("cpu")
+_make = private.make_wrapper
+
+
+def plan(func: Any) -> Plan:
+    """The function (args, kwargs) -> result that runs an operator on traced tensors."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special
+    if func.namespace not in ("aten", "prims") and func not in LOWERINGS:
+        return _fallback(func)
+    if func._schema.is_mutable:
+        return _mutation(func)
+    if func in LOWERINGS:
+        return _view(func) if func.is_view and func not in _NEVER_VIEW else _pure(func, LOWERINGS[func])
+    return _fallback(func)
+
+
+# -- arguments and results ------------------------------------------------------------------------------------------------------
+def _value(x: Any) -> Any:
+    kind = type(x)
+    if kind is Traced:
+        node = x.node
+        return node.value if node.parent is None and not node.level.closed else value_of(x)
+    if kind is list or kind is tuple:
+        return [_value(v) for v in x]
+    return value_of(x) if isinstance(x, torch.Tensor) else x
+
+
+def _device(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    given = kwargs.get("device")
+    if given is not None:
+        return torch.device(given)
+    found = None
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+        elif type(x) is list and x and isinstance(x[0], torch.Tensor):
+            return x[0].device
+    return found or _CPU
+
+
+def _wrap_all(out: Any, device: torch.device) -> Any:
+    if isinstance(out, tuple | list):
+        return type(out)(_wrap_all(x, device) for x in out) if type(out) in (tuple, list) else tuple(_wrap_all(x, device) for x in out)
+    return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
+
+
+def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
+    """An operator that only computes."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [_value(x) for x in args]
+        try:
+            out = lower(*values, **{k: _value(v) for k, v in kwargs.items()}) if kwargs else lower(*values)
+        except Exception as error:
+            raise _explain(func, args, kwargs, error) from error
+        if not torch.is_grad_enabled():
+            out = _stop(out)
+        device = _device(args, kwargs)
+        return wrap(out, device) if isinstance(out, jax.Array) else _wrap_all(out, device)
+
+    return run
+
+
+def _stop(out: Any) -> Any:
+    level = state.level
+    while level is not None and level.kind == "vmap":
+        level = level.parent
+    if level is None or level.kind != "grad":
+        return out
+    return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, level.probe) if isinstance(v, jax.Array) else v, out)
+
+
+def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """The error to raise in the place of one that a lowering raised: torch's own words where torch refuses the same call."""
+    if isinstance(error, jax.errors.JAXTypeError):
+        return unknown_value(str(func)) if not isinstance(error, jax.errors.UnexpectedTracerError) else error
+    if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    try:
+        with private.below_python():
+            func(*_meta_tree(args), **{k: _meta_tree(v) for k, v in kwargs.items() if k != "device"})
+    except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
+        if "meta" not in str(theirs).lower():
+            return theirs
+    except Exception:  # noqa: S110  a kernel without a meta version says nothing about the call
+        pass
+    if isinstance(error, TypeError | ValueError):
+        return RuntimeError(f"{func}: {error}{at_line()}")
+    return error
+
+
+def _meta_tree(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return type(x)(_meta_tree(v) for v in x) if type(x) in (list, tuple) else x
+
+
+# -- views ----------------------------------------------------------------------------------------------------------------------
+def _meta(t: torch.Tensor) -> torch.Tensor:
+    if t.storage_offset():
+        span = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
+        return torch.empty(span, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), t.storage_offset())
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced:
+    t = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
+    t.node = node
+    return t
+
+
+def _view(func: Any) -> Plan:
+    """An operator whose result shares its input's memory: computed when it is first read."""
+    lower = LOWERINGS[func]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, rest = args[0], args[1:]
+        meta = func(_meta(base), *rest, **kwargs)
+        node = Node(None, state.level, node_of(base), View(func, lower, rest, kwargs))
+        if not torch.is_grad_enabled():
+            value = value_of(base)
+            stopped = _stop(value)
+            if stopped is not value:  # a view taken under no_grad: the same memory, no derivative through it
+                node.value, node.seen = _stop(node.view.forward(value)), node.root.version
+        return _view_tensor(meta, node, base.device)
+
+    return run
+
+
+def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    node = Node(lax.stop_gradient(value_of(base)), state.level, node_of(base), View(aten.detach.default, lax.stop_gradient, (), {}))
+    node.seen = node.root.version
+    t = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
+    t.node = node
+    return t
+
+
+def _split(func: Any) -> Plan:
+    """Several views at once, each a slice or select of its own so that reading one computes one."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0]
+        dim = int(kwargs.get("dim", args[-1] if len(args) == 3 or (func is aten.unbind.int and len(args) == 2) else 0))
+        dim = dim % max(base.dim(), 1)
+        metas = func(_meta(base), *args[1:], **kwargs)
+        out, start = [], 0
+        for i, meta in enumerate(metas):
+            if func is aten.unbind.int:
+                view = View(aten.select.int, LOWERINGS[aten.select.int], (dim, i), {})
+            else:
+                end = start + meta.shape[dim]
+                view = View(aten.slice.Tensor, LOWERINGS[aten.slice.Tensor], (dim, start, end), {})
+                start = end
+            out.append(_view_tensor(meta, Node(None, state.level, node_of(base), view), base.device))
+        return out
+
+    return run
+
+
+def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    size, stride = args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    offset = base.storage_offset() if offset is None else offset
+    root = node_of(base).root
+    meta = torch.empty(root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
+    view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset), {})
+    return _view_tensor(meta, Node(None, state.level, root, view), base.device)
+
+
+_DTYPE_VIEWS = frozenset({aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default})
+
+
+def _becomes_view(func: Any, functional: Any) -> Plan:
+    """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        t, rest = args[0], args[1:]
+        if type(t) is not Traced:
+            raise RuntimeError(f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}")
+        node = _plan_of(functional)((t, *rest), kwargs).node
+        meta = functional(_meta(t), *rest, **kwargs)
+        with private.below_python():
+            t.as_strided_(meta.shape, meta.stride(), meta.storage_offset())
+        t.node = node
+        return t
+
+    return run
+
+
+# -- writes ---------------------------------------------------------------------------------------------------------------------
+def _plan_of(func: Any) -> Plan:
+    from bridge import tracing
+
+    found = tracing._plans.get(func)
+    if found is None:
+        found = tracing._plans[func] = plan(func)
+    return found
+
+
+def _store(target: torch.Tensor, value: Any, func: Any) -> None:
+    dtype = dtypes.to_jax(target.dtype)
+    if value.dtype != dtype:
+        source = dtypes.to_torch(value.dtype)
+        if not torch.can_cast(source, target.dtype):
+            name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))  # noqa: E731
+            raise RuntimeError(f"result type {name(source)} can't be cast to the desired output type {name(target.dtype)}")
+        value = cast(value, dtype)
+    if value.shape != target.shape:
+        raise RuntimeError(
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
+        )
+    if len(set(target.stride())) != target.dim() and 0 in target.stride() and target.numel() > 1 and _overlaps(target):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    assign(target, value)
+
+
+def _overlaps(t: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _mutation(func: Any) -> Plan:
+    """In-place and out= variants, derived from the operator's functional form."""
+    if torch.Tag.inplace_view in func.tags:
+        functional = _functional(func)
+        return _becomes_view(func, functional) if functional is not None else _fallback(func)
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names = [a.name for a in func._schema.arguments]
+    functional = _functional(func)
+    if functional is None and func in LOWERINGS:
+        inner = _pure(func, LOWERINGS[func])
+    elif functional is not None and (functional in LOWERINGS or _can_fall_back(functional)):
+        inner = _plan_of(functional)
+    else:
+        return _fallback(func)
+    is_out = any(a.is_out for a in func._schema.arguments)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        targets = [given[name] for name in written]
+        if is_out:
+            kwargs = {k: v for k, v in kwargs.items() if k not in written}
+        results = inner(args, kwargs)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
+        for target, result in zip(flat, results[-len(flat) :], strict=True):
+            if target is None:
+                continue
+            if is_out and target.shape != result.shape:
+                _resize(target, result.shape)
+            _store(target, value_of(result), func)
+        if len(func._schema.returns) == 0:
+            return None
+        if len(func._schema.returns) == 1:
+            return flat[0]
+        return tuple(results[: -len(flat)]) + tuple(flat) if not is_out else tuple(flat)
+
+    return run
+
+
+def _resize(target: torch.Tensor, shape: Any) -> None:
+    if type(target) is not Traced or target.node.parent is not None:
+        raise RuntimeError(f"out: expected a tensor of shape {list(shape)}, got {list(target.shape)}{at_line()}")
+    with private.below_python():
+        strides = torch.empty(shape, device="meta").stride()
+        target.as_strided_((0,) * len(shape), strides, 0) if 0 in shape else target.resize_(shape)
+    target.node = Node(jnp.zeros(tuple(shape), dtypes.to_jax(target.dtype)), state.level)
+
+
+_IRREGULAR = {
+    "aten::bernoulli_.float": "aten::bernoulli.p",
+    "aten::normal_": "aten::normal_functional",
+    "aten::squeeze_": "aten::squeeze",
+    "aten::detach_": "aten::detach",
+    "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional",
+    "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional",
+    "aten::native_batch_norm.out": "aten::native_batch_norm",
+    "aten::rrelu_with_noise": "aten::rrelu_with_noise_functional",
+    "aten::_fused_moving_avg_obs_fq_helper": "aten::_fused_moving_avg_obs_fq_helper_functional",
+    "aten::embedding_renorm_": "aten::embedding_renorm",
+}
+
+
+def _functional(func: Any) -> Any:
+    """The overload that computes what an in-place or out= overload writes; None where torch has none."""
+    irregular = _IRREGULAR.get(func._schema.name + (f".{func._schema.overload_name}" if func._schema.overload_name else ""))
+    if irregular is not None:
+        name, _, kind = irregular.removeprefix("aten::").partition(".")
+        packet = getattr(aten, name, None)
+        return getattr(packet, kind or "default", None) if packet is not None else None
+    namespace, name = func._schema.name.split("::")
+    ops = getattr(torch.ops, namespace)
+    mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    candidates = [name, name.removesuffix("_"), name.removesuffix("_") + "_functional"] if name.endswith("_") else [name, name + "_functional"]
+    for candidate in candidates:
+        packet = getattr(ops, candidate, None)
+        if packet is None:
+            continue
+        kinds = sorted(packet.overloads(), key=lambda k: k != func._overloadname)
+        for kind in kinds:
+            other = getattr(packet, kind)
+            if other is func or other._schema.is_mutable:
+                continue
+            theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
+            if theirs == mine or (kind == func._overloadname and len(theirs) >= len(mine) and [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]):
+                return other
+    return None
+
+
+# -- fall-back ------------------------------------------------------------------------------------------------------------------
+def _can_fall_back(func: Any) -> bool:
+    return func in private.decompositions() or private.is_composite(func) or func in LOWERINGS
+
+
+def _fallback(func: Any) -> Plan:
+    """PyTorch's own decomposition, run on traced tensors; where there is none, an error that says what to do."""
+    table = private.decompositions()
+    if private.is_composite(func):
+
+        def composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with traced_python():
+                return func.decompose(*args, **kwargs)
+
+        return composite
+    decomposition = table.get(func)
+    if decomposition is not None:
+
+        def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with traced_python():
+                return decomposition(*args, **kwargs)
+
+        return decomposed
+
+    def missing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NoLoweringError(
+            f"{func}: this operator has no lowering to JAX and no decomposition{at_line()}. Register one: "
+            f"@bridge.register_lowering({str(func)!r}) above a function that takes and returns jax.Arrays"
+        )
+
+    return missing
+
+
+# -- operators with a rule of their own -----------------------------------------------------------------------------------------
+def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return concrete(args[0], "item()").item()
+
+
+def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    value = _value(source)
+    if not hasattr(value, "shape"):
+        value = jnp.asarray(value, dtypes.to_jax(target.dtype))
+    value = cast(value, dtypes.to_jax(target.dtype))
+    if value.shape != tuple(target.shape):
+        try:
+            value = jnp.broadcast_to(value, tuple(target.shape))
+        except ValueError:
+            raise RuntimeError(
+                f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
+            ) from None
+    _store(target, _stop(value) if not torch.is_grad_enabled() else value, aten.copy_.default)
+    return target
+
+
+def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    if type(t) is Traced:
+        return t
+    # a tensor just made from Python data: a constant, and not one to be read again at the next call
+    return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
+
+
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """native_batch_norm writes the running statistics though its schema does not say so."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mean, var = given["running_mean"], given["running_var"]
+    values = [_value(given[name]) for name in names]
+    lower = LOWERINGS[aten._native_batch_norm_legit_functional.default]
+    if mean is None:
+        out = lower(values[0], values[1], values[2], None, None, *values[5:])
+    else:
+        out = lower(*values)
+        if given["training"]:
+            assign(mean, cast(out[3], values[3].dtype))
+            assign(var, cast(out[4], values[4].dtype))
+    return _wrap_all(tuple(out[:3]), _device(args, kwargs))
+
+
+def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not Traced or type(source) is not Traced:
+        raise RuntimeError(f"set_: a tensor from outside the transform cannot be given other memory inside it; use copy_ instead{at_line()}")
+    with private.below_python():
+        target.as_strided_(source.shape, source.stride(), source.storage_offset())
+    target.node = source.node
+    return target
+
+
+_NEVER_VIEW: frozenset[Any] = frozenset()
+_SPECIAL: dict[Any, Plan] = {
+    aten._local_scalar_dense.default: _item,
+    aten.copy_.default: _copy_,
+    aten.lift_fresh.default: _lift_fresh,
+    aten.lift.default: _lift_fresh,
+    aten.detach.default: _detach,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.is_same_size.default: _same_size,
+    aten.as_strided.default: _as_strided,
+    aten.unbind.int: _split(aten.unbind.int),
+    aten.split.Tensor: _split(aten.split.Tensor),
+    aten.split_with_sizes.default: _split(aten.split_with_sizes.default),
+    aten.set_.source_Tensor: _set_data,
+}

@@ -1,0 +1,106 @@
+"""The one place where names that PyTorch and JAX do not document are used, each with the reason why.
+
+A new version of either that moves one of them breaks this file and no other.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree
+
+# A dispatch mode is the only hook below autograd that also sees factory functions; documented as stable in PyTorch's notes on
+# extending torch, exported from a module with an underscore.
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
+
+#: Makes a tensor without storage: shape, dtype, device, strides only.  Documented for subclass authors, private by its name.
+make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+
+
+def torch_node(tree: Any) -> tuple[list[Any], Any] | None:
+    """Children and context of a node registered with torch's pytrees (torch offers no public registry to ask)."""
+    kind = _pytree._get_node_type(tree)
+    if kind not in _pytree.SUPPORTED_NODES:
+        return None
+    children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
+    return list(children), (kind, context)
+
+
+def torch_node_build(kind: type, children: list[Any], context: Any) -> Any:
+    """The node that ``torch_node`` took apart."""
+    node, inner = context
+    return _pytree.SUPPORTED_NODES[node].unflatten_fn(children, inner)
+
+
+@contextlib.contextmanager
+def below_python() -> Iterator[None]:
+    """Operators run PyTorch's own kernels, also on wrapper tensors: used to change a wrapper's shape in place."""
+    with torch._C._DisableTorchDispatch():
+        yield
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's own decompositions of operators into simpler ones."""
+    import torch._refs  # noqa: F401  importing it fills the table
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
+
+
+#: A subclass with this as ``__torch_function__`` is seen by operators only, not by every Python-level torch function: faster.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of other operators in C++ (``OpOverload.decompose`` runs it)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _traces_of(value: Any) -> Iterator[Any]:
+    while hasattr(value, "_trace"):
+        yield value._trace
+        value = getattr(value, "val", None) if hasattr(value, "val") else getattr(value, "primal", None)
+
+
+def stop_innermost(value: Any, probe: Any) -> Any:
+    """value without its derivative at one level of nesting: the one whose tracer ``probe`` is (torch's no_grad).
+
+    JAX's stop_gradient cuts every level; which level a tracer belongs to is not public.
+    """
+    if probe is None or not any(trace is probe for trace in _traces_of(value)):
+        return value
+    return _cut(value)
+
+
+@jax.custom_jvp
+def _cut(value: Any) -> Any:
+    return value
+
+
+@_cut.defjvp
+def _cut_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], jnp.zeros_like(tangents[0])
+
+
+def trace_of(value: Any) -> Any:
+    """The JAX trace a tracer belongs to; None for an array."""
+    return getattr(value, "_trace", None)
+
+
+def innermost_removed(value: Any, recurse: bool) -> Any:
+    """What a tracer of vmap, grad or jvp holds: the batched array, the primal; all levels with recurse (for debug_unwrap)."""
+    while hasattr(value, "_trace"):
+        if hasattr(value, "val"):
+            below = jnp.moveaxis(value.val, value.batch_dim, 0) if isinstance(getattr(value, "batch_dim", None), int) else value.val
+        elif hasattr(value, "primal"):
+            below = value.primal
+        else:
+            break
+        value = below
+        if not recurse:
+            break
+    return value

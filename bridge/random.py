@@ -1,0 +1,84 @@
+"""torch's generators and JAX's keys: where a trace's random numbers come from.
+
+Outside a compiled function the root key is drawn from torch's generator at each call, so ``torch.manual_seed`` repeats a run.  A
+vmap with randomness="different" gives every lane a key of its own, with "same" one key to all.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+from bridge.levels import Level, state
+
+_ERROR = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
+    "on vmap or perform the randomness operation out of vmap"
+)
+
+
+def seed_from(generator: torch.Generator | None) -> int:
+    """A seed drawn from torch's (default) generator, which moves on by one draw."""
+    device = "cpu" if generator is None else generator.device
+    with private.below_python():
+        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
+
+
+def next_key(generator: torch.Generator | None = None) -> jax.Array:
+    """The next JAX key of the trace in progress; each call gives another.
+
+    Args:
+        generator: the torch generator the operator was given; None for torch's default.
+
+    Returns:
+        jax.Array: a typed key (``jax.random.key``), shape ().
+
+    Raises:
+        RuntimeError: under a vmap with randomness="error".
+    """
+    level = state.level
+    if level is None:
+        return jax.random.key(seed_from(generator))
+    walk: Level | None = level
+    while walk is not None:
+        if walk.kind == "vmap" and walk.randomness == "error":
+            raise RuntimeError(_ERROR)
+        walk = walk.parent
+    return _draw(source(level), generator)
+
+
+def source(level: Level) -> Level:
+    """The level whose key random operators of this level draw from."""
+    while level.parent is not None and level.key is None:
+        level = level.parent
+    return level
+
+
+def _draw(level: Level, generator: torch.Generator | None) -> Any:
+    if level.parent is None:
+        key = _root_key(level, generator)
+    else:
+        if callable(level.key):
+            level.key = level.key()
+        key = level.key
+        if generator is not None:  # the generator says which run, the level which lane of it
+            key = jax.random.fold_in(_root_key(level.root, generator), jax.random.bits(key, (), "uint32"))
+    level.draws += 1
+    return jax.random.fold_in(key, level.draws)
+
+
+def lane_key(parent: Level, lane: Any) -> Any:
+    """A lane's own key under vmap(randomness="different"): the parent's next key with the lane's number folded in."""
+    return jax.random.fold_in(_draw(source(parent), None), lane)
+
+
+def _root_key(root: Level, generator: torch.Generator | None) -> Any:
+    if root.seeds is not None:
+        return root.seeds(generator)
+    if generator is not None:
+        return jax.random.key(seed_from(generator))
+    if root.key is None:
+        root.key = jax.random.key(seed_from(None))
+    return root.key

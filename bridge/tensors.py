@@ -1,0 +1,181 @@
+"""One tensor across the border and back: torch.Tensor -> jax.Array -> torch.Tensor, without a copy where memory allows.
+
+A crossing is remembered by the tensor's identity.  Only crossings that share memory are: what is written into the tensor later is
+then seen by the array too, so the memory can be trusted as long as the tensor still has the same address and shape.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from bridge import devices, dtypes
+
+_cache: dict[int, tuple[weakref.ref[torch.Tensor], jax.Array, int, list[int]]] = {}
+
+# numpy has no bfloat16 or 8-bit floats of its own: they cross as integers of the same width
+_AS_INT = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.int8, np.dtype(ml_dtypes.float8_e5m2)),
+    torch.float8_e4m3fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fnuz)),
+    torch.float8_e5m2fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
+}
+_ALIGNMENT = 64  # bytes; XLA on CPU takes a foreign buffer as it is only at such addresses
+
+
+def cached(t: torch.Tensor) -> jax.Array | None:
+    """The array that shares t's memory, where one was made before and still does."""
+    entry = _cache.get(id(t))
+    if entry is None or entry[0]() is not t or entry[2] != t.data_ptr():
+        return None
+    seen = entry[3]
+    if seen[0] != t._version:  # resize_ and the like change the shape and leave the address
+        if entry[1].shape != t.shape or not t.is_contiguous():
+            return None
+        seen[0] = t._version
+    return entry[1]
+
+
+def to_jax(t: torch.Tensor) -> jax.Array:
+    """The tensor's values as a jax.Array; shares memory where strides, alignment and device allow, else a copy.
+
+    Args:
+        t: strided tensor of any shape, on cpu or cuda; conj and neg bits are resolved; may require grad.
+
+    Returns:
+        jax.Array: same shape and dtype (64-bit types need ``jax.enable_x64``), on the device ``bridge.devices`` maps to.
+
+    Raises:
+        TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
+
+    Example:
+        >>> import torch
+        >>> from bridge import tensors
+        >>> tensors.to_jax(torch.ones(2)).shape
+        (2,)
+    """
+    array = cached(t)
+    if array is not None:
+        return array
+    source = plain(t)
+    device = devices.jax_device(t.device)
+    if source.device.type != "cpu":
+        array = jax.dlpack.from_dlpack(source)
+        return array if device is None else jax.device_put(array, device)
+    array = jax.device_put(as_numpy(source), device)
+    if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
+        key = id(t)
+        _cache[key] = (weakref.ref(t, lambda _, key=key: _cache.pop(key, None)), array, t.data_ptr(), [t._version])
+    elif device is None:
+        array.block_until_ready()
+    return array
+
+
+def to_input(t: torch.Tensor) -> Any:
+    """What a compiled function may be called with in the tensor's place: the shared array, or numpy's view of it."""
+    array = cached(t)
+    if array is not None:
+        return array
+    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
+        return as_numpy(plain(t))
+    return to_jax(t)
+
+
+def shares(source: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether source has t's own memory."""
+    return source.data_ptr() == t.data_ptr() and t.numel() > 0
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """t as a dense contiguous tensor without grad, conj or neg bit; TypeError for what is no dense tensor."""
+    if t.layout is not torch.strided:
+        raise TypeError(f"tensor: expected a strided tensor, got layout {t.layout}; convert it with .to_dense()")
+    if t.is_quantized:
+        raise TypeError(f"tensor: expected a plain tensor, got a quantized one ({t.dtype}); convert it with .dequantize()")
+    if t.is_meta:
+        raise TypeError("tensor: expected a tensor with data, got one on device 'meta'; materialize it with .to_empty(device='cpu')")
+    if t.is_nested:
+        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
+    t = t.detach()
+    if t.is_conj():
+        t = t.resolve_conj()
+    if t.is_neg():
+        t = t.resolve_neg()
+    return t.contiguous()
+
+
+def as_numpy(t: torch.Tensor) -> np.ndarray:
+    """A plain CPU tensor as numpy sees it, same memory."""
+    other = _AS_INT.get(t.dtype)
+    if other is None:
+        dtypes.to_jax(t.dtype)
+        return t.numpy()
+    return t.view(other[0]).numpy().view(other[1])
+
+
+@functools.cache
+def _buffer_type(nbytes: int) -> Any:
+    return ctypes.c_char * nbytes
+
+
+def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None) -> torch.Tensor:
+    """The array's values as a torch tensor; shares memory where it can.  Waits until the array is computed.
+
+    Args:
+        array: a concrete jax.Array.
+        device: where the tensor must be; None: the array's own device, as ``bridge.devices`` maps it.
+        avoid: addresses that the result may not share (inputs, earlier outputs); the result's address is added.
+
+    Returns:
+        torch.Tensor: same shape and dtype, no grad.
+
+    Raises:
+        TypeError: torch has no such dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from bridge import tensors
+        >>> tensors.to_torch(jnp.arange(3.0))
+        tensor([0., 1., 2.])
+    """
+    dtype = dtypes.to_torch(array.dtype)
+    shape = array.shape
+    if not array.size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not array.is_fully_addressable:
+        raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
+    if len(array.devices()) > 1 or array.platform() != "cpu":
+        return _from_device(array, device)
+    array.block_until_ready()
+    address = array.unsafe_buffer_pointer()
+    buffer = _buffer_type(array.nbytes).from_address(address)
+    buffer.owner = array  # the memory lives as long as the tensor does
+    flat = torch.frombuffer(buffer, dtype=dtype)
+    if len(shape) != 1:
+        flat = flat.view(shape)
+    if avoid is not None:
+        if address in avoid:
+            flat = flat.clone()
+        else:
+            avoid.add(address)
+    return flat if device is None or device.type == "cpu" else flat.to(device)
+
+
+def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
+    if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
+        t = torch.from_dlpack(array)
+        return t if device is None else t.to(device)
+    copy = np.array(array)
+    dtype = dtypes.to_torch(array.dtype)
+    if dtype in _AS_INT:
+        t = torch.from_numpy(copy.view(dtypes.to_jax(_AS_INT[dtype][0]))).view(dtype)
+    else:
+        t = torch.from_numpy(copy)
+    return t if device is None else t.to(device)

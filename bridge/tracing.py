@@ -1,0 +1,196 @@
+"""Running torch code on JAX values: the traced tensor, and what happens to each operator that reaches it.
+
+``Traced`` is a torch.Tensor without storage whose values live in a ``Node``.  While a trace is open, a dispatch mode hands every
+ATen operator, factories included, to ``dispatch``; what is done with one is decided once per operator (bridge/operators.py).
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from bridge import dtypes, private, tensors
+from bridge.errors import DataDependentError, EscapedTensorError, at_line
+from bridge.levels import Level, push, state
+from bridge.nodes import Node, read, write
+
+_make = private.make_wrapper
+_CPU = torch.device("cpu")
+_torch_dtype = dtypes._TO_TORCH
+
+
+class Traced(torch.Tensor):
+    """A torch tensor whose values are a JAX array or tracer; shape, dtype, device and strides are torch's own."""
+
+    node: Node
+    __torch_function__ = private.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        level = state.level
+        if level is None or self.node.level.closed:
+            return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
+        value = value_of(self)
+        shown = f"shape={tuple(self.shape)}, dtype={self.dtype}"
+        with contextlib.suppress(jax.errors.JAXTypeError):
+            shown = np.array2string(np.asarray(jax.lax.stop_gradient(value)), separator=", ", prefix="Traced(") + f", dtype={self.dtype}"
+        return f"Traced({shown})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec or self.dim() else format(self.item(), spec)
+
+    def tolist(self) -> Any:
+        return concrete(self, "tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
+        return concrete(self, "numpy()")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        found = concrete(self, "numpy.asarray()")
+        return found if dtype is None else found.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
+
+
+def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:
+    """A traced tensor of that value, a root of its own."""
+    try:
+        dtype = _torch_dtype[value.dtype]
+    except KeyError:
+        dtype = dtypes.to_torch(value.dtype)
+    t = _make(Traced, value.shape, dtype=dtype, device=device)
+    t.node = Node(value, level or state.level)
+    return t
+
+
+def value_of(t: torch.Tensor) -> Any:
+    """The JAX value of a tensor: a traced one's own, any other's by crossing the border."""
+    level = state.level
+    if type(t) is Traced:
+        node = t.node
+        if node.level.closed:
+            raise EscapedTensorError(
+                "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
+                f"function instead of keeping it elsewhere{at_line()}"
+            )
+        if node.parent is None:
+            return node.value
+        return read(node, level)
+    return lift(t).value if level is not None else tensors.to_jax(t)
+
+
+def lift(t: torch.Tensor) -> Node:
+    """The node that stands for a torch tensor met from outside the trace; one per tensor and trace."""
+    root = state.level.root
+    entry = root.captured.get(id(t))
+    if entry is None:
+        value = root.overrides.get(id(t))
+        node = Node(tensors.to_jax(t) if value is None else value, root)
+        root.captured[id(t)] = entry = (t, node)
+    return entry[1]
+
+
+def node_of(t: torch.Tensor) -> Node:
+    """The node behind a tensor, traced or met from outside."""
+    if type(t) is Traced:
+        value_of(t) if t.node.level.closed else None
+        return t.node
+    return lift(t)
+
+
+def assign(t: torch.Tensor, value: Any) -> None:
+    """Write a value of t's shape and dtype into t, and so into every tensor that shares its memory."""
+    write(node_of(t), value, state.level)
+
+
+def concrete(t: torch.Tensor, what: str) -> np.ndarray:
+    """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
+    try:
+        return np.asarray(jax.lax.stop_gradient(value_of(t)))
+    except jax.errors.JAXTypeError as error:
+        raise unknown_value(what) from error
+
+
+def unknown_value(what: str) -> DataDependentError:
+    """The error for a value asked for under vmap or jit; its words contain torch.func's own."""
+    kinds = set()
+    level: Level | None = state.level
+    while level is not None:
+        kinds.add(level.kind)
+        level = level.parent
+    if "vmap" in kinds:
+        said = (
+            "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow. "
+            "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
+        )
+        if "item" in what:
+            said = "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over calling .item() on a Tensor. "
+        where = "vmap"
+    else:
+        said, where = "", "jit"
+    return DataDependentError(
+        f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or torch.cond "
+        f"instead, or do it outside the transformed function{at_line()}"
+    )
+
+
+class _Mode(private.DispatchMode):
+    """Hands every operator called while a trace is open to ``dispatch``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operator on traced and captured tensors."""
+    level = state.level
+    if level is None:
+        raise EscapedTensorError(
+            f"{func}: got a tensor that was made inside a transform which has returned; it holds no values any more. Return it from the "
+            f"transformed function instead of keeping it elsewhere{at_line()}"
+        )
+    level.operator = func
+    plan = _plans.get(func)
+    if plan is None:
+        from bridge import operators
+
+        plan = _plans[func] = operators.plan(func)
+    return plan(args, kwargs)
+
+
+_plans: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def root() -> Iterator[Level]:
+    """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
+    with jax.enable_x64(True), push("root") as level, _Mode():
+        yield level
+
+
+@contextlib.contextmanager
+def traced_python() -> Iterator[None]:
+    """Inside an operator's own handler: operators called from Python are traced again (for decompositions)."""
+    with _Mode():
+        yield
+
+
+def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
+    """A traced tensor's values as a plain tensor, mapped dimensions in front; any other tensor as it is."""
+    if type(t) is not Traced:
+        return t
+    value = private.innermost_removed(value_of(t), recurse)
+    if isinstance(value, jax.core.Tracer):
+        return wrap(value, t.device)
+    return tensors.to_torch(value, t.device)

@@ -1,0 +1,223 @@
+"""Flattening nested Python data to leaves and back: torch's pytrees and JAX's, as one.
+
+Dicts keep their insertion order, None is a leaf (as in torch), namedtuples, dataclasses and whatever was registered with torch or
+with JAX are nodes.  Specs are hashable tuples, cheap enough to be the key of a compilation cache.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+
+#: The spec of a leaf.
+LEAF = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs."""
+
+    kind: Any
+    context: Any
+    children: tuple[Spec | None, ...] | int  # an int: that many leaves
+    _hash: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Spec)
+            and self._hash == other._hash
+            and self.kind is other.kind
+            and self.children == other.children
+            and self.context == other.context
+        )
+
+    def __repr__(self) -> str:
+        name = getattr(self.kind, "__name__", str(self.kind))
+        children = ", ".join("*" if c is LEAF else repr(c) for c in _children(self))
+        context = "" if self.context is None else f", {self.context!r}"
+        return f"{name}([{children}]{context})"
+
+
+def _children(spec: Spec) -> tuple[Spec | None, ...]:
+    return (LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
+
+
+def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> Spec:
+    try:
+        key = hash((kind, context, children))
+    except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
+        key = hash((kind, children))
+    return Spec(kind, context, children, key)
+
+
+_ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec | None]:
+    """The leaves of a tree, in order, and its spec (None: the tree is itself a leaf).
+
+    Args:
+        tree: nested dicts, lists, tuples, namedtuples, dataclasses, registered nodes; anything else is a leaf.
+        is_leaf: where it returns True, a node is taken as a leaf.
+
+    Example:
+        >>> from bridge import trees
+        >>> leaves, spec = trees.flatten({"b": 1, "a": (2, None)})
+        >>> leaves
+        [1, 2, None]
+        >>> trees.unflatten(spec, [10, 20, 30])
+        {'b': 10, 'a': (20, 30)}
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, is_leaf)
+
+
+def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Spec | None:
+    kind = type(tree)
+    if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
+        leaves.append(tree)
+        return LEAF
+    if kind is tuple or kind is list:
+        items, context = tree, None
+    elif kind is dict or kind is OrderedDict:
+        items, context = tree.values(), tuple(tree)
+    else:
+        found = _open(tree, kind)
+        if found is None:
+            leaves.append(tree)
+            return LEAF
+        items, context = found
+    specs: list[Spec | None] = []
+    plain = True
+    for item in items:
+        if type(item) in _ATOMS and is_leaf is None:
+            leaves.append(item)
+            specs.append(LEAF)
+        else:
+            spec = _flatten(item, leaves, is_leaf)
+            specs.append(spec)
+            plain = plain and spec is LEAF
+    return _make(kind, context, len(specs) if plain else tuple(specs))
+
+
+class _Jax:
+    """Context of a node that only JAX knows: its treedef, one level deep."""
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Jax) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+
+def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
+    """Children and context of a node that is none of the everyday containers; None: it is a leaf."""
+    if isinstance(tree, torch.Tensor | jax.Array | str | bytes):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return tree, None
+    opened = private.torch_node(tree)
+    if opened is not None:
+        return opened
+    if not jax.tree_util.all_leaves([tree]):
+        children, treedef = jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+        return children, _Jax(treedef)
+    return None
+
+
+def unflatten(spec: Spec | None, leaves: Any) -> Any:
+    """The tree of that spec with these leaves; the inverse of ``flatten``.
+
+    Raises:
+        ValueError: the number of leaves is not the spec's.
+    """
+    source = iter(leaves)
+    tree = _build(spec, source)
+    if next(source, source) is not source:
+        raise ValueError("leaves: more than the spec has places for")
+    return tree
+
+
+def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
+    try:
+        if spec is LEAF:
+            return next(source)
+        children = spec.children
+        if type(children) is int:
+            items = [next(source) for _ in range(children)]
+        else:
+            items = [next(source) if c is LEAF else _build(c, source) for c in children]
+    except (StopIteration, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, StopIteration):
+            raise
+        raise ValueError("leaves: fewer than the spec has places for") from None
+    kind, context = spec.kind, spec.context
+    if kind is tuple:
+        return tuple(items)
+    if kind is list:
+        return items
+    if kind is dict or kind is OrderedDict:
+        return kind(zip(context, items, strict=True))
+    if isinstance(context, _Jax):
+        return jax.tree_util.tree_unflatten(context.treedef, items)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*items)
+    return private.torch_node_build(kind, items, context)
+
+
+def count(spec: Spec | None) -> int:
+    """How many leaves a tree of that spec has."""
+    if spec is LEAF:
+        return 1
+    return spec.children if isinstance(spec.children, int) else sum(count(c) for c in spec.children)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with fn applied to every leaf.
+
+    Example:
+        >>> from bridge import trees
+        >>> trees.map_leaves(lambda n: n + 1, [1, {"a": 2}])
+        [2, {'a': 3}]
+    """
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [fn(x) for x in leaves])
+
+
+def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
+    """A prefix tree (in_dims, say) spread over the leaves of a spec; None where it does not fit.
+
+    Example:
+        >>> from bridge import trees
+        >>> _, spec = trees.flatten((1, [2, 3]))
+        >>> trees.broadcast((0, None), spec)
+        [0, None, None]
+    """
+    out: list[Any] = []
+    return out if _broadcast(prefix, spec, out) else None
+
+
+def _broadcast(prefix: Any, spec: Spec | None, out: list[Any]) -> bool:
+    found, prefix_spec = flatten(prefix)
+    if prefix_spec is LEAF:
+        out.extend(found * count(spec))
+        return True
+    if spec is LEAF or prefix_spec.kind is not spec.kind or prefix_spec.context != spec.context:
+        return False
+    below, theirs = _children(spec), _children(prefix_spec)
+    if len(below) != len(theirs):
+        return False
+    source = iter(found)
+    return all(_broadcast(_build(mine, source), child, out) for mine, child in zip(theirs, below, strict=True))

@@ -1,0 +1,78 @@
+"""Checks that several transforms share: argnums, tuples of tensors, outputs."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge import trees
+from bridge.calls import is_array
+
+argnums_t = int | tuple[int, ...]
+
+
+def select(args: tuple[Any, ...], argnums: Any) -> tuple[Any, tuple[int, ...]]:
+    """The arguments that argnums picks (one, or a tuple of them) and their positions."""
+    if not isinstance(argnums, int | tuple):
+        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}")
+    if isinstance(argnums, int):
+        position = _position(argnums, len(args))
+        return args[position], (position,)
+    if not argnums:
+        raise RuntimeError("argnums must be non-empty")
+    positions = tuple(_position(n, len(args)) for n in argnums)
+    if len(set(positions)) != len(positions):
+        raise RuntimeError(f"argnums elements must be unique, got {positions}")
+    return tuple(args[n] for n in positions), positions
+
+
+def _position(argnum: Any, count: int) -> int:
+    if not isinstance(argnum, int):
+        raise RuntimeError(f"argnum must be int, got: {type(argnum)}")
+    if not -count <= argnum < count:
+        raise RuntimeError(f"Got argnum={argnum}, but only {count} positional inputs")
+    return argnum % count
+
+
+def differentiable(leaves: list[Any], api: str) -> None:
+    """Leaves that a transform differentiates with respect to: tensors of a floating or complex dtype."""
+    for x in leaves:
+        if not is_array(x):
+            raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
+        if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
+            raise RuntimeError(
+                f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; convert it "
+                "with .float()"
+            )
+
+
+def non_empty_tensors(output: list[Any], api: str) -> None:
+    """The leaves of a function's output: at least one, tensors all."""
+    if not output or (len(output) == 1 and output[0] is None):
+        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got output = {output})")
+    for o in output:
+        if not isinstance(o, torch.Tensor):
+            raise RuntimeError(f"{api}: expected f(*primals) to return only tensors, got unsupported type {type(o)}")
+
+
+def pair(output: Any, api: str) -> tuple[Any, Any]:
+    """The (output, aux) of a function called with has_aux=True."""
+    if not (isinstance(output, tuple) and len(output) == 2):
+        raise RuntimeError(f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True")
+    return output
+
+
+def aux_leaves(aux: Any) -> tuple[list[Any], Any]:
+    """The tensors of an aux tree and its spec; anything else in it is refused, as torch.func does."""
+    leaves, spec = trees.flatten(aux)
+    for x in leaves:
+        if not isinstance(x, torch.Tensor):
+            raise RuntimeError(f"Expected tensors, got unsupported type {type(x)}")
+    return leaves, spec
+
+
+def real(api: str, tree: Any, what: str) -> None:
+    """Refuse complex tensors, as jacrev and jacfwd do."""
+    for i, x in enumerate(trees.flatten(tree)[0]):
+        if isinstance(x, torch.Tensor) and x.is_complex():
+            raise RuntimeError(f"{api}: Expected all {what} to be real but received complex tensor at flattened input idx: {i}")

@@ -1,0 +1,160 @@
+"""Forward mode: jvp and linearize."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import trees
+from bridge.calls import Result, apply, is_array
+from torchfunc_jax import _args
+from torchfunc_jax._reverse import Differentiated
+
+_API = "jvp(f, primals, tangents)"
+
+
+def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
+    """func's value and its derivative in the direction of the tangents.
+
+    Args:
+        func: returns tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
+        primals: tuple of func's arguments.
+        tangents: tuple of the primals' structure, shapes and dtypes.
+        strict: raise where an output does not depend on the inputs.
+        has_aux: whether func returns (output, aux).
+
+    Returns:
+        (output, jvp_out), with has_aux (output, jvp_out, aux); jvp_out has the output's structure and shapes.
+
+    Raises:
+        RuntimeError: primals is no tuple; the structures differ; outputs that are no tensors; strict and an independent output.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jvp.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import jvp
+        >>> jvp(lambda x: x * x, (torch.tensor(3.0),), (torch.tensor(1.0),))
+        (tensor(9.), tensor(6.))
+    """
+    return jvp_with_argnums(func, primals, tangents, None, strict, has_aux)
+
+
+def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, strict: bool, has_aux: bool) -> Any:
+    """``jvp`` with respect to some of the primals; argnums None: all of them."""
+    if not isinstance(primals, tuple):
+        raise RuntimeError(f"{_API}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
+    diff = primals if argnums is None else _args.select(primals, argnums)[0]
+    if argnums is not None and isinstance(argnums, int):
+        diff = (diff,)
+    flat_primals, spec = trees.flatten(diff)
+    flat_tangents, tangents_spec = trees.flatten(tangents)
+    if spec != tangents_spec:
+        raise RuntimeError(
+            f"{_API}: Expected primals and tangents to have the same python structure. For example, if primals is a tuple of 3 tensors, "
+            f"tangents also must be. Got primals with structure {spec} and tangents with structure {tangents_spec}"
+        )
+    for leaves, what in ((flat_primals, "primals"), (flat_tangents, "tangents")):
+        if not leaves:
+            raise RuntimeError(f"{_API}: Expected {what} to contain at least one Tensor.")
+        for x in leaves:
+            if not is_array(x):
+                raise RuntimeError(f"{_API}: Expected {what} to only contain Tensors, got {type(x)}")
+    for i, (p, t) in enumerate(zip(flat_primals, flat_tangents, strict=True)):
+        if tuple(p.shape) != tuple(t.shape):
+            raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
+        if p.dtype != t.dtype:
+            raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
+    target = Differentiated(func, primals, {}, argnums, _API)
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        aux: Any = None
+        if has_aux:
+            out, aux = _args.pair(out, _API)
+        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+        leaves, out_spec = trees.flatten(out)
+        _args.non_empty_tensors(leaves, _API)
+        return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
+
+    width = len(target.call.where)
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        body = target.body(values[:width], "jvp", finish, found, lambda meta: meta[1])
+        outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
+        pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
+        result = found[0]
+        n = len(pushed)
+        return Result([*outs, *pushed, *rest], result.meta, [(t, i + n) for t, i in result.written])
+
+    outs, (out_spec, n, aux_spec) = apply(compute, [*target.call.arrays, *flat_tangents], func)
+    output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])
+    return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
+
+
+def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    """func's value and its derivative at the primals as a linear function, computed once for many tangents.
+
+    Args:
+        func: returns tensors in any pytree.
+        primals: func's positional arguments.
+
+    Returns:
+        (output, jvp_fn): jvp_fn takes one tangent for each primal, of its structure and shapes.
+
+    Raises:
+        RuntimeError: tangents of another structure, shape, dtype or device than the primals.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.linearize.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import linearize
+        >>> out, push = linearize(torch.sin, torch.zeros(2))
+        >>> push(torch.ones(2))
+        tensor([1., 1.])
+    """
+    target = Differentiated(func, primals, {}, None, "linearize(f, *primals)")
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        leaves, spec = trees.flatten(out)
+        _args.non_empty_tensors(leaves, "linearize(f, *primals)")
+        return leaves, (spec, len(leaves))
+
+    pushes: list[Any] = []
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        body = target.body(values, "jvp", finish, found, lambda meta: meta[1])
+        outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
+        pushes[:] = [push]
+        return Result([*outs, *rest], found[0].meta, found[0].written)
+
+    outs, (out_spec, n) = apply(compute, target.call.arrays, func)
+    push = pushes.pop()
+    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+    wanted = [(tuple(p.shape), getattr(p, "device", None), p.dtype) for p in target.diff_leaves]
+
+    def jvp_fn(*tangents: Any) -> Any:
+        leaves, spec = trees.flatten(tangents)
+        if spec != target.diff_spec:
+            raise RuntimeError(f"Expected the tangents {spec} to have the same argspec as the primals {target.diff_spec}")
+        for i, (t, (shape, device, dtype)) in enumerate(zip(leaves, wanted, strict=True)):
+            for what, mine, theirs in (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", t.dtype, dtype)):
+                if mine != theirs and (what != "device" or isinstance(t, torch.Tensor)):
+                    raise RuntimeError(
+                        f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
+                    )
+        if recorded:
+            return jvp(func, primals, tangents)[1]
+
+        def forward(values: list[Any]) -> Result:
+            return Result(list(push(*values)))
+
+        pushed, _ = apply(forward, leaves, func)
+        return trees.unflatten(out_spec, pushed)
+
+    return trees.unflatten(out_spec, outs), jvp_fn

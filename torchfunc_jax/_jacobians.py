@@ -1,0 +1,215 @@
+"""Jacobians and Hessians: jacrev, jacfwd and hessian."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import dtypes, trees
+from bridge.calls import Result, apply
+from torchfunc_jax import _args
+from torchfunc_jax._args import argnums_t
+from torchfunc_jax._forward import jvp_with_argnums
+from torchfunc_jax._reverse import Differentiated
+from torchfunc_jax._vmap import vmap
+
+
+def jacrev(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian, row by row (reverse mode): best where there are fewer outputs than inputs.
+
+    Args:
+        func: returns real floating tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
+        argnums: which positional argument(s) to differentiate with respect to.
+        has_aux: whether func returns (output, aux).
+        chunk_size: how many rows at a time; None: all at once.
+
+    Returns:
+        Callable: returns a tree of the output's structure; in the place of each output a tree of the arguments' structure of tensors of
+        shape ``output.shape + input.shape``. With has_aux a tuple of it and aux.
+
+    Raises:
+        ValueError: chunk_size < 1.
+        RuntimeError: complex inputs or outputs; outputs that are no floating tensors.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacrev.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import jacrev
+        >>> jacrev(torch.sin)(torch.zeros(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    if not (chunk_size is None or chunk_size > 0):
+        raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
+    api = "vjp(f, *primals)"
+
+    @functools.wraps(func)
+    def wrapped(*args: Any) -> Any:
+        _args.real("jacrev", args, "inputs")
+        target = Differentiated(func, args, {}, argnums, api)
+
+        def finish(out: Any) -> tuple[list[Any], Any]:
+            aux: Any = None
+            if has_aux:
+                out, aux = _args.pair(out, api)
+            aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+            leaves, spec = trees.flatten(out)
+            _args.non_empty_tensors(leaves, api)
+            _args.real("jacrev", leaves, "outputs")
+            for o in leaves:
+                if not o.is_floating_point():
+                    raise RuntimeError(
+                        f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}"
+                    )
+            return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)
+
+        def compute(values: list[Any]) -> Result:
+            found: list[Result] = []
+            body = target.body(values, "grad", finish, found, lambda meta: meta[1])
+            outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+            blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
+            result = found[0]
+            shift = len(blocks) - len(outs)
+            return Result([*blocks, *rest], result.meta, [(t, i + shift) for t, i in result.written])
+
+        outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
+        width = len(target.active)
+        per_output = [trees.unflatten(target.diff_spec, outs[k * width : (k + 1) * width]) for k in range(n)]
+        jacobian = trees.unflatten(out_spec, per_output)
+        return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
+
+    return wrapped
+
+
+def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:
+    """The Jacobian blocks of one output, one for each differentiated input: output.shape + input.shape."""
+    out = outs[k]
+    size = out.size
+    zeros = [jnp.zeros(o.shape, o.dtype) for o in outs]
+
+    def row(basis: Any) -> tuple[Any, ...]:
+        return pull([basis.reshape(out.shape) if i == k else z for i, z in enumerate(zeros)])
+
+    step = size if chunk_size is None else min(chunk_size, size)
+    if size == 0:
+        return [jnp.zeros(out.shape + g.shape, g.dtype) for g in jax.eval_shape(pull, outs)]
+    if step == size:
+        pieces = jax.vmap(row)(jnp.eye(size, dtype=out.dtype))
+    else:
+        parts = []
+        for start in range(0, size, step):
+            rows = min(step, size - start)
+            parts.append(jax.vmap(row)(jnp.eye(rows, size, start, dtype=out.dtype)))
+        pieces = tuple(jnp.concatenate(column) for column in zip(*parts, strict=True))
+    return [p.reshape(out.shape + p.shape[1:]) for p in pieces]
+
+
+def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False, *, randomness: str = "error") -> Callable[..., Any]:
+    """The Jacobian, column by column (forward mode): best where there are fewer inputs than outputs.
+
+    Args:
+        func, argnums, has_aux: as ``jacrev``'s.
+        randomness: what random operators do, as in ``vmap``: columns are computed by vmap.
+
+    Returns:
+        Callable: as ``jacrev``'s.
+
+    Raises:
+        RuntimeError: complex inputs or outputs; random operators where randomness is "error".
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacfwd.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import jacfwd
+        >>> jacfwd(lambda x: (x * x).sum())(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any) -> Any:
+        _args.real("jacfwd", args, "inputs")
+        diff, _ = _args.select(args, argnums)
+        primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
+        _args.differentiable(primals, "jacfwd(f)(*args)")
+        sizes = [_numel(p) for p in primals]
+        basis = trees.unflatten(spec, _basis(primals, sizes))
+
+        def push(tangents: Any) -> Any:
+            output = jvp_with_argnums(func, args, tangents, argnums, False, has_aux)
+            _args.real("jacfwd", output[0], "outputs")
+            return output[1:] if has_aux else output[1]
+
+        pushed = vmap(push, randomness=randomness)(basis)
+        if has_aux:
+            pushed, aux = pushed
+            aux = trees.map_leaves(lambda a: a[0], aux)
+        outs, out_spec = trees.flatten(pushed)
+        jacobians = []
+        for out in outs:
+            moved = out.movedim(0, -1) if isinstance(out, torch.Tensor) else jnp.moveaxis(out, 0, -1)
+            blocks, start = [], 0
+            for p, n in zip(primals, sizes, strict=True):
+                blocks.append(moved[..., start : start + n].reshape(tuple(moved.shape[:-1]) + tuple(p.shape)))
+                start += n
+            tree = trees.unflatten(spec, blocks)
+            jacobians.append(tree[0] if isinstance(argnums, int) else tree)
+        jacobian = trees.unflatten(out_spec, jacobians)
+        return (jacobian, aux) if has_aux else jacobian
+
+    return wrapped
+
+
+def _numel(p: Any) -> int:
+    return p.numel() if isinstance(p, torch.Tensor) else p.size
+
+
+def _basis(primals: list[Any], sizes: list[int]) -> list[Any]:
+    """The standard basis of all primals together, cut into one block per primal: [sum of sizes, *primal.shape]."""
+    total, start, blocks = sum(sizes), 0, []
+    for p, n in zip(primals, sizes, strict=True):
+        if isinstance(p, torch.Tensor):
+            block = torch.zeros(total, n, dtype=p.dtype, device=p.device)
+            block.diagonal(-start).fill_(1)
+            blocks.append(block.reshape(total, *p.shape))
+        else:
+            blocks.append(jnp.eye(total, n, -start, dtype=dtypes.to_jax(dtypes.to_torch(p.dtype))).reshape(total, *p.shape))
+        start += n
+    return blocks
+
+
+def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., Any]:
+    """The Hessian, forward over reverse: ``jacfwd(jacrev(func))``.
+
+    Args:
+        func: returns real floating tensors in any pytree.
+        argnums: which positional argument(s) to differentiate with respect to.
+
+    Returns:
+        Callable: a tree nested output, input, input, of tensors of shape ``output.shape + input.shape + input.shape``.
+
+    Raises:
+        RuntimeError: as ``jacrev``.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.hessian.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import hessian
+        >>> hessian(lambda x: (x ** 3).sum())(torch.tensor([1.0, 2.0]))
+        tensor([[ 6.,  0.],
+                [ 0., 12.]])
+    """
+    return jacfwd(jacrev(func, argnums), argnums)

@@ -1,0 +1,258 @@
+"""Reverse mode: grad, grad_and_value and vjp."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import private, trees
+from bridge.autograd import conj
+from bridge.calls import Call, Result, Traceable, apply, is_array
+from bridge.levels import push
+from torchfunc_jax import _args
+from torchfunc_jax._args import argnums_t
+
+
+def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of a function that returns a scalar.
+
+    Args:
+        func: returns a single-element, 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of floating tensors.
+        has_aux: whether func returns (output, aux).
+
+    Returns:
+        Callable: takes func's arguments, returns the gradient(s), shaped and typed as the arguments argnums picks; with has_aux
+        a tuple (gradients, aux).
+
+    Raises:
+        RuntimeError: the output is no 0-dim tensor; argnums out of range; an integer input.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import grad
+        >>> grad(lambda x: x ** 3)(torch.tensor(2.0))
+        tensor(12.)
+        >>> grad(grad(lambda x: x ** 3))(torch.tensor(2.0))
+        tensor(12.)
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        gradients, value = _grad_and_value(func, argnums, has_aux, args, kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return wrapped
+
+
+def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient together with the value it was taken of.
+
+    Args:
+        func, argnums, has_aux: as ``grad``'s.
+
+    Returns:
+        Callable: returns (gradients, output); with has_aux (gradients, (output, aux)).
+
+    Raises:
+        RuntimeError: as ``grad``.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import grad_and_value
+        >>> grad_and_value(lambda x: (x ** 2).sum())(torch.tensor([1.0, 2.0]))
+        (tensor([2., 4.]), tensor(5.))
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _grad_and_value(func, argnums, has_aux, args, kwargs)
+
+    return wrapped
+
+
+class Differentiated:
+    """A call whose arguments at some positions are differentiated: which leaves those are, and how the function runs on them."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, api: str) -> None:
+        if argnums is None:
+            diff, positions = args, tuple(range(len(args)))
+        else:
+            diff, positions = _args.select(args, argnums)
+        self.diff_leaves, self.diff_spec = trees.flatten(diff)
+        _args.differentiable(self.diff_leaves, api)
+        self.call = Call.of(args, kwargs)
+        counts = [trees.count(trees.flatten(a)[1]) for a in args]
+        starts = np.cumsum([0, *counts])
+        leaf_positions = [i for p in positions for i in range(starts[p], starts[p + 1])]
+        order = {leaf: k for k, leaf in enumerate(self.call.where)}
+        self.active = [order[i] for i in leaf_positions]
+        self.traceable: Traceable = self.call.traceable(func)
+
+    def split(self, values: list[Any]) -> list[Any]:
+        """The differentiated values among all of them."""
+        return [values[k] for k in self.active]
+
+    def merge(self, values: list[Any], diff: Any) -> list[Any]:
+        """All values, the differentiated ones replaced."""
+        merged = list(values)
+        for k, v in zip(self.active, diff, strict=True):
+            merged[k] = v
+        return merged
+
+    def body(self, values: list[Any], kind: str, finish: Any, found: list[Result], count: Callable[[Any], int]) -> Callable[..., Any]:
+        """The function of the differentiated values alone: (outputs to differentiate, everything else)."""
+
+        def run(*diff: Any) -> tuple[list[Any], list[Any]]:
+            with push(kind) as level:
+                level.probe = private.trace_of(diff[0]) if diff else None
+                with torch.enable_grad():
+                    result = self.traceable.run(level, self.merge(values, diff), finish)
+            found[:] = [result]
+            n = count(result.meta)
+            return result.values[:n], result.values[n:]
+
+        return run
+
+
+def _grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    api = "grad_and_value(f)(*args)"
+    target = Differentiated(func, args, kwargs, argnums, api)
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        aux: Any = None
+        if has_aux:
+            out, aux = _args.pair(out, api)
+        if not isinstance(out, torch.Tensor):
+            raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}")
+        if out.dim() != 0:
+            raise RuntimeError(
+                f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
+                "jacrev APIs instead?"
+            )
+        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+        return [out, *aux_tensors], aux_spec
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        body = target.body(values, "grad", finish, found, lambda _: 1)
+        (out,), pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        if jnp.issubdtype(out.dtype, jnp.inexact):
+            grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
+        else:
+            grads = [jnp.zeros_like(v) for v in target.split(values)]
+        result = found[0]
+        n = len(grads)
+        return Result([*grads, out, *rest], result.meta, [(t, i + n) for t, i in result.written])
+
+    outs, aux_spec = apply(compute, target.call.arrays, func)
+    n = len(target.active)
+    gradients = trees.unflatten(target.diff_spec, outs[:n])
+    if has_aux:
+        return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :]))
+    return gradients, outs[n]
+
+
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """func's value and the function that pulls cotangents back through it.
+
+    Args:
+        func: returns floating tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
+        primals: func's positional arguments, pytrees of floating tensors.
+        has_aux: whether func returns (output, aux).
+
+    Returns:
+        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure and shapes and returns
+        a tuple of cotangents, one for each primal.
+
+    Raises:
+        RuntimeError: outputs that are no floating tensors; cotangents of another structure.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vjp.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import vjp
+        >>> out, pull = vjp(torch.sin, torch.zeros(2))
+        >>> pull(torch.ones(2))
+        (tensor([1., 1.]),)
+    """
+    return vjp_with_argnums(func, primals, None, has_aux)
+
+
+def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool) -> Any:
+    """``vjp`` with respect to some of the primals; argnums None: all of them."""
+    api = "vjp(f, *primals)"
+    target = Differentiated(func, primals, {}, argnums, api)
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        aux: Any = None
+        if has_aux:
+            out, aux = _args.pair(out, api)
+        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+        leaves, spec = trees.flatten(out)
+        _args.non_empty_tensors(leaves, api)
+        for o in leaves:
+            if not (o.is_floating_point() or o.is_complex()):
+                raise RuntimeError(f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}")
+        return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)
+
+    pulls: list[Any] = []
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        body = target.body(values, "grad", finish, found, lambda meta: meta[1])
+        outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        pulls[:] = [pull]
+        return Result([*outs, *rest], found[0].meta, found[0].written)
+
+    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
+    primals_out = outs[:n]
+    pull = pulls.pop()
+    shapes = [(tuple(o.shape), o.dtype) for o in primals_out]
+    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        leaves, spec = trees.flatten(cotangents)
+        if spec != out_spec:
+            raise RuntimeError(
+                "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
+                f"cotangents: {spec}, primal output: {out_spec}"
+            )
+        _check_cotangents(leaves, shapes)
+
+        def back(values: list[Any]) -> Result:
+            if not recorded:
+                return Result([conj(g) for g in pull([conj(c) for c in values])])
+            # the output takes part in torch's autograd, so must this: pull back from the primals anew
+            inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
+            _, again, _ = jax.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
+            return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
+
+        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
+        return trees.unflatten(target.diff_spec, grads)
+
+    output = trees.unflatten(out_spec, primals_out)
+    return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
+
+
+def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:
+    for i, (c, (shape, dtype)) in enumerate(zip(leaves, shapes, strict=True)):
+        if not is_array(c):
+            raise RuntimeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
+        if tuple(c.shape) != shape:
+            raise RuntimeError(
+                f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give cotangents "
+                "of the output's shape"
+            )
+        if c.dtype != dtype:
+            raise RuntimeError(f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {c.dtype}; convert it with .to()")

@@ -1,0 +1,306 @@
+"""vmap and chunk_vmap: torch.func's checks, jax.vmap's work."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge import trees
+from bridge.calls import Call, Result, apply, is_array
+from bridge.levels import push, state
+from bridge.random import lane_key, source
+
+in_dims_t = int | tuple[Any, ...]
+out_dims_t = int | tuple[int, ...] | None
+
+
+def name_of(func: Any) -> str:
+    """The function's name as torch.func shows it in messages."""
+    if hasattr(func, "__name__"):
+        return func.__name__
+    if isinstance(func, functools.partial):
+        return f"functools.partial({name_of(func.func)}, ...)"
+    return repr(func)
+
+
+def vmap(
+    func: Callable[..., Any],
+    in_dims: in_dims_t = 0,
+    out_dims: out_dims_t = 0,
+    randomness: str = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """Map ``func`` over a dimension of its inputs, all lanes at once.
+
+    Args:
+        func: takes one or more tensors, in any pytree, without the mapped dimension; returns tensors in any pytree.
+        in_dims: which dimension to map over, for each input: an int, None (not mapped), or a tree of them that is a prefix of the inputs.
+        out_dims: where the mapped dimension appears in the outputs.
+        randomness: "error", "same" (all lanes draw the same numbers) or "different".
+        chunk_size: map so many lanes at a time; None: all of them.
+
+    Returns:
+        Callable: takes what ``func`` takes, each mapped input with its extra dimension.
+
+    Raises:
+        ValueError: in_dims or out_dims do not fit; nothing to map over; different sizes; chunk_size < 1.
+        RuntimeError: an unknown randomness; a random operator where randomness is "error".
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vmap.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import vmap
+        >>> batched_dot = vmap(torch.dot)
+        >>> batched_dot(torch.ones(2, 5), torch.ones(2, 5))
+        tensor([5., 5.])
+    """
+    if randomness not in ("error", "different", "same"):
+        raise RuntimeError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
+    if not (chunk_size is None or chunk_size > 0):
+        raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _check_out_dims(out_dims, func)
+        leaves, dims, spec, size = _check_inputs(in_dims, args, func)
+        if chunk_size is None or chunk_size >= size:
+            return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
+        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, [chunk_size] * (size // chunk_size) + [size % chunk_size])
+
+    return wrapped
+
+
+def chunk_vmap(
+    func: Callable[..., Any],
+    in_dims: in_dims_t = 0,
+    out_dims: out_dims_t = 0,
+    randomness: str = "error",
+    chunks: int = 2,
+) -> Callable[..., Any]:
+    """``vmap`` with the mapped dimension cut into a number of chunks, one after the other, to save memory.
+
+    Args:
+        func, in_dims, out_dims, randomness: as ``vmap``'s.
+        chunks: how many pieces.
+
+    Returns:
+        Callable: as ``vmap``'s.
+
+    Raises:
+        ValueError: chunks < 1, and whatever ``vmap`` raises.
+
+    Source: ``torch._functorch.apis.chunk_vmap``.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import chunk_vmap
+        >>> chunk_vmap(torch.sum, chunks=3)(torch.ones(5, 2))
+        tensor([2., 2., 2., 2., 2.])
+    """
+    if chunks < 1:
+        raise ValueError(f"chunk_vmap: chunks should be at least 1. (got {chunks})")
+    if chunks == 1:
+        return vmap(func, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _check_out_dims(out_dims, func)
+        leaves, dims, spec, size = _check_inputs(in_dims, args, func)
+        sizes = [len(range(k, size, chunks)) for k in range(chunks)]
+        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, sizes)
+
+    return wrapped
+
+
+def _check_out_dims(out_dims: Any, func: Any) -> None:
+    if isinstance(out_dims, int):
+        return
+    for x in trees.flatten(out_dims)[0]:
+        if x is not None and not isinstance(x, int):
+            raise ValueError(
+                f"vmap({name_of(func)}, ..., out_dims={out_dims}): `out_dims` must be an int, None or a python collection of ints "
+                "representing where in the outputs the vmapped dimension should appear."
+            )
+
+
+def _check_inputs(in_dims: Any, args: tuple[Any, ...], func: Any) -> tuple[list[Any], list[int | None], Any, int]:
+    """The flattened positional arguments, a dimension for each, their spec and the mapped size."""
+    where = f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): "
+    if not isinstance(in_dims, int | tuple):
+        raise ValueError(
+            f"{where}expected `in_dims` to be int or a (potentially nested) tuple matching the structure of inputs, got: {type(in_dims)}."
+        )
+    if not args:
+        raise ValueError(
+            f"vmap({name_of(func)})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to vmap over a function with "
+            "no inputs. The latter is unsupported."
+        )
+    leaves, spec = trees.flatten(args)
+    dims = trees.broadcast(in_dims, spec)
+    if dims is None:
+        raise ValueError(
+            f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but inputs "
+            f"has structure {spec}."
+        )
+    sizes = []
+    for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        if not isinstance(dim, int):
+            raise ValueError(f"{where}Got in_dim={dim} for an input but in_dim must be either an integer dimension or None.")
+        if not is_array(x):
+            raise ValueError(
+                f"{where}Got in_dim={dim} for an input but the input is of type {type(x)}. We cannot vmap over non-Tensor arguments, "
+                "please use None as the respective in_dim"
+            )
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"{where}Got in_dim={dim} for some input, but that input is a Tensor of dimensionality {x.ndim} so expected in_dim to satisfy "
+                f"-{x.ndim} <= in_dim < {x.ndim}."
+            )
+        dims[i] = dim % x.ndim
+        sizes.append(x.shape[dim])
+    if not sizes:
+        raise ValueError("vmap: Expected at least one Tensor to vmap over")
+    if any(n != sizes[0] for n in sizes):
+        raise ValueError(f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension")
+    return leaves, dims, spec, sizes[0]
+
+
+def _check_outputs(out: Any, out_dims: Any, func: Any) -> tuple[list[Any], tuple[Any, list[int | None], list[Any]]]:
+    """Tensors of an output tree in order; its spec, an out_dim for each leaf, and the leaves that stay as they are."""
+    leaves, spec = trees.flatten(out)
+    if isinstance(out, torch.Tensor):
+        fits = out_dims is None or isinstance(out_dims, int) or (isinstance(out_dims, tuple) and len(out_dims) == 1)
+        dims = ([out_dims[0]] if isinstance(out_dims, tuple) else [out_dims]) if fits else None
+    else:
+        dims = trees.broadcast(out_dims, spec)
+    if dims is None:
+        raise ValueError(
+            f"vmap({name_of(func)}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of `outputs`. out_dims "
+            f"has structure {trees.flatten(out_dims)[1]} but outputs has structure {spec}."
+        )
+    for x, dim in zip(leaves, dims, strict=True):
+        if dim is not None and not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"vmap({name_of(func)}, ...): `{name_of(func)}` must only return Tensors, got type {type(x)}. Did you mean to set out_dims= to "
+                "None for output?"
+            )
+        if dim is not None and not -x.dim() - 1 <= dim <= x.dim():
+            raise IndexError(
+                f"vmap({name_of(func)}, ..., out_dims={out_dims}): Dimension out of range (expected to be in range of "
+                f"[{-x.dim() - 1}, {x.dim()}], but got {dim})"
+            )
+    static = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    return tensors, (spec, [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)], static)
+
+
+def rebuild(outs: list[Any], spec: Any, leaves: list[Any], is_tensor: list[bool]) -> Any:
+    """The output tree, its tensors taken from outs, its other leaves as the function returned them."""
+    source = iter(outs)
+    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(leaves, is_tensor, strict=True)])
+
+
+def _map(
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
+    size: int,
+) -> Any:
+    call = Call.of(trees.unflatten(spec, leaves), kwargs)
+    traceable = call.traceable(func)
+    # leaves of the keyword arguments come behind the positional ones and are never mapped
+    every = dims + [None] * (len(call.leaves) - len(dims))
+    in_axes = [every[i] for i in call.where]
+    lane_axis = [0] if randomness == "different" else []
+    name = name_of(func)
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        tensors, (out_spec, out_axes, static) = _check_outputs(out, out_dims, func)
+        return tensors, (out_spec, out_axes, static, [isinstance(x, torch.Tensor) for x in trees.flatten(out)[0]])
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        out_axes: list[Any] = []
+        parent = state.level
+
+        def body(*lanes: Any) -> list[Any]:
+            with push("vmap", randomness) as level:
+                if randomness == "different":
+                    *lanes, lane = lanes
+                    level.key = lambda: lane_key(parent, lane)
+                result = traceable.run(level, lanes, finish)
+            axes = result.meta[1]
+            result.values[: len(axes)] = [
+                jnp.asarray(v) if d is None else v for v, d in zip(result.values, axes, strict=False)
+            ]
+            # filled while tracing: jax.vmap looks at it afterwards
+            out_axes.extend(d if d is None or d >= 0 else d + v.ndim + 1 for v, d in zip(result.values, axes, strict=False))
+            out_axes.extend(in_axes[t] if isinstance(t, int) else None for t, _ in result.written)
+            found.append(result)
+            return result.values
+
+        inputs = list(values) + ([lax.iota("int32", size)] if lane_axis else [])
+        try:
+            mapped = jax.vmap(body, in_axes=in_axes + lane_axis, out_axes=out_axes, axis_size=size)(*inputs)
+        except ValueError as error:
+            raise _unmapped(error, name, found) from error
+        return Result(mapped, found[0].meta, found[0].written)
+
+    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func)
+    return rebuild(outs, out_spec, static, is_tensor)
+
+
+def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
+    """A mapped value where an unmapped one must be: torch.func's words for it."""
+    if "out_axes" not in str(error) or not found:
+        return error
+    if any(d is None for d in found[0].meta[1]):
+        return ValueError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
+    return RuntimeError(
+        "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more elements "
+        "than `self`. This happened due to `other` being vmapped over but `self` not being vmapped over in a vmap. Please try to use "
+        "out-of-place operators instead of inplace arithmetic. If said operator is being called inside the PyTorch framework, please file a bug "
+        "report instead."
+    )
+
+
+def _in_chunks(
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
+    size: int, sizes: list[int],
+) -> Any:
+    pieces = []
+    start = 0
+    level = state.level
+    draws = source(level).draws if level is not None else 0
+    seed = torch.get_rng_state() if randomness == "same" and level is None else None
+    for n in sizes:
+        if n == 0:
+            continue
+        if randomness == "same" and level is not None:
+            source(level).draws = draws
+        elif seed is not None:
+            torch.set_rng_state(seed)
+        part = [x if d is None else _narrow(x, d, start, n) for x, d in zip(leaves, dims, strict=True)]
+        pieces.append(_map(func, part, dims, spec, kwargs, out_dims, randomness, n))
+        start += n
+    flat = [trees.flatten(p) for p in pieces]
+    out_spec = flat[0][1]
+    axes = trees.broadcast(out_dims, out_spec) or [out_dims]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [c[0] if d is None else _cat(list(c), d) for c, d in zip(columns, axes, strict=True)]
+    return trees.unflatten(out_spec, joined)
+
+
+def _narrow(x: Any, dim: int, start: int, n: int) -> Any:
+    return lax.slice_in_dim(x, start, start + n, axis=dim) if isinstance(x, jax.Array) else x.narrow(dim, start, n)
+
+
+def _cat(pieces: list[Any], dim: int) -> Any:
+    return jnp.concatenate(pieces, dim) if isinstance(pieces[0], jax.Array) else torch.cat(pieces, dim)

@@ -1,0 +1,77 @@
+"""torch.func's transforms, under the name torch keeps them: vmap, grad and the rest, plus functionalize and debug_unwrap."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchfunc_jax._forward import jvp, linearize
+from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
+from torchfunc_jax._reverse import grad, grad_and_value, vjp
+from torchfunc_jax._vmap import chunk_vmap, vmap
+
+__all__ = [
+    "chunk_vmap", "debug_unwrap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp", "vmap",
+]
+
+
+def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Callable[..., Any]:
+    """func without mutations: in JAX every traced program is, so this only checks its argument and carries writes to inputs out.
+
+    Args:
+        func: any function of tensors.
+        remove: "mutations" or "mutations_and_views".
+
+    Returns:
+        Callable: computes what func computes; inputs that func changes in place are changed.
+
+    Raises:
+        RuntimeError: another value of remove.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.functionalize.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import functionalize
+        >>> functionalize(lambda x: x.clone().add_(1))(torch.zeros(2))
+        tensor([1., 1.])
+    """
+    if remove not in ("mutations", "mutations_and_views"):
+        raise RuntimeError(
+            f"functionalize(f, remove='mutations'): received invalid argument for remove={remove}. Valid options are:\n"
+            "     remove='mutations': all inplace and out= operators will be removed from the program, and replaced"
+            " with their out-of-place equivalents.\n"
+            "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
+            " replaced with their non-aliasing counterparts, {view}_copy.\n"
+        )
+    from torchfunc_jax._plain import plain
+
+    return functools.wraps(func)(plain(func))
+
+
+def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
+    """The values of a tensor inside a transform, every level removed, as a plain torch tensor (for looking at, not for computing).
+
+    Args:
+        tensor: any tensor; one from outside a transform is returned as it is.
+        recurse: remove all levels, not only the innermost.
+
+    Returns:
+        torch.Tensor: with the mapped dimensions of the removed levels in front.
+
+    Raises:
+        RuntimeError: under jit, where there are no values.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.debug_unwrap.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import debug_unwrap
+        >>> debug_unwrap(torch.ones(2))
+        tensor([1., 1.])
+    """
+    from bridge import tracing
+
+    return tracing.unwrap(tensor, recurse)

@@ -1,0 +1,115 @@
+"""Calling a module with other parameters, and stacking the states of many modules: torch.func's module utilities."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from bridge import trees
+
+# A call swaps the module's attributes; two threads must not do so on the same module at once.
+_SWAPPING = threading.RLock()
+
+
+def functional_call(
+    module: nn.Module,
+    parameter_and_buffer_dicts: dict[str, Any] | Sequence[dict[str, Any]],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """Call a module with these parameters and buffers in the place of its own.
+
+    Args:
+        module: any nn.Module.
+        parameter_and_buffer_dicts: name -> tensor (torch.Tensor or jax.Array), or several such dicts without common names.
+        args: the arguments of the call, a tuple or a single one.
+        kwargs: its keyword arguments.
+        tie_weights: parameters tied in the module are tied in the call too.
+        strict: every parameter and buffer of the module must be given, and no other.
+
+    Returns:
+        What ``module(*args, **kwargs)`` returns; jax.Arrays where jax.Arrays were given outside a transform.
+
+    Raises:
+        ValueError: a name in several dicts; something that is no dict; different values for tied parameters.
+        RuntimeError: strict, and names are missing or unknown.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import functional_call
+        >>> model = torch.nn.Linear(2, 1)
+        >>> functional_call(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
+        tensor([[2.]], grad_fn=...)
+    """
+    given = (parameter_and_buffer_dicts, args, kwargs)
+    if any(isinstance(x, jax.Array) for x in trees.flatten(given)[0]):
+        from torchfunc_jax._plain import plain
+
+        def run(parameters: Any, args: Any, kwargs: Any) -> Any:
+            return functional_call(module, parameters, args, kwargs, tie_weights=tie_weights, strict=strict)
+
+        return plain(run)(*given)
+    with _SWAPPING:
+        return torch.func.functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+
+
+def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and buffers of many modules of one class, stacked by name along a new first dimension.
+
+    Args:
+        models: M modules of the same class and mode, at least one.
+
+    Returns:
+        (params, buffers): name -> tensor of shape ``[M, *shape]``; params are new leaves that require grad where the modules' do.
+
+    Raises:
+        RuntimeError: no models; different classes, modes, or requires_grad.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.func.stack_module_state.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import stack_module_state
+        >>> params, buffers = stack_module_state([torch.nn.Linear(3, 2) for _ in range(5)])
+        >>> params["weight"].shape
+        torch.Size([5, 2, 3])
+    """
+    if len(models) == 0:
+        raise RuntimeError("stack_module_state: Expected at least one model, got 0.")
+    if len({m.training for m in models}) > 1:
+        raise RuntimeError("stack_module_state: Expected all models to have the same training/eval mode.")
+    if len({type(m) for m in models}) > 1:
+        raise RuntimeError("stack_module_state: Expected all models to be of the same class.")
+    params = [dict(m.named_parameters()) for m in models]
+    buffers = [dict(m.named_buffers()) for m in models]
+    return (
+        {k: construct_stacked_leaf([p[k] for p in params], k) for k in params[0]},
+        {k: construct_stacked_leaf([b[k] for b in buffers], k) for k in buffers[0]},
+    )
+
+
+def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], name: str) -> torch.Tensor:
+    """The tensors stacked along a new first dimension; a new leaf that requires grad where all of them do.
+
+    Args:
+        tensors: of one shape.
+        name: for the message.
+
+    Raises:
+        RuntimeError: some require grad and some do not.
+
+    Source: ``torch._functorch.functional_call.construct_stacked_leaf``.
+    """
+    if len({t.requires_grad for t in tensors}) > 1:
+        raise RuntimeError(f"Expected {name} from each model to have the same .requires_grad")
+    result = torch.stack(list(tensors))
+    return result.detach().requires_grad_() if tensors[0].requires_grad else result

@@ -24,7 +24,7 @@ def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...]:
         if size.count(-1) > 1:
             raise RuntimeError("size: only one dimension can be inferred")
         if known == 0:
-            raise RuntimeError(f"cannot reshape tensor of 0 elements into shape {list(size)} because the unspecified dimension is ambiguous")
+            raise RuntimeError(f"cannot reshape tensor of 0 elements into shape {list(size)}: the unspecified dimension is ambiguous")
         if numel % known == 0:
             size = tuple(numel // known if s == -1 else s for s in size)
     if math.prod(size) != numel or min(size, default=0) < 0:
@@ -49,33 +49,27 @@ def aten__reshape_alias(x, size, stride):
 def aten_view_dtype(x, dtype):
     """view.dtype(Tensor(a) self, ScalarType dtype) -> Tensor(a)"""
     target = promotion.jdtype(dtype, x.dtype)
+    old, new = np.dtype(x.dtype).itemsize, target.itemsize
     if target == x.dtype:
         return x
-    old, new = np.dtype(x.dtype).itemsize, target.itemsize
     if old != new and not x.ndim:
         raise RuntimeError("self.dim() cannot be 0 to view Tensor as a dtype of a different element size")
+    if new > old and x.shape[-1] * old % new:
+        raise RuntimeError(f"self.size(-1) must be divisible by {new // old} to view {x.dtype} as {dtype}, but got {x.shape[-1]}")
+    shape = x.shape if old == new else (*x.shape[:-1], x.shape[-1] * old // new)
     if promotion.is_complex(x):
-        parts = lax.concatenate([lax.expand_dims(p, (x.ndim,)) for p in (lax.real(x), lax.imag(x))], x.ndim)
-        x, old = lax.reshape(parts, (*x.shape[:-1], 2 * x.shape[-1]) if old != new else parts.shape), old // 2
+        x = aten_view_as_real(x)
     elif x.dtype == np.bool_:
         x = lax.convert_element_type(x, np.uint8)
-    # bits only move between types of one width; one more dimension holds the parts of the wider type
+    # rows of real numbers, regrouped where the widths differ: the bits of one wide number are a row of narrow ones
     part = promotion.real_dtype(target)
-    width = part.itemsize
-    if width > old:
-        if x.shape[-1] * old % new:
-            raise RuntimeError(f"self.size(-1) must be divisible by {new // old} to view {x.dtype} as {dtype}, but got {x.shape[-1]}")
-        x = lax.reshape(x, (*x.shape[:-1], x.shape[-1] * old // width, width // old))
-    raw = np.dtype(np.uint8) if part == np.bool_ else part
-    x = lax.bitcast_convert_type(x, raw)
-    if width < old:
-        x = lax.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
-    if part == np.bool_:
-        return lax.convert_element_type(x, np.bool_)
-    if part == target:
-        return x
-    pairs = lax.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2)) if x.shape[-1:] != (2,) or old < new else x
-    return lax.complex(pairs[..., 0], pairs[..., 1])
+    wide = part.itemsize // np.dtype(x.dtype).itemsize
+    x = lax.reshape(x, (x.size // wide, wide) if wide > 1 else (x.size,))
+    x = lax.bitcast_convert_type(x, np.uint8 if part == np.bool_ else part)
+    if target != part:
+        return aten_view_as_complex(lax.reshape(x, (*shape, 2)))
+    x = lax.reshape(x, shape)
+    return lax.convert_element_type(x, np.bool_) if target == np.bool_ else x
 
 
 @lowering("aten.permute", "aten.permute_copy")
@@ -243,6 +237,8 @@ def aten_cat(tensors, dim=0):
     if any(not x.ndim for x in kept):
         raise RuntimeError("zero-dimensional tensor cannot be concatenated")
     dim = promotion.wrap_dim(dim, kept[0].ndim)
+    if any(x.ndim != kept[0].ndim for x in kept):
+        raise RuntimeError(f"Tensors must have same number of dimensions: got {[x.ndim for x in kept]}")
     kept = [promotion.cast(x, dtype) for x in kept]
     return kept[0] if len(kept) == 1 else lax.concatenate(kept, dim)
 

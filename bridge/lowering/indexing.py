@@ -1,0 +1,368 @@
+"""x[indices] and x[indices] = values with tensors, index_select and its kin, embedding tables.  Each is one gather or scatter.
+
+Indices that are known now are checked, and raise IndexError as in PyTorch.  Where they are not (jit, or mapped by vmap), a read
+out of range gives NaN (the least integer) and a write there is dropped.  gather and scatter along a dim live in scattering.py.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge import dtypes
+from bridge.lowering import promotion
+from bridge.lowering.creation import constant
+from bridge.lowering.registry import lowering
+from bridge.lowering.shape import aten_expand
+
+SAFE, CHECKED = lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.FILL_OR_DROP
+
+
+def known(x) -> np.ndarray | None:
+    """The values of an array where they can be known now, else None (under vmap and jit)."""
+    try:
+        return promotion.concrete(x)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return None
+
+
+#: messages of PyTorch's, formatted with the culprit
+OUT_OF_RANGE = "index out of range in self"
+OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {size}"
+
+
+def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False):
+    """An index into n places with its gather mode: checked where it is known, else left to JAX.  wrap: negative ones count from the end."""
+    values = known(index)
+    if values is None:
+        if wrap:
+            # one literal of the index's own type: no promotion, and no broadcast when it is a scalar
+            index = lax.select(lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index)
+        return index, CHECKED
+    if not values.size:
+        return index, SAFE
+    low, high = values.min(), values.max()
+    if high >= n or low < (-n if wrap else 0):
+        raise kind(error.format(index=int(high if high >= n else low), dim=dim, size=n))
+    return (constant(np.where(values < 0, values + n, values)) if low < 0 else index), SAFE
+
+
+class Place:
+    """Where an advanced index reads and writes: dims of x taken by indices of one shape, the rest kept whole."""
+
+    def __init__(self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool):
+        self.shape, self.dims = tuple(shape), tuple(dims)
+        batch = indices[0].shape
+        columns = [lax.reshape(i, (*batch, 1)) for i in indices]
+        self.indices = columns[0] if len(columns) == 1 else lax.concatenate(columns, len(batch))
+        self.mode = SAFE if all(m is SAFE for m in modes) else CHECKED
+        # the indices' dimensions come where the first indexed one was, or in front where the indexed ones are not adjacent
+        at = 0 if front else self.dims[0]
+        rest = [n for d, n in enumerate(shape) if d not in self.dims]
+        self.result = (*rest[:at], *batch, *rest[at:])
+        self.window = tuple(d for d in range(len(self.result)) if not at <= d < at + len(batch))
+
+    def read(self, x):
+        if not math.prod(self.result):
+            return lax.full(self.result, 0, x.dtype)
+        numbers = lax.GatherDimensionNumbers(self.window, self.dims, self.dims)
+        sizes = tuple(1 if d in self.dims else n for d, n in enumerate(self.shape))
+        return lax.gather(x, self.indices, numbers, sizes, mode=self.mode)
+
+    def write(self, x, values, *, add: bool = False):
+        """x with values (of the result's shape) put, or added, there."""
+        if not math.prod(self.result):
+            return x
+        numbers = lax.ScatterDimensionNumbers(self.window, self.dims, self.dims)
+        if add:
+            return lax.scatter_add(x, self.indices, values, numbers, mode=self.mode)
+        # PyTorch leaves open which of several writes to one place wins, and its gradient gives each the whole cotangent:
+        # that is JAX's rule for unique indices
+        return lax.scatter(x, self.indices, values, numbers, mode=self.mode, unique_indices=True)
+
+
+def along(x, dim: int, index, error: str, *, wrap: bool = False) -> Place:
+    """The place of one index on one dimension."""
+    index, mode = in_range(index, x.shape[dim], error, dim=dim, wrap=wrap)
+    return Place(x.shape, (dim,), (index,), (mode,), False)
+
+
+def _is_mask(index) -> bool:
+    return index is not None and index.dtype in (np.bool_, np.uint8)
+
+
+def _expand_masks(shape: Sequence[int], indices: Sequence[Any]) -> list[Any]:
+    """Boolean masks replaced by the positions where they are true; their values must be known."""
+    out: list[Any] = []
+    for index in indices:
+        if not _is_mask(index):
+            if index is not None and index.dtype not in (np.int64, np.int32):
+                raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
+            out.append(index)
+            continue
+        _check_mask(shape, index, len(out))
+        out += [constant(p) for p in np.nonzero(promotion.concrete(index))]
+    if len(out) > len(shape):
+        raise IndexError(f"too many indices for tensor of dimension {len(shape)} (got {len(out)})")
+    return out
+
+
+def _check_mask(shape: Sequence[int], mask, at: int) -> None:
+    if tuple(shape[at : at + mask.ndim]) != mask.shape:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of the indexed tensor {list(shape)} "
+            f"at index {at}"
+        )
+
+
+def _place(x, indices: Sequence[Any]) -> Place | None:
+    """The place of a list of indices, None for the dimensions kept whole; None where all are."""
+    indices = _expand_masks(x.shape, indices)
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    if not dims:
+        return None
+    pairs = [in_range(indices[d], x.shape[d], OUT_OF_BOUNDS, dim=d, wrap=True) for d in dims]
+    shapes = [i.shape for i, _ in pairs]
+    try:
+        batch = np.broadcast_shapes(*shapes)
+    except ValueError:
+        listed = ", ".join(str(list(s)) for s in shapes)
+        raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}") from None
+    arrays = [aten_expand(promotion.cast(i, np.int64) if len(pairs) > 1 else i, batch) for i, _ in pairs]
+    front = dims[-1] - dims[0] + 1 != len(dims)
+    return Place(x.shape, dims, arrays, [mode for _, mode in pairs], front)
+
+
+@lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def aten_index(x, indices):
+    """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
+    place = _place(x, indices)
+    return x if place is None else place.read(x)
+
+
+@lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
+def aten_index_put(x, indices, values, accumulate=False, unsafe=False):
+    """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
+    masks = [d for d, i in enumerate(indices) if i is not None]
+    only_mask = len(masks) == 1 and _is_mask(indices[masks[0]])
+    if values.dtype != x.dtype:
+        if values.ndim or not only_mask:
+            raise RuntimeError(
+                f"Index put requires the source and destination dtypes match, got {dtypes.to_torch(x.dtype)} for the destination "
+                f"and {dtypes.to_torch(values.dtype)} for the source."
+            )
+        values = promotion.cast(values, x.dtype)
+    if only_mask:
+        done = _put_masked(x, masks[0], indices[masks[0]], values, accumulate)
+        if done is not None:
+            return done
+    place = _place(x, indices)
+    if place is None:
+        return x + aten_expand(values, x.shape) if accumulate else aten_expand(values, x.shape)
+    return place.write(x, _fit(values, place.result), add=accumulate)
+
+
+def _fit(values, shape):
+    try:
+        return aten_expand(values, shape)
+    except RuntimeError:
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(shape)}"
+        ) from None
+
+
+def _put_masked(x, at: int, mask, values, accumulate: bool):
+    """x[:, mask] = values with no shape that depends on the mask; None where values must be counted and the mask is known."""
+    _check_mask(x.shape, mask, at)
+    last = at + mask.ndim
+    tail = x.ndim - last
+    count = values.shape[-tail - 1] if values.ndim > tail else 1
+    if not mask.ndim or (count != 1 and known(mask) is not None):
+        return None
+    if not count:
+        return x
+    mask = mask if mask.dtype == np.bool_ else lax.ne(mask, lax.full_like(mask, 0))
+    if count == 1:
+        lead = values.shape[: max(values.ndim - tail - 1, 0)]
+        spread = lax.reshape(values, (*lead, *(1,) * mask.ndim, *values.shape[-tail:])) if values.ndim > tail and tail else values
+        if not tail and values.ndim:
+            spread = lax.reshape(values, (*lead, *(1,) * mask.ndim))
+        spread = _fit(spread, x.shape)
+    else:
+        # the k-th true element of the mask takes the k-th value; too few values read as NaN
+        values = _fit(values, (*x.shape[:at], count, *x.shape[last:]))
+        spread = lax.reshape(Place(values.shape, (at,), (mask_rank(mask),), (CHECKED,), False).read(values), x.shape)
+    chosen = lax.broadcast_in_dim(mask, x.shape, tuple(range(at, last)))
+    return lax.add(x, lax.select(chosen, spread, lax.full_like(x, 0))) if accumulate else lax.select(chosen, spread, x)
+
+
+def mask_rank(mask):
+    """For each element of a mask, flattened, how many true ones precede it (at least 0)."""
+    flat = lax.convert_element_type(lax.reshape(mask, (mask.size,)), np.int32)
+    return lax.max(lax.cumsum(flat) - np.int32(1), np.int32(0))
+
+
+def _flat_index(index):
+    if index.ndim > 1:
+        raise IndexError(f"index: expected a vector, got {index.ndim} dimensions")
+    return index if index.ndim else lax.reshape(index, (1,))
+
+
+def _as_vector(x):
+    return x if x.ndim else lax.reshape(x, (1,))
+
+
+@lowering("aten.index_select")
+def aten_index_select(x, dim, index):
+    """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
+    dim = promotion.wrap_dim(dim, x.ndim)
+    out = along(_as_vector(x), dim, _flat_index(index), OUT_OF_RANGE).read(_as_vector(x))
+    return out if x.ndim else lax.reshape(out, ())
+
+
+def _check_source(name: str, x, dim: int, index, source) -> None:
+    want = (*x.shape[:dim], index.size, *x.shape[dim + 1 :])
+    if source.dtype != x.dtype:
+        raise RuntimeError(f"{name}: self ({x.dtype}) and source ({source.dtype}) expected to have the same dtype")
+    if (source.ndim and x.ndim and source.shape != want) or (name == "index_add" and source.ndim != x.ndim):
+        raise RuntimeError(f"{name}: source: expected shape {list(want)}, got {list(source.shape)}")
+
+
+def index_write(name: str, x, dim: int, index, source, *, add: bool):
+    """x with the slices of source put, or added, at index along dim."""
+    dim = promotion.wrap_dim(dim, x.ndim)
+    index, base = _flat_index(index), _as_vector(x)
+    _check_source(name, x, dim, index, source)
+    place = along(base, dim, index, OUT_OF_RANGE if add else f"{name}(): {OUT_OF_BOUNDS}")
+    return lax.reshape(place.write(base, lax.reshape(source, place.result), add=add), x.shape)
+
+
+@lowering("aten.index_add")
+def aten_index_add(x, dim, index, source, *, alpha=1):
+    """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
+    source = source if alpha == 1 else source * promotion.cast(alpha, source.dtype)
+    return index_write("index_add", x, dim, index, source, add=True)
+
+
+@lowering("aten.index_copy")
+def aten_index_copy(x, dim, index, source):
+    """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
+    return index_write("index_copy_", x, dim, index, source, add=False)
+
+
+@lowering("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+def aten_index_fill(x, dim, index, value):
+    """index_fill.int_Tensor(Tensor self, int dim, Tensor index, Tensor value) -> Tensor"""
+    if promotion.is_array(value) and value.ndim:
+        raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
+    dim = promotion.wrap_dim(dim, x.ndim)
+    base = _as_vector(x)
+    place = along(base, dim, _flat_index(index), OUT_OF_BOUNDS, wrap=True)
+    return lax.reshape(place.write(base, aten_expand(promotion.cast(value, x.dtype), place.result)), x.shape)
+
+
+_TRIED = "out of range: tried to access index {index} on a tensor of {size} elements."
+
+
+def _flat_place(x, index) -> tuple[Any, Place]:
+    flat = lax.reshape(x, (x.size,))
+    return flat, along(flat, 0, index, _TRIED, wrap=True)
+
+
+@lowering("aten.take")
+def aten_take(x, index):
+    """take(Tensor self, Tensor index) -> Tensor"""
+    flat, place = _flat_place(x, index)
+    return place.read(flat)
+
+
+@lowering("aten.put")
+def aten_put(x, index, source, accumulate=False):
+    """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
+    if source.size != index.size:
+        raise IndexError(f"put_(): Expected source and index to have the same number of elements, but got {source.size} and {index.size}")
+    if source.dtype != x.dtype:
+        raise RuntimeError(f"put_(): self and source expected to have the same dtype, but got {x.dtype} and {source.dtype}")
+    flat, place = _flat_place(x, index)
+    return lax.reshape(place.write(flat, lax.reshape(source, index.shape), add=accumulate), x.shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _embed(weight, index, scale, mode, padding_idx):
+    """Rows of weight.  Its gradient passes over the padding row, and weighs each row by scale where that is given."""
+    return Place(weight.shape, (0,), (index,), (mode,), False).read(weight)
+
+
+@_embed.defjvp
+def _embed_jvp(mode, padding_idx, primals, tangents):
+    weight, index, scale = primals
+    rows = Place(weight.shape, (0,), (index,), (mode,), False).read(tangents[0])
+    spread = functools.partial(lax.broadcast_in_dim, shape=rows.shape, broadcast_dimensions=tuple(range(index.ndim)))
+    if scale is not None:
+        rows = rows * spread(scale)
+    if padding_idx >= 0:
+        rows = lax.select(spread(lax.eq(index, lax.full_like(index, padding_idx))), lax.full_like(rows, 0), rows)
+    return _embed(weight, index, scale, mode, padding_idx), rows
+
+
+@lowering("aten.embedding")
+def aten_embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor"""
+    if weight.ndim != 2:
+        raise RuntimeError(f"'weight' must be 2-D, got {weight.ndim} dimensions")
+    index, mode = in_range(indices, weight.shape[0], OUT_OF_RANGE)
+    scale = _per_row(weight, index, mode) if scale_grad_by_freq else None
+    if padding_idx < 0 and scale is None:
+        return Place(weight.shape, (0,), (index,), (mode,), False).read(weight)
+    return _embed(weight, index, scale, mode, padding_idx)
+
+
+def _per_row(weight, index, mode):
+    """One over how often each index occurs."""
+    place = Place(weight.shape[:1], (0,), (index,), (mode,), False)
+    counts = place.write(lax.full(weight.shape[:1], 0, weight.dtype), lax.full(index.shape, 1, weight.dtype), add=True)
+    return 1 / place.read(counts)
+
+
+@lowering("aten.embedding_dense_backward")
+def aten_embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
+    """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, ...) -> Tensor"""
+    index, mode = in_range(indices, num_weights, OUT_OF_RANGE)
+    zeros = lax.full((num_weights, *grad_output.shape[indices.ndim :]), 0, grad_output.dtype)
+    spread = functools.partial(lax.broadcast_in_dim, shape=grad_output.shape, broadcast_dimensions=tuple(range(index.ndim)))
+    if scale_grad_by_freq:
+        grad_output = grad_output * spread(_per_row(zeros, index, mode))
+    if padding_idx >= 0:
+        grad_output = lax.select(spread(lax.eq(index, lax.full_like(index, padding_idx))), lax.full_like(grad_output, 0), grad_output)
+    return Place(zeros.shape, (0,), (index,), (mode,), False).write(zeros, grad_output, add=True)
+
+
+@lowering("aten.embedding_renorm")
+def aten_embedding_renorm(weight, indices, max_norm, norm_type):
+    """embedding_renorm(Tensor self, Tensor indices, float max_norm, float norm_type) -> Tensor"""
+    place = along(weight, 0, _flat_index(lax.reshape(indices, (indices.size,))), OUT_OF_RANGE)
+    rows = place.read(weight)
+    norm = jnp.linalg.norm(rows, norm_type, axis=1, keepdims=True)
+    scale = max_norm / (norm + 1e-7)
+    # equal rows get equal values, so it does not matter which of several writes to one row wins
+    return place.write(weight, promotion.cast(jnp.where(norm > max_norm, rows * scale, rows), weight.dtype))
+
+
+@lowering("aten.one_hot")
+def aten_one_hot(x, num_classes=-1):
+    """one_hot(Tensor self, int num_classes=-1) -> Tensor"""
+    if x.dtype != np.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {dtypes.to_torch(x.dtype)}")
+    if num_classes < 0:
+        values = promotion.concrete(x)
+        if not values.size:
+            raise RuntimeError("Can not infer total number of classes from empty tensor.")
+        num_classes = int(values.max()) + 1
+    in_range(x, num_classes, "Class values must be non-negative and smaller than num_classes ({size}), got {index}", kind=RuntimeError)
+    return lax.convert_element_type(x[..., None] == constant(np.arange(num_classes)), np.int64)

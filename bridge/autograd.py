@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import dtypes, tensors, tracing
+from bridge import tensors, tracing
 
 
 def conj(v: Any) -> Any:
@@ -97,10 +97,10 @@ class _Border(torch.autograd.Function):
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
             outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
-            floats, others = iter(outs), iter(rest)
-            avoid = {a.unsafe_buffer_pointer() for a in actives if _addressed(a)}
-            avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
-            results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
+        floats, others = iter(outs), iter(rest)
+        avoid = {a.unsafe_buffer_pointer() for a in actives if _addressed(a)}
+        avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
+        results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
@@ -115,8 +115,8 @@ class _Border(torch.autograd.Function):
             grads = _double(ctx.recorded, inputs, cts)
         else:
             with tracing.root():
-                found = ctx.pull([conj(tensors.to_jax(c)) for c in cts])
-                grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, ctx.needs_input_grad[2:], strict=True)]
+                found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
+            grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, ctx.needs_input_grad[2:], strict=True)]
         return (None, None, *grads)
 
 
@@ -129,8 +129,7 @@ def _addressed(a: Any) -> bool:
 def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:
     if not need or g.dtype == jax.dtypes.float0:
         return None
-    g = conj(g)
-    return tensors.to_torch(g.astype(dtypes.to_jax(t.dtype)), t.device)
+    return tensors.to_torch(g, t.device)
 
 
 def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from bridge import autograd, tensors, tracing, trees
+from bridge import autograd, operators, tensors, tracing, trees
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read
 from bridge.tracing import Traced, value_of, wrap
@@ -102,12 +102,16 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
     if state.level is not None:
         result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        _carry_out(result, leaves, lambda v, _: v)
-        return [wrap(v, device) for v in _outputs(result)], result.meta
+        _carry_out(result, leaves)
+        outs = _outputs(result)
+        if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
+            outs = operators.stop(outs)
+        return [wrap(v, device) for v in outs], result.meta
     if leaves and not any(isinstance(x, torch.Tensor) for x in leaves):
         with tracing.root() as root:
             result = compute(list(leaves))
-            _write_captured(root, lambda v: tensors.to_torch(v))
+            writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
+        write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
         return _outputs(result), result.meta
     return _outermost(compute, leaves, fn)
 
@@ -116,7 +120,7 @@ def _outputs(result: Result) -> list[Any]:
     return result.values[: len(result.values) - len(result.written)]
 
 
-def _carry_out(result: Result, leaves: Sequence[Any], cross: Callable[[Any, Any], Any]) -> None:
+def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
     for target, index in result.written:
         if isinstance(target, Node):
             state.level.before_write(target)
@@ -150,14 +154,14 @@ def direct(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any,
     with tracing.root() as root:
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result = compute(values)
-        device = torch_device(leaves)
-        avoid = {v.unsafe_buffer_pointer() for v in values if hasattr(v, "unsafe_buffer_pointer") and is_local(v)}
-        outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
-        _carry_out(result, leaves, lambda v, t: v)
+        _carry_out(result, leaves)
         writes = root_writes(root)
-        written = [(t, tensors.to_torch(v, t.device)) for t, v in writes]
         met = [t for t, _ in root.captured.values()]
-    write_back(written)
+    # a result never shares memory with an argument or with another result
+    avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)}
+    device = torch_device(leaves)
+    outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
     return outs, result.meta, met
 
 
@@ -190,15 +194,6 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(value)
         else:
             target.copy_(value)
-
-
-def _write_captured(root: Level, cross: Callable[[Any], torch.Tensor]) -> None:
-    written = [(t, v) for t, v in root_writes(root) if is_local(v)]
-    for t, v in written:
-        from bridge import private
-
-        with private.below_python(), torch.no_grad():
-            t.copy_(cross(v))
 
 
 # -- tensors captured by closure, remembered by the function's code so that the next call knows them beforehand -------------------

@@ -84,20 +84,28 @@ def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
         except Exception as error:
             raise _explain(func, args, kwargs, error) from error
         if not torch.is_grad_enabled():
-            out = _stop(out)
+            out = stop(out)
         device = _device(args, kwargs)
         return wrap(out, device) if isinstance(out, jax.Array) else _wrap_all(out, device)
 
     return run
 
 
-def _stop(out: Any) -> Any:
-    level = state.level
-    while level is not None and level.kind == "vmap":
+def stop(out: Any) -> Any:
+    """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
+    level, innermost, kinds = state.level, None, set()
+    while level is not None:
+        if level.kind in ("grad", "jvp"):
+            innermost = innermost or level
+            kinds.add(level.kind)
         level = level.parent
-    if level is None or level.kind != "grad":
+    if "grad" not in kinds:
         return out
-    return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, level.probe) if isinstance(v, jax.Array) else v, out)
+    if "jvp" not in kinds:
+        return jax.tree_util.tree_map(lambda v: lax.stop_gradient(v) if isinstance(v, jax.Array) else v, out)
+    if innermost.kind == "jvp":
+        return out
+    return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
 
 
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -147,11 +155,8 @@ def _view(func: Any) -> Plan:
         base, rest = args[0], args[1:]
         meta = func(_meta(base), *rest, **kwargs)
         node = Node(None, state.level, node_of(base), View(func, lower, rest, kwargs))
-        if not torch.is_grad_enabled():
-            value = value_of(base)
-            stopped = _stop(value)
-            if stopped is not value:  # a view taken under no_grad: the same memory, no derivative through it
-                node.value, node.seen = _stop(node.view.forward(value)), node.root.version
+        if not torch.is_grad_enabled():  # the same memory, no derivative through it
+            node.value, node.seen = stop(node.view.forward(value_of(base))), node.root.version
         return _view_tensor(meta, node, base.device)
 
     return run
@@ -392,7 +397,7 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(
                 f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
             ) from None
-    _store(target, _stop(value) if not torch.is_grad_enabled() else value, aten.copy_.default)
+    _store(target, stop(value) if not torch.is_grad_enabled() else value, aten.copy_.default)
     return target
 
 

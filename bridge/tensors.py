@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bridge import devices, dtypes
+from bridge import devices, dtypes, private
 
 _cache: dict[int, tuple[weakref.ref[torch.Tensor], jax.Array, int, list[int]]] = {}
 
@@ -64,6 +64,11 @@ def to_jax(t: torch.Tensor) -> jax.Array:
     array = cached(t)
     if array is not None:
         return array
+    with private.below_python():  # inside a trace too, these are operations on the tensor itself
+        return _cross(t)
+
+
+def _cross(t: torch.Tensor) -> jax.Array:
     source = plain(t)
     device = devices.jax_device(t.device)
     if source.device.type != "cpu":

@@ -173,10 +173,6 @@ def aten_mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any
     run = places - lax.cummax(starts, axis)
     # the first longest run, read at its end: the smallest value among the most frequent, at its last index
     rank = lax.argmax(run, axis, np.int32)
-    if is_floating(self):
-        # NaN differs from itself; PyTorch's mode puts it first, so that it wins where no value occurs twice
-        missing = lax.reduce_sum(cast(jnp.isnan(values), np.int32), (axis,))
-        rank = jnp.where((missing > 0) & (lax.reduce_max(run, (axis,)) == 0), size - missing, rank)
     return _ranked(self, axis, rank, keepdim, order)
 
 

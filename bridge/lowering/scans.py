@@ -1,0 +1,69 @@
+"""Running reductions along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin with indices.
+
+diff, trapezoid and the backward operators of scans are compositions of these and arrive as such.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.promotion import cast, float_dtype, is_floating, is_integral, jdtype, opmath, wrap_dim
+from bridge.lowering.reductions import need_order, pick_along
+from bridge.lowering.registry import lowering
+
+
+def _scan(x: Any, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Any:
+    """The running reduction in the accumulation dtype; a 0-dim array is its own."""
+    axis = wrap_dim(dim, x.ndim)
+    x = cast(x, opmath(out))
+    return cast(scan(x, axis) if x.ndim else x, out)
+
+
+@lowering("aten.cumsum")
+def aten_cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum)
+
+
+@lowering("aten.cumprod")
+def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod)
+
+
+@lowering("aten.logcumsumexp", "aten._logcumsumexp")
+def aten_logcumsumexp(self: Any, dim: int) -> Any:
+    """logcumsumexp(Tensor self, int dim) -> Tensor"""
+    return _scan(self, dim, float_dtype(self.dtype), lax.cumlogsumexp)
+
+
+def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, Any]:
+    """The running extremum and where it stands: at the last of equal elements, at the last NaN once there is one."""
+    axis = wrap_dim(dim, x.ndim)
+    need_order(x, scan.__name__)
+    if not x.ndim:
+        return x, jnp.zeros((), np.int64)
+    fixed = lax.stop_gradient(x)
+    keys = cast(fixed, np.uint8) if x.dtype == np.bool_ else fixed
+    hit = keys == scan(keys, axis)
+    if is_floating(x):
+        hit = hit | jnp.isnan(keys)
+    places = jnp.where(hit, lax.broadcasted_iota(np.int32, x.shape, axis), 0)
+    index = lax.cummax(places, axis)
+    return pick_along(x, index, axis), cast(index, np.int64)
+
+
+@lowering("aten.cummax")
+def aten_cummax(self: Any, dim: int) -> tuple[Any, Any]:
+    """cummax(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
+    return _running_extremum(self, dim, lax.cummax)
+
+
+@lowering("aten.cummin")
+def aten_cummin(self: Any, dim: int) -> tuple[Any, Any]:
+    """cummin(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
+    return _running_extremum(self, dim, lax.cummin)

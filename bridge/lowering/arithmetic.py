@@ -5,6 +5,7 @@ Comparisons, logic and where are in comparison.py.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 

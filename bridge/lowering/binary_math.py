@@ -1,0 +1,73 @@
+"""Element-wise mathematics of two tensors beyond arithmetic: hypot, logaddexp, copysign, heaviside, nextafter, ldexp."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .arithmetic import aten_mul, aten_pow_of_scalar
+from .elementwise import signbit
+from .pointwise import binary, choose, number
+from .promotion import is_complex
+from .registry import lowering
+
+
+@jax.custom_jvp
+def _hypot(a: Any, b: Any) -> Any:
+    a, b = lax.abs(a), lax.abs(b)
+    large, small = lax.max(a, b), lax.min(a, b)
+    infinite = lax.bitwise_or(lax.eq(a, number(math.inf, a.dtype)), lax.eq(b, number(math.inf, b.dtype)))
+    ratio = lax.div(small, choose(lax.eq(large, number(0, a.dtype)), 1, large))
+    size = lax.mul(large, lax.sqrt(lax.add(lax.mul(ratio, ratio), number(1, a.dtype))))
+    return choose(infinite, math.inf, size)
+
+
+@_hypot.defjvp
+def _hypot_jvp(primals: tuple, tangents: tuple) -> tuple:
+    size = _hypot(*primals)
+    parts = [lax.mul(t, lax.div(x, size)) for x, t in zip(primals, tangents, strict=True)]
+    return size, lax.add(*parts)
+
+
+def _copysign(a: Any, b: Any) -> Any:
+    size = lax.abs(a)
+    return lax.select_n(signbit(b), size, lax.neg(size))
+
+
+def _heaviside(x: Any, at_zero: Any) -> Any:
+    zero = number(0, x.dtype)
+    step = lax.convert_element_type(lax.gt(x, zero), x.dtype)
+    return lax.select_n(lax.eq(x, zero), step, at_zero)
+
+
+def _logaddexp(a: Any, b: Any) -> Any:
+    if not is_complex(a):
+        return jnp.logaddexp(a, b)
+    # torch leaves the imaginary part as the sum gives it; jnp.logaddexp brings it into (-pi, pi]
+    swap = lax.lt(lax.real(a), lax.real(b))
+    low, high = lax.select_n(swap, b, a), lax.select_n(swap, a, b)
+    empty = lax.eq(lax.real(high), number(-math.inf, lax.real(high).dtype))
+    sum_ = lax.add(high, lax.log1p(lax.exp(choose(empty, 0, lax.sub(low, high)))))
+    return lax.select_n(empty, sum_, low)
+
+
+def _logaddexp2(a: Any, b: Any) -> Any:
+    ln2 = number(math.log(2), a.dtype)
+    return lax.div(_logaddexp(lax.mul(a, ln2), lax.mul(b, ln2)), ln2) if is_complex(a) else jnp.logaddexp2(a, b)
+
+
+lowering("aten.hypot")(binary(_hypot, floating=True))
+lowering("aten.copysign.Tensor", "aten.copysign.Scalar")(binary(_copysign, floating=True))
+lowering("aten.heaviside")(binary(_heaviside))
+lowering("aten.nextafter")(binary(lax.nextafter))
+lowering("aten.logaddexp")(binary(_logaddexp, floating=True))
+lowering("aten.logaddexp2")(binary(_logaddexp2, floating=True))
+
+
+@lowering("aten.ldexp.Tensor")
+def aten_ldexp(self: Any, other: Any) -> Any:
+    """ldexp.Tensor(Tensor self, Tensor other) -> Tensor"""
+    return aten_mul(self, aten_pow_of_scalar(2.0, other))

@@ -114,6 +114,7 @@ def aten_arange(start, end=None, step=1, *, dtype=None, layout=None, device=None
     if promotion.is_integral(dtype) and not whole:
         start, end, step = int(start), int(end), int(step)
         whole = True
+        _check_range(start, end, step)
     count = -((start - end) // step) if whole else math.ceil((end - start) / step)
     return _progression(start, step, max(count, 0), dtype)
 
@@ -165,6 +166,8 @@ def _linspace(start, end, steps: int, dtype: np.dtype) -> np.ndarray:
         return np.full(1, start)
     i = np.arange(steps)
     step = (end - start) / working.type(max(steps - 1, 1))
+    if working != dtype and not promotion.is_integral(dtype):
+        step = step.astype(dtype).astype(working)
     return np.where(i < steps // 2, start + step * i.astype(working), end - step * (steps - 1 - i).astype(working))
 
 

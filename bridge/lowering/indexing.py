@@ -81,7 +81,9 @@ class Place:
             return x
         numbers = lax.ScatterDimensionNumbers(self.window, self.dims, self.dims)
         if add:
-            return lax.scatter_add(x, self.indices, values, numbers, mode=self.mode)
+            # a sum of bools is their disjunction
+            scatter = lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max
+            return scatter(x, self.indices, values, numbers, mode=self.mode)
         # PyTorch leaves open which of several writes to one place wins, and its gradient gives each the whole cotangent:
         # that is JAX's rule for unique indices
         return lax.scatter(x, self.indices, values, numbers, mode=self.mode, unique_indices=True)

@@ -21,7 +21,10 @@ def _common(*arrays):
     shape = arrays[0].shape
     if all(a.shape == shape for a in arrays):
         return arrays
-    shape = np.broadcast_shapes(*(a.shape for a in arrays))
+    try:
+        shape = np.broadcast_shapes(*(a.shape for a in arrays))
+    except ValueError:
+        raise RuntimeError(f"operands: the sizes {[list(a.shape) for a in arrays]} do not broadcast to one size") from None
     return tuple(aten_expand(a, shape) for a in arrays)
 
 

@@ -115,7 +115,8 @@ def _put(x, dim, index, src, mode):
 
 
 def _add(x, dim, index, src, mode):
-    return _write(x, dim, index, src, mode, lax.scatter_add)
+    # a sum of bools is their disjunction
+    return _write(x, dim, index, src, mode, lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)
 
 
 @lowering("aten.scatter.src", "aten.scatter.value")
@@ -153,8 +154,10 @@ def aten_index_reduce(x, dim, index, source, reduce, *, include_self=True):
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"reduce argument must be either prod, mean, amax or amin, got {reduce}")
     dim = promotion.wrap_dim(dim, x.ndim)
+    if source.ndim != x.ndim:
+        raise RuntimeError(f"index_reduce(): source: expected {x.ndim} dimensions, as self has, got {source.ndim}")
     if index.ndim > 1 or index.size != (source.shape[dim] if source.ndim else 1):
-        raise IndexError(f"index_reduce_(): index: expected a vector of {source.shape[dim] if source.ndim else 1} elements")
+        raise RuntimeError(f"index_reduce(): index: expected a vector of {source.shape[dim] if source.ndim else 1} elements")
     row = [1] * max(source.ndim, 1)
     row[dim] = index.size
     wide = aten_expand(lax.reshape(index, row), _vector(source).shape)
@@ -187,6 +190,8 @@ def _highest(dtype):
 
 
 def _mean(x, dim, index, src, mode, include_self: bool):
+    if x.dtype == np.bool_:
+        raise NotImplementedError('"reduce_mean" not implemented for \'Bool\'')
     dtype = promotion.opmath(x.dtype)
     total = _add(promotion.cast(x, dtype), dim, index, promotion.cast(src, dtype), mode)
     count = _add(lax.full_like(total, int(include_self)), dim, index, lax.full_like(src, 1, dtype), mode)
@@ -201,18 +206,8 @@ def _mean(x, dim, index, src, mode, include_self: bool):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _prod(x, index, src, dim, mode, how):
     """x times all the src that go to its place; the derivative is exact where factors are zero."""
-    if promotion.is_complex(x):
-        return _complex_prod(x, index, src, dim, mode)
     scatter = lax.scatter_mul if x.dtype != np.bool_ else lax.scatter_min
     return _write(x, dim, index, src, mode, scatter)
-
-
-def _complex_prod(x, index, src, dim, mode):
-    # magnitudes multiply and angles add: XLA's scatter takes no complex product on every backend
-    real = promotion.real_dtype(x.dtype)
-    size = _write(lax.abs(x), dim, index, lax.abs(src), mode, lax.scatter_mul)
-    angle = _write(lax.atan2(lax.imag(x), lax.real(x)), dim, index, lax.atan2(lax.imag(src), lax.real(src)), mode, lax.scatter_add)
-    return lax.complex(promotion.cast(size * lax.cos(angle), real), promotion.cast(size * lax.sin(angle), real))
 
 
 @_prod.defjvp

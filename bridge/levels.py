@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bridge.nodes import Node
+if TYPE_CHECKING:
+    from bridge.nodes import Node
 
 _CAPTURED_WRITE = (
     "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation ({op}) that would "
@@ -28,12 +29,13 @@ class Level:
         randomness: for vmap: "error", "same" or "different".
         key: the JAX key random operators of this level draw from; None: the parent's.
         writes: nodes of outer levels written to in here, with the values they had before.
+        staged: in the root: the trace is of a whole program to be compiled.
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "grad_mode", "key", "kind", "operator", "overrides", "parent", "probe", "randomness", "root",
-        "seeds", "writes",
+        "captured", "closed", "depth", "draws", "key", "kind", "operator", "overrides", "parent", "probe", "randomness", "root",
+        "seeds", "staged", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -49,8 +51,8 @@ class Level:
         self.captured: dict[int, tuple[torch.Tensor, Node]] = {}
         self.overrides: dict[int, Any] = {}
         self.seeds: Callable[[Any], Any] | None = None
+        self.staged = False
         self.operator: Any = None
-        self.grad_mode = True
         self.probe: Any = None
 
     def before_write(self, node: Node) -> None:

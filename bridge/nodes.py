@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from bridge import eager
 from bridge.lowering.promotion import cast
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ class View:
         self.func, self.lowering, self.args, self.kwargs = func, lowering, args, kwargs
 
     def forward(self, base: Any) -> Any:
-        return self.lowering(base, *self.args, **self.kwargs)
+        return eager.run(self.func, self.lowering, (base, *self.args), self.kwargs)
 
     def inverse(self, base: Any, value: Any) -> Any:
         rule = _INVERSES.get(self.func)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import dtypes, private, tensors
+from bridge import dtypes, eager, private, tensors
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.errors import DataDependentError, NoLoweringError, at_line
 from bridge.levels import state
@@ -80,7 +80,7 @@ def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [_value(x) for x in args]
         try:
-            out = lower(*values, **{k: _value(v) for k, v in kwargs.items()}) if kwargs else lower(*values)
+            out = eager.run(func, lower, values, {k: _value(v) for k, v in kwargs.items()} if kwargs else kwargs)
         except Exception as error:
             raise _explain(func, args, kwargs, error) from error
         if not torch.is_grad_enabled():

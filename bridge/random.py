@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import torch
 
-from bridge import private
+from bridge import eager, private
 from bridge.levels import Level, state
 
 _ERROR = (
@@ -38,6 +38,8 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     Raises:
         RuntimeError: under a vmap with randomness="error".
     """
+    if eager.local.compiling:
+        raise eager.NotPure
     level = state.level
     if level is None:
         return jax.random.key(seed_from(generator))

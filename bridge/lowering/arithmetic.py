@@ -100,8 +100,27 @@ def _div_trunc(a: Any, b: Any) -> Any:
     return lax.div(a, b) if a.dtype.kind in "iub" else lax.stop_gradient(trunc(lax.div(a, b)))
 
 
-_true_divide = lowering("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")(binary(lax.div, floating=True, primitive=True))
+@jax.custom_jvp
+def _divide(a: Any, b: Any) -> Any:
+    return lax.div(a, b)
+
+
+@_divide.defjvp
+def _divide_jvp(primals: tuple, tangents: tuple) -> tuple:
+    """-(a/b)/b, where JAX's rule has -a * b**-2, which overflows for small b (in float16 below 0.004)."""
+    quotient = _divide(*primals)
+    b = primals[1]
+    return quotient, lax.sub(_divide(tangents[0], b), lax.mul(_divide(quotient, b), tangents[1]))
+
+
+_divide_arrays, _divide_by_number = binary(_divide, floating=True), binary(lax.div, floating=True, primitive=True)
 _floor_divide, _trunc_divide = binary(_div_floor), binary(_div_trunc)
+
+
+@lowering("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
+def aten_div(self: Any, other: Any) -> Any:
+    """div.Tensor(Tensor self, Tensor other) -> Tensor"""
+    return _divide_arrays(self, other) if is_array(other) else _divide_by_number(self, other)
 
 
 def _checked_divisor(self: Any, other: Any) -> Any:
@@ -114,7 +133,7 @@ def _checked_divisor(self: Any, other: Any) -> Any:
 def aten_div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode is None:
-        return _true_divide(self, other)
+        return aten_div(self, other)
     if rounding_mode not in ("floor", "trunc"):
         raise RuntimeError(f"rounding_mode: expected None, 'trunc' or 'floor', got {rounding_mode!r}")
     return (_floor_divide if rounding_mode == "floor" else _trunc_divide)(self, _checked_divisor(self, other))

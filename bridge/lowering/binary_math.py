@@ -5,11 +5,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import aten_mul, aten_pow_of_scalar
-from .elementwise import signbit
+from .elementwise import absolute, isinf, signbit
 from .pointwise import binary, choose, number
 from .promotion import is_complex
 from .registry import lowering
@@ -33,7 +32,7 @@ def _hypot_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 
 def _copysign(a: Any, b: Any) -> Any:
-    size = lax.abs(a)
+    size = absolute(a)
     return lax.select_n(signbit(b), size, lax.neg(size))
 
 
@@ -43,20 +42,26 @@ def _heaviside(x: Any, at_zero: Any) -> Any:
     return lax.select_n(lax.eq(x, zero), step, at_zero)
 
 
+@jax.custom_jvp
 def _logaddexp(a: Any, b: Any) -> Any:
-    if not is_complex(a):
-        return jnp.logaddexp(a, b)
-    # torch leaves the imaginary part as the sum gives it; jnp.logaddexp brings it into (-pi, pi]
-    swap = lax.lt(lax.real(a), lax.real(b))
+    swap = lax.lt(lax.real(a), lax.real(b)) if is_complex(a) else lax.lt(a, b)
     low, high = lax.select_n(swap, b, a), lax.select_n(swap, a, b)
-    empty = lax.eq(lax.real(high), number(-math.inf, lax.real(high).dtype))
-    sum_ = lax.add(high, lax.log1p(lax.exp(choose(empty, 0, lax.sub(low, high)))))
-    return lax.select_n(empty, sum_, low)
+    # two equal infinities have no difference
+    infinite = lax.bitwise_and(lax.eq(low, high), isinf(low))
+    gap = choose(infinite, 0, lax.sub(low, high))
+    return lax.select_n(infinite, lax.add(high, lax.log1p(lax.exp(gap))), high)
+
+
+@_logaddexp.defjvp
+def _logaddexp_jvp(primals: tuple, tangents: tuple) -> tuple:
+    a, b = primals
+    parts = [lax.mul(t, lax.logistic(gap)) for t, gap in zip(tangents, (lax.sub(a, b), lax.sub(b, a)), strict=True)]
+    return _logaddexp(a, b), lax.add(*parts)
 
 
 def _logaddexp2(a: Any, b: Any) -> Any:
     ln2 = number(math.log(2), a.dtype)
-    return lax.div(_logaddexp(lax.mul(a, ln2), lax.mul(b, ln2)), ln2) if is_complex(a) else jnp.logaddexp2(a, b)
+    return lax.div(_logaddexp(lax.mul(a, ln2), lax.mul(b, ln2)), ln2)
 
 
 lowering("aten.hypot")(binary(_hypot, floating=True))

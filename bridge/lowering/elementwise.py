@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -65,9 +66,30 @@ def signbit(x: Any) -> Any:
     return lax.lt(bits, number(0, bits.dtype))
 
 
+@jax.custom_jvp
+def absolute(x: Any) -> Any:
+    """|x|, with derivative 0 at 0 (JAX has 1)."""
+    return x if x.dtype.kind in "ub" else lax.abs(x)
+
+
+@absolute.defjvp
+def _absolute_jvp(primals: tuple, tangents: tuple) -> tuple:
+    (x,), (dx,) = primals, tangents
+    slope = sgn(x)
+    change = lax.mul(slope, dx) if not is_complex(x) else lax.real(lax.mul(lax.conj(slope), dx))
+    return absolute(x), change
+
+
+@jax.custom_jvp
 def _relu(x: Any) -> Any:
-    # select, not max: the derivative at 0 is 0, and NaN passes with derivative 1
-    return choose(lax.le(x, number(0, x.dtype)), 0, x)
+    return lax.max(x, number(0, x.dtype))
+
+
+@_relu.defjvp
+def _relu_jvp(primals: tuple, tangents: tuple) -> tuple:
+    """0 at 0, and NaN passes with derivative 1: as torch's threshold_backward on the result."""
+    y = _relu(*primals)
+    return y, choose(lax.le(y, number(0, y.dtype)), 0, tangents[0])
 
 
 def isnan(x: Any) -> Any:
@@ -143,7 +165,7 @@ _FLOAT_WIDE = {
 }
 # name -> function that takes every dtype
 _ANY = {
-    "abs": lambda x: x if x.dtype.kind in "ub" else lax.abs(x),
+    "abs": fused(absolute),
     "bitwise_not": lax.bitwise_not,
     "ceil": _keep_ints(lax.ceil),
     "floor": _keep_ints(lax.floor),

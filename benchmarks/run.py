@@ -1,0 +1,210 @@
+"""Times the workloads under torch.func, by hand in JAX, and under torchfunc_jax, in one process, taking turns.
+
+    python benchmarks/run.py                                   every workload, on JAX's default device
+    python benchmarks/run.py --only tiny_call,hessian_mlp      some of them
+    python benchmarks/run.py --systems torch.func,compile,native,jit   with torch.compile
+    python benchmarks/run.py --readme                          and put the table into README.md
+    python benchmarks/run.py --json                            the results as JSON on stdout
+
+The table shows the median time of a call, and in brackets how many times that of the hand-written JAX it is; then the time of the
+first call, with tracing and compiling. Every system's result is compared with torch.func's; a wrong one is not timed.
+Results are written to benchmarks/results/, a file per machine, with versions and every median.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from workloads import WORKLOADS, Workload
+
+import torchfunc_jax
+from torchfunc_jax.ensemble import machine
+
+HERE = Path(__file__).resolve().parent
+TITLES = {
+    "torch.func": "torch.func",
+    "compile": "torch.compile(torch.func)",
+    "native": "JAX by hand, jit",
+    "jit": "torchfunc_jax.jit",
+    "eager": "torchfunc_jax, eager",
+}
+START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+
+
+def make_calls(work: Workload, systems: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:
+    """System -> a call of the workload without arguments, that returns when the result is there."""
+    inputs = jax.tree.map(lambda t: t.to(device), work.inputs)
+    arrays = jax.tree.map(lambda t: jax.device_put(t.numpy()), work.inputs)
+
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        result = fn(*args)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    build: dict[str, Callable[[], Callable[[], Any]]] = {
+        "torch.func": lambda: functools.partial(call, work.program(torch.func), *inputs),
+        "compile": lambda: functools.partial(call, torch.compile(work.program(torch.func)), *inputs),
+        "native": lambda: functools.partial(lambda f, *a: jax.block_until_ready(f(*a)), jax.jit(work.native), *arrays),
+        "jit": lambda: functools.partial(call, torchfunc_jax.jit(work.program(torchfunc_jax)), *inputs),
+        "eager": lambda: functools.partial(call, work.program(torchfunc_jax), *inputs),
+    }
+    return {name: build[name]() for name in systems}
+
+
+def as_numpy(tree: Any) -> list[np.ndarray]:
+    return [x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def distance(tree: Any, truth: Any) -> float:
+    """The largest difference of a leaf from the truth, as a part of that leaf's largest value."""
+    worst = 0.0
+    for a, b in zip(as_numpy(tree), as_numpy(truth), strict=True):
+        worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6)))
+    return worst
+
+
+def measure(work: Workload, systems: list[str], seconds: float, device: torch.device, console: Console) -> dict[str, dict[str, float]]:
+    """System -> first_s, ms (median), ms_quartiles, calls, difference."""
+    calls, out, truth = make_calls(work, systems, device), {}, None
+    for name, call in list(calls.items()):
+        torch.compiler.reset()
+        start = time.perf_counter()
+        try:
+            result = call()
+        except Exception as error:  # one system without a result must not cost the others theirs
+            console.print(f"  {name}: {type(error).__name__}: {str(error)[:300]}", style="red", highlight=False, markup=False)
+            del calls[name]
+            continue
+        out[name] = {"first_s": time.perf_counter() - start}
+        truth = result if truth is None else truth
+        out[name]["difference"] = distance(result, truth)
+        if out[name]["difference"] > (1e-2 if device.type == "cuda" else 1e-3):
+            console.print(f"  {name}: wrong by {out[name]['difference']:.1e}", style="red")
+            del calls[name], out[name]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end and len(next(iter(times.values()))) < 1000:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+        out[name] |= {"ms": 1e3 * middle, "ms_quartiles": [1e3 * low, 1e3 * high], "calls": len(values)}
+    return out
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
+
+
+def cells(result: dict[str, dict[str, float]], systems: list[str]) -> list[str]:
+    """A row of the table: the times with their ratio to the hand-written JAX."""
+    base = result.get("native", {}).get("ms")
+    out = []
+    for name in systems:
+        one = result.get(name)
+        if one is None:
+            out.append("-")
+        else:
+            ratio = f" ({one['ms'] / base:.2f}x)" if base and name != "native" else ""
+            out.append(f"{milliseconds(one['ms'])} ms{ratio}")
+    return out
+
+
+def rich_table(results: dict[str, Any]) -> Table:
+    systems, where = results["systems"], results["machine"]
+    table = Table(title="Median time of a call (times the hand-written JAX); first call", caption=describe(where))
+    table.add_column("workload")
+    for name in systems:
+        table.add_column(TITLES[name], justify="right")
+    for name, row in results["workloads"].items():
+        firsts = [f"{row[s]['first_s']:.2f} s" if s in row else "-" for s in systems]
+        table.add_row(name, *(f"{cell}\n[dim]{first}[/dim]" for cell, first in zip(cells(row, systems), firsts, strict=True)))
+    return table
+
+
+def markdown_table(results: dict[str, Any]) -> str:
+    systems = results["systems"]
+    lines = [
+        "| workload | " + " | ".join(TITLES[s] for s in systems) + " |",
+        "| --- |" + " ---: |" * len(systems),
+        *(f"| {WORKLOADS[name]().what} | " + " | ".join(cells(row, systems)) + " |" for name, row in results["workloads"].items()),
+        "",
+        f"{describe(results['machine'])}. Median time of a call, in brackets as a multiple of the hand-written JAX.",
+        f"Measured by `benchmarks/run.py`; first calls and quartiles are in `{results['file']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def describe(where: dict[str, Any]) -> str:
+    device = "" if where["device"] == "cpu" else f", {where['device']}"
+    return f"{where['cpu']}, {where['cores']} cores{device}; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}"
+
+
+def slug(where: dict[str, Any]) -> str:
+    name = where["cpu"] if where["device"] == "cpu" else where["device"]
+    return re.sub(r"[^a-z0-9]+", "-", f"{name} {where['cores']} cores".lower()).strip("-")
+
+
+def update_readme(table: str) -> None:
+    path = HERE.parent / "README.md"
+    before, _, rest = path.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{START}\n{table}\n{END}{after}")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}")
+    parser.add_argument("--only", default=",".join(WORKLOADS), help=f"of {','.join(WORKLOADS)}")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per workload and system")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
+    options = parser.parse_args(argv)
+    systems, names = options.systems.split(","), options.only.split(",")
+    for given, known in ((systems, TITLES), (names, WORKLOADS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
+    console = Console(stderr=True)
+    device = torch.device("cuda" if jax.devices()[0].platform == "gpu" and torch.cuda.is_available() else "cpu")
+    where = machine()
+    path = options.output / f"{slug(where)}.json"
+    shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    results: dict[str, Any] = {"machine": where, "file": shown, "systems": systems, "workloads": {}}
+    for name in names:
+        torch.manual_seed(0)
+        console.print(f"{name} ...", style="dim")
+        results["workloads"][name] = row = measure(WORKLOADS[name](), systems, options.seconds, device, console)
+        console.print("  " + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True)), highlight=False)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.readme:
+        update_readme(markdown_table(results))
+    if options.json:
+        json.dump(results, sys.stdout)
+    else:
+        Console().print(rich_table(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()

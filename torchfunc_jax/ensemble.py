@@ -1,0 +1,481 @@
+"""Deep ensembles of small torch CNNs on scikit-learn's handwritten digits: one XLA program, and torch.func beside it.
+
+What `torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run. The command line is in `cli`, the figures are in `plots`.
+Needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import optax
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchfunc_jax
+
+Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
+Batch = tuple[torch.Tensor, torch.Tensor]  # images [B, 1, 8, 8], labels [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to train, and on what.
+
+    Attributes:
+        members: how many networks.
+        epochs: passes over the training digits.
+        batch_size: digits in a batch; every member sees the same batches.
+        learning_rate: of Adam at the first step; it falls to zero along a cosine.
+        seed: of the split, the members' initial weights and the batches.
+        device: "cpu", "gpu" or "tpu"; None: JAX's default.
+        compare: train the same ensemble under torch.func too.
+    """
+
+    members: int = 32
+    epochs: int = 30
+    batch_size: int = 64
+    learning_rate: float = 8e-3
+    seed: int = 0
+    device: str | None = None
+    compare: bool = True
+
+
+# ---- data and model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Handwritten digits of 8x8 pixels from 0 to 1.
+
+    Attributes:
+        train_images, test_images: float32, [N, 1, 8, 8].
+        train_labels, test_labels: int64, [N].
+    """
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+def load_digits(seed: int = 0) -> Digits:
+    """The 1,797 digits that scikit-learn ships; a fifth of each class, chosen by the seed, is for testing.
+
+    Source: https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits
+
+    Example:
+        >>> from torchfunc_jax.ensemble import load_digits
+        >>> load_digits(seed=0).test_images.shape
+        torch.Size([360, 1, 8, 8])
+    """
+    from sklearn import datasets, model_selection
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    a, b, c, d = model_selection.train_test_split(images, labels.astype(np.int64), test_size=0.2, random_state=seed, stratify=labels)
+    return Digits(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (a, c, b, d)))
+
+
+def batches(digits: Digits, settings: Settings) -> Iterator[Batch]:
+    """The training batches of the whole run: shuffled each epoch, each digit slightly turned, moved and scaled."""
+    draw = torch.Generator().manual_seed(settings.seed)
+    for _ in range(settings.epochs):
+        order = torch.randperm(len(digits.train_labels), generator=draw)
+        for i in range(steps_per_epoch(digits, settings)):
+            chosen = order[i * settings.batch_size : (i + 1) * settings.batch_size]
+            yield jitter(digits.train_images[chosen], draw), digits.train_labels[chosen]
+
+
+def steps_per_epoch(digits: Digits, settings: Settings) -> int:
+    """Whole batches in the training digits; what is left over waits for the next epoch's shuffle."""
+    steps = len(digits.train_labels) // settings.batch_size
+    if steps == 0:
+        raise ValueError(f"batch_size: expected at most the {len(digits.train_labels)} training digits, got {settings.batch_size}")
+    return steps
+
+
+def jitter(images: torch.Tensor, draw: torch.Generator, degrees: float = 8, shift: float = 0.1, scale: float = 0.08) -> torch.Tensor:
+    """Each image turned by up to so many degrees, moved by up to this part of half its width, scaled by up to this part."""
+    most = torch.tensor([math.radians(degrees), scale, shift, shift])[:, None]
+    angle, size, dx, dy = (torch.rand(4, len(images), generator=draw) * 2 - 1) * most
+    cos, sin = (1 + size) * angle.cos(), (1 + size) * angle.sin()
+    maps = torch.stack([torch.stack([cos, -sin, dx], -1), torch.stack([sin, cos, dy], -1)], 1)
+    return F.grid_sample(images, F.affine_grid(maps, list(images.shape), align_corners=False), align_corners=False)
+
+
+class DigitNet(nn.Module):
+    """One member: two 3x3 convolutions with a pooling between, and a linear layer; 9,930 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.head = nn.Linear(32 * 4 * 4, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.relu(self.conv2(x))
+        return self.head(x.flatten(1))
+
+
+# ---- the ensemble under one system ------------------------------------------------------------------------------------------
+
+
+def members_loss(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
+    """The gradient and the loss of every member on one batch. The code is the same for `torch.func` and for `torchfunc_jax`.
+
+    Args:
+        func: the module to take the transforms from.
+        model: one member, for its forward; its own weights are not used.
+
+    Returns:
+        (stacked weights, images, labels) -> (stacked gradients, losses [members]).
+    """
+
+    def loss(weights: Weights, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(func.functional_call(model, weights, (images,)), labels)
+
+    return func.vmap(func.grad_and_value(loss), in_dims=(0, None, None))
+
+
+def members_logits(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
+    """(stacked weights, images) -> logits [members, B, 10]."""
+    return func.vmap(lambda weights, images: func.functional_call(model, weights, (images,)), in_dims=(0, None))
+
+
+def learning_rates(settings: Settings, steps: int) -> Callable[[Any], Any]:
+    """Step -> learning rate: a cosine from the settings' to zero."""
+    return optax.cosine_decay_schedule(settings.learning_rate, steps)
+
+
+class System(Protocol):
+    """An ensemble in training. Both systems start from the same weights and are given the same batches."""
+
+    name: str
+
+    def step(self, batch: Batch) -> np.ndarray:
+        """Take one step of Adam; the losses [members] before it."""
+
+    def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Gradients and losses of members with these weights; nothing is trained."""
+
+    def probabilities(self, images: torch.Tensor) -> np.ndarray:
+        """What each member believes: [members, B, 10]."""
+
+    def weights(self) -> Weights:
+        """A copy of the weights as they are now."""
+
+
+class OnJax:
+    """torchfunc_jax: forward, backward, Adam and the update of all members are one compiled XLA program.
+
+    The weights stay JAX arrays, since a transformed function given JAX arrays is a JAX function: `jax.jit` and optax take it as any other.
+    """
+
+    name = "torchfunc_jax"
+
+    def __init__(self, model: nn.Module, weights: Weights, rates: Callable[[Any], Any], device: jax.Device | None = None) -> None:
+        self._device = device
+        self._params = self._put(weights)
+        optimizer = optax.adam(rates)
+        self._state = optimizer.init(self._params)
+        loss = members_loss(torchfunc_jax, model)
+
+        def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> Any:
+            grads, losses = loss(params, images, labels)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, losses
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+        self._gradients = jax.jit(loss)
+        self._logits = jax.jit(members_logits(torchfunc_jax, model))
+
+    def _put(self, tree: Any) -> Any:
+        # a copy: the program may reuse the memory of what it is given, and torch must not see that
+        return jax.tree.map(lambda t: jax.device_put(np.array(t), self._device), tree)
+
+    def step(self, batch: Batch) -> np.ndarray:
+        self._params, self._state, losses = self._step(self._params, self._state, *self._put(batch))
+        return np.asarray(losses)
+
+    def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        grads, losses = self._gradients(self._put(weights), *self._put(batch))
+        return {k: np.asarray(v) for k, v in grads.items()}, np.asarray(losses)
+
+    def probabilities(self, images: torch.Tensor) -> np.ndarray:
+        return np.asarray(jax.nn.softmax(self._logits(self._params, self._put(images)), -1))
+
+    def weights(self) -> Weights:
+        return {k: torch.from_numpy(np.array(v)) for k, v in self._params.items()}
+
+
+class OnTorch:
+    """torch.func: the same code, run by PyTorch operator by operator; torch.optim's Adam on the stacked weights."""
+
+    name = "torch.func"
+
+    def __init__(self, model: nn.Module, weights: Weights, rates: Callable[[Any], Any], device: str = "cpu") -> None:
+        self._device = device
+        self._params = self._put({k: v.clone() for k, v in weights.items()})
+        self._optimizer = torch.optim.Adam(list(self._params.values()))
+        self._rates, self._taken = rates, 0
+        model = model.to(device)
+        self._loss, self._logits = members_loss(torch.func, model), members_logits(torch.func, model)
+
+    def _put(self, tree: Any) -> Any:
+        return jax.tree.map(lambda t: t.to(self._device), tree)
+
+    def step(self, batch: Batch) -> np.ndarray:
+        grads, losses = self._loss(self._params, *self._put(batch))
+        for name, param in self._params.items():
+            param.grad = grads[name]
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(self._rates(self._taken))
+        self._optimizer.step()
+        self._taken += 1
+        return losses.cpu().numpy()
+
+    def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        grads, losses = self._loss(self._put(weights), *self._put(batch))
+        return {k: v.cpu().numpy() for k, v in grads.items()}, losses.cpu().numpy()
+
+    def probabilities(self, images: torch.Tensor) -> np.ndarray:
+        with torch.no_grad():
+            return self._logits(self._params, self._put(images)).softmax(-1).cpu().numpy()
+
+    def weights(self) -> Weights:
+        return {k: v.detach().cpu().clone() for k, v in self._params.items()}
+
+
+# ---- training both ----------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A run of one or two systems, step by step, with what was measured on the way.
+
+    Args:
+        settings: what to train.
+        digits: default: `load_digits(settings.seed)`.
+
+    Attributes:
+        systems: name -> System; "torchfunc_jax", and "torch.func" where the settings compare.
+        losses: name -> a list of [members] for each step taken.
+        seconds: name -> the time of each step taken; the first one has tracing and compiling in it.
+        steps: how many steps the whole run has.
+        interrupted: whether `run` was stopped before the last step.
+
+    Example:
+        >>> from torchfunc_jax.ensemble import Settings, Training
+        >>> training = Training(Settings(members=2, epochs=1, batch_size=512))
+        >>> training.run()
+        >>> len(training.losses["torchfunc_jax"])
+        2
+    """
+
+    def __init__(self, settings: Settings, digits: Digits | None = None) -> None:
+        self.settings = settings
+        self.digits = load_digits(settings.seed) if digits is None else digits
+        self.steps = settings.epochs * steps_per_epoch(self.digits, settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.members = [DigitNet() for _ in range(settings.members)]
+        stacked, _ = torchfunc_jax.stack_module_state(self.members)
+        self.initial = {k: v.detach() for k, v in stacked.items()}
+        self.device = find_device(settings.device)
+        rates = learning_rates(settings, self.steps)
+        self.systems: dict[str, System] = {"torchfunc_jax": OnJax(DigitNet(), self.initial, rates, self.device)}
+        if settings.compare:
+            torch_device = "cuda" if self.device.platform == "gpu" and torch.cuda.is_available() else "cpu"
+            self.systems["torch.func"] = OnTorch(DigitNet(), self.initial, rates, torch_device)
+        self.losses: dict[str, list[np.ndarray]] = {name: [] for name in self.systems}
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.systems}
+        self.interrupted = False
+        self.first_batch = self.last_batch = next(batches(self.digits, settings))
+
+    def run(self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> None:
+        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each."""
+        for batch in batches(self.digits, self.settings):
+            if stop():
+                self.interrupted = True
+                return
+            self.last_batch = batch
+            for name, system in self.systems.items():
+                start = time.perf_counter()
+                losses = system.step(batch)
+                self.seconds[name].append(time.perf_counter() - start)
+                self.losses[name].append(losses)
+            on_step(self)
+
+    def save(self, folder: Path) -> Path:
+        """Write the members as they are now to `members.pt`, a list of state dicts for DigitNet; the file appears whole or not at all."""
+        weights = self.systems["torchfunc_jax"].weights()
+        states = [{k: v[i].clone() for k, v in weights.items()} for i in range(self.settings.members)]
+        folder.mkdir(parents=True, exist_ok=True)
+        path, part = folder / "members.pt", folder / "members.pt.part"
+        torch.save(states, part)
+        os.replace(part, path)
+        return path
+
+
+def find_device(name: str | None) -> jax.Device:
+    """JAX's first device of this platform; its default device for None.
+
+    Raises:
+        ValueError: JAX has none.
+    """
+    try:
+        return jax.devices("gpu" if name == "cuda" else name)[0]
+    except RuntimeError as error:
+        known = sorted({d.platform for d in jax.devices()})
+        raise ValueError(f"device: JAX has no {name!r} here, only {known}") from error
+
+
+# ---- what came out ----------------------------------------------------------------------------------------------------------
+
+
+def report(training: Training) -> dict[str, Any]:
+    """Everything about a run, ready for JSON: settings, machine, and for each system times, losses and test accuracies.
+
+    With two systems also their largest differences in losses and gradients (relative; see `difference`), and the speed-up.
+    Keys are described where they are filled in.
+    """
+    settings, digits = training.settings, training.digits
+    labels = digits.test_labels.numpy()
+    per_epoch = steps_per_epoch(digits, settings)
+    out: dict[str, Any] = {
+        "settings": dataclasses.asdict(settings),
+        "machine": machine(training.device),
+        "interrupted": training.interrupted,
+        "steps": len(training.losses["torchfunc_jax"]),
+        "train_images": len(digits.train_labels),
+        "test_images": len(labels),
+        "parameters_per_member": sum(v[0].numel() for v in training.initial.values()),
+        "systems": {},
+    }
+    votes = {}
+    for name, system in training.systems.items():
+        beliefs = system.probabilities(digits.test_images)  # [members, N, 10]
+        votes[name] = beliefs.mean(0)
+        correct = (beliefs.argmax(-1) == labels).mean(-1)
+        losses, seconds = np.array(training.losses[name]), training.seconds[name]
+        out["systems"][name] = {
+            "first_step_s": seconds[0] if seconds else None,  # with tracing and compiling
+            "step_ms": 1e3 * float(np.median(seconds[1:])) if len(seconds) > 1 else None,  # the median of the others
+            "final_loss": float(losses[-per_epoch:].mean()) if len(losses) else None,  # over members and the last epoch's batches
+            "test_accuracy": {
+                "mean_member": float(correct.mean()),
+                "worst_member": float(correct.min()),
+                "best_member": float(correct.max()),
+                "vote": float((votes[name].argmax(-1) == labels).mean()),
+            },
+            "calibration": calibration(votes[name], labels),
+            "losses": [[float(f"{x:.7g}") for x in member] for member in losses.T],  # [members][steps]
+        }
+    sure = votes["torchfunc_jax"].max(-1)
+    beliefs = training.systems["torchfunc_jax"].probabilities(digits.test_images)
+    out["least_sure"] = [
+        {
+            "test_index": int(i),
+            "label": int(labels[i]),
+            "probability": [round(float(p), 6) for p in votes["torchfunc_jax"][i]],
+            "votes": np.bincount(beliefs[:, i].argmax(-1), minlength=10).tolist(),  # members for each digit
+            "pixels": [[round(float(v), 4) for v in row] for row in digits.test_images[i, 0]],
+        }
+        for i in np.argsort(sure)[:12]
+    ]
+    if settings.compare:
+        ours, theirs = out["systems"]["torchfunc_jax"], out["systems"]["torch.func"]
+        out["difference"] = differences(training)
+        out["speed_up"] = theirs["step_ms"] / ours["step_ms"] if ours["step_ms"] else None
+    return out
+
+
+def differences(training: Training) -> dict[str, dict[str, float]]:
+    """How far the two systems are apart: at the first step; at the end with the same weights; at the end, each with its own.
+
+    The last is the sum of all steps' rounding errors, which training magnifies; the first two are those of one step.
+    """
+    ours, theirs = training.systems["torchfunc_jax"], training.systems["torch.func"]
+    reached, theirs_reached = ours.weights(), theirs.weights()
+    cases = {
+        "first_step": (training.initial, training.initial, training.first_batch),
+        "end_same_weights": (reached, reached, training.last_batch),
+        "end": (reached, theirs_reached, training.last_batch),
+    }
+    out = {}
+    for name, (our_weights, their_weights, batch) in cases.items():
+        our_grads, our_losses = ours.gradients(our_weights, batch)
+        their_grads, their_losses = theirs.gradients(their_weights, batch)
+        flat = [np.concatenate([g[k].reshape(len(our_losses), -1) for k in sorted(g)], 1) for g in (our_grads, their_grads)]
+        out[name] = {"loss": difference(our_losses[:, None], their_losses[:, None]), "gradient": difference(*flat)}
+    return out
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest |a - b| of a row, as a part of the largest |b| of that row; the worst row counts."""
+    return float((np.abs(a - b).max(1) / np.maximum(np.abs(b).max(1), np.finfo(b.dtype).tiny)).max())
+
+
+def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -> dict[str, Any]:
+    """How often the vote is right among the digits of which it is so sure.
+
+    Args:
+        probabilities: of the vote, [N, classes].
+        labels: [N].
+        bins: of equal width, from 0 to 1.
+
+    Returns:
+        {"confidence", "accuracy": of each bin, None for an empty one; "count"; "error": the expected calibration error,
+        the mean distance of the two over all digits}.
+
+    Source: Guo et al., On Calibration of Modern Neural Networks, 2017, https://arxiv.org/abs/1706.04599
+
+    Example:
+        >>> import numpy as np
+        >>> from torchfunc_jax.ensemble import calibration
+        >>> round(calibration(np.array([[0.75, 0.25], [0.25, 0.75]]), np.array([0, 0]))["error"], 2)
+        0.25
+    """
+    sure, right = probabilities.max(-1), probabilities.argmax(-1) == labels
+    which = np.minimum((sure * bins).astype(int), bins - 1)
+    count = np.bincount(which, minlength=bins)
+    confidence, accuracy = np.bincount(which, sure, bins), np.bincount(which, right, bins)
+
+    def mean(total: np.ndarray) -> list[float | None]:
+        return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
+
+    return {
+        "confidence": mean(confidence),
+        "accuracy": mean(accuracy),
+        "count": count.tolist(),
+        "error": float(np.abs(confidence - accuracy).sum() / len(labels)),
+    }
+
+
+def machine(device: jax.Device | None = None) -> dict[str, Any]:
+    """What a number was measured on: processor, cores, device and versions."""
+    device = jax.devices()[0] if device is None else device
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "device": device.device_kind if device.platform != "cpu" else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "torchfunc_jax": metadata.version("torchfunc-jax"),
+    }

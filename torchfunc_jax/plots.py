@@ -1,0 +1,128 @@
+"""The page of plots of an ensemble: losses, calibration, and the digits it is least sure of. Takes the report, draws with matplotlib."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+OURS, THEIRS, INK, FAINT, RIGHT, WRONG = "#1f6fb2", "#e07b39", "#222222", "#c9ced6", "#2f8f5b", "#c0392b"
+COLORS = {"torchfunc_jax": OURS, "torch.func": THEIRS}
+
+
+def page(report: dict[str, Any]) -> Figure:
+    """Everything on one page.
+
+    Args:
+        report: what `torchfunc_jax.ensemble.report` returns.
+
+    Returns:
+        matplotlib.figure.Figure: to show or to save.
+    """
+    figure = Figure(figsize=(13, 10), dpi=130, facecolor="white", layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    top, bottom = figure.add_gridspec(2, 1, height_ratios=[1, 1.05])
+    left, right = top.subgridspec(1, 2, width_ratios=[1.7, 1])
+    losses(figure.add_subplot(left), report)
+    calibration(figure, right, report)
+    least_sure(figure, bottom, report)
+    settings, vote = report["settings"], report["systems"]["torchfunc_jax"]["test_accuracy"]["vote"]
+    figure.suptitle(
+        f"{settings['members']} CNNs on handwritten digits: the vote is right on {vote:.1%} of {report['test_images']} test digits",
+        fontsize=16, fontweight="bold", color=INK,
+    )
+    return figure
+
+
+def losses(axes: Axes, report: dict[str, Any]) -> None:
+    """The loss of every member at every step, smoothed, under each system; one dashed over the other."""
+    for name, system in report["systems"].items():
+        values = np.array(system["losses"])  # [members, steps]
+        if not values.size:
+            continue
+        width = max(1, min(15, values.shape[1] // 10))
+        smooth = np.stack([np.convolve(member, np.ones(width) / width, "valid") for member in values])
+        steps = np.arange(smooth.shape[1]) + (width + 1) / 2
+        dashed = {} if name == "torchfunc_jax" else {"linestyle": (0, (4, 4))}
+        axes.plot(steps, smooth.T, color=COLORS[name], linewidth=0.7, alpha=0.35, **dashed)
+        axes.plot(steps, smooth.mean(0), color=COLORS[name], linewidth=2.4, label=f"{name}, mean member", **dashed)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    _title(axes, "Loss of every member", "thin: one member; moving average of 15 steps")
+    axes.legend(frameon=False, loc="upper right")
+    _bare(axes)
+
+
+def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
+    """How often the vote is right against how sure it is, and how many digits there are at each confidence."""
+    upper, lower = where.subgridspec(2, 1, height_ratios=[3, 1], hspace=0.02)
+    axes = figure.add_subplot(upper)
+    counts = figure.add_subplot(lower, sharex=axes)
+    axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.5, zorder=0)
+    axes.text(0.3, 0.33, "as sure as right", color="#9aa1ab", rotation=38, rotation_mode="anchor", fontsize=8)
+    markers = {"torchfunc_jax": ("o", 8, OURS), "torch.func": ("o", 13, "none")}
+    for name, system in report["systems"].items():
+        table = system["calibration"]
+        points = [(c, a) for c, a in zip(table["confidence"], table["accuracy"], strict=True) if c is not None]
+        marker, size, face = markers[name]
+        axes.plot(
+            *zip(*points, strict=True), marker, markersize=size, markerfacecolor=face, markeredgecolor=COLORS[name], markeredgewidth=1.5,
+            label=f"{name}: error {table['error']:.1%}",
+        )
+    ours = report["systems"]["torchfunc_jax"]["calibration"]
+    n = len(ours["count"])
+    counts.bar((np.arange(n) + 0.5) / n, ours["count"], width=0.85 / n, color=OURS, alpha=0.8)
+    for i, count in enumerate(ours["count"]):
+        if count:
+            counts.text((i + 0.5) / n, count * 1.25, str(count), ha="center", fontsize=7, color=INK)
+    counts.set_yscale("log")
+    counts.set_ylim(0.5, 4 * max(ours["count"]))
+    counts.set_xlabel("confidence of the vote")
+    counts.set_ylabel("digits")
+    axes.set(xlim=(0, 1.03), ylim=(-0.03, 1.05), ylabel="part that is right")
+    axes.tick_params(labelbottom=False)
+    _title(axes, "Calibration of the vote", "expected calibration error over ten bins")
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    _bare(axes)
+    _bare(counts)
+
+
+def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
+    """The twelve test digits on which the vote is least sure, with its probability for each digit."""
+    title, grid = where.subgridspec(2, 1, height_ratios=[0.02, 1], hspace=0.0)
+    heading = figure.add_subplot(title)
+    heading.axis("off")
+    _title(heading, "The digits that the ensemble is least sure of", "bars: members that vote for each digit; green: the right one")
+    rows = grid.subgridspec(2, 6)
+    for k, digit in enumerate(report["least_sure"]):
+        picture, bars = rows[k // 6, k % 6].subgridspec(1, 2, width_ratios=[1, 1.1], wspace=0.02)
+        image = figure.add_subplot(picture)
+        image.imshow(digit["pixels"], cmap="gray_r", vmin=0, vmax=1)
+        image.set(xticks=[], yticks=[])
+        vote = int(np.argmax(digit["probability"]))
+        right = vote == digit["label"]
+        image.set_title(f"is {digit['label']}, vote {vote}", fontsize=9, color=RIGHT if right else WRONG, fontweight="bold")
+        image.set_xlabel(f"{max(digit['probability']):.0%} sure", fontsize=8, color=INK)
+        for spine in image.spines.values():
+            spine.set_color(FAINT)
+        votes = figure.add_subplot(bars)
+        colors = [RIGHT if i == digit["label"] else WRONG if i == vote else "#8892a0" for i in range(10)]
+        votes.barh(range(10), digit["votes"], color=colors, height=0.75)
+        votes.set(xlim=(0, report["settings"]["members"]), yticks=range(10), xticks=[], ylim=(9.6, -0.6))
+        votes.tick_params(axis="y", labelsize=7, length=0, pad=1)
+        _bare(votes, bottom=False)
+
+
+def _title(axes: Axes, title: str, note: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_title(note, loc="right", fontsize=8, color="#6b7280")
+
+
+def _bare(axes: Axes, bottom: bool = True) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.spines["bottom"].set_visible(bottom)
+    axes.tick_params(colors="#4b5563")

@@ -21,6 +21,11 @@ def inexact(v: Any) -> bool:
     return bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
+def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The values at the places that are wanted."""
+    return [v for v, w in zip(values, wanted, strict=True) if w]
+
+
 class _Recorded:
     """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
 
@@ -40,27 +45,21 @@ class _Recorded:
         root.captured.clear()
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         result = self.compute(values)
-        # what was written to tensors from outside leaves as further values
-        targets: list[Any] = []
-        count = len(result.values) - len(result.written)
-        for target, index in result.written:
-            targets.append(self.leaves[target] if isinstance(target, int) else target)
-            del index
-        from bridge.nodes import Node
-
         out = list(result.values)
-        for t, node in root.captured.values():
+        self.count = len(out) - len(result.written)
+        nodes = {id(node): t for t, node in root.captured.values()}
+        targets = [self.leaves[t] if isinstance(t, int) else nodes.get(id(t)) for t, _, _ in result.written]
+        detached = [d for _, _, d in result.written]
+        for t, node in root.captured.values():  # written to by the transform itself
             if node.version and not any(t is x for x in targets):
                 targets.append(t)
+                detached.append(node.detached)
                 out.append(node.value)
-        for k, target in enumerate(targets):
-            if isinstance(target, Node):  # a node of the root: the tensor it stands for
-                targets[k] = next((t for t, node in root.captured.values() if node is target), None)
-        self.meta, self.count, self.targets = result.meta, count, targets
+        self.meta, self.targets = result.meta, targets
         self.met = [t for t, _ in root.captured.values()]
         self.key = root.key
-        self.kinds = [inexact(v) for v in out]
-        return [v for v in out if inexact(v)], [v for v in out if not inexact(v)]
+        self.kinds = [inexact(v) and not (i >= self.count and detached[i - self.count]) for i, v in enumerate(out)]
+        return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
 
 def inexact_dtype(dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from bridge import autograd, operators, tensors, tracing, trees
 from bridge.levels import Level, push, state
-from bridge.nodes import Node, read
+from bridge.nodes import Node, read, write
 from bridge.tracing import Traced, value_of, wrap
 
 
@@ -25,12 +25,12 @@ class Result:
     Attributes:
         values: JAX values, outputs first.
         meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
-        written: (leaf index or outer node, index into values) for everything that was written to and must be written outside.
+        written: (leaf index or outer node, index into values, detached) for everything that was written to and must be written outside.
     """
 
     values: list[Any]
     meta: Any = None
-    written: list[tuple[int | Node, int]] = dataclasses.field(default_factory=list)
+    written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
 
 
 Computation = Callable[[list[Any]], Result]
@@ -80,10 +80,10 @@ class Traceable:
         result = Result([value_of(t) for t in outs], meta)
         for k, t in enumerate(arguments):
             if t.node.version:
-                result.written.append((k, len(result.values)))
+                result.written.append((k, len(result.values), t.node.detached))
                 result.values.append(read(t.node, level))
         for node in level.writes:
-            result.written.append((node, len(result.values)))
+            result.written.append((node, len(result.values), node.detached))
             result.values.append(node.value)
         return result
 
@@ -121,13 +121,11 @@ def _outputs(result: Result) -> list[Any]:
 
 
 def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
-    for target, index in result.written:
+    for target, index, detached in result.written:
         if isinstance(target, Node):
-            state.level.before_write(target)
-            target.value = result.values[index]
-            target.version += 1
+            write(target, result.values[index], state.level, detached)
         elif isinstance(leaves[target], torch.Tensor):
-            tracing.assign(leaves[target], result.values[index])
+            tracing.assign(leaves[target], result.values[index], detached)
 
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[list[Any], Any]:

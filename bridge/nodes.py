@@ -22,7 +22,7 @@ aten = torch.ops.aten
 class Node:
     """A value, or a view of one.  ``level`` is the trace level that made it."""
 
-    __slots__ = ("__weakref__", "level", "parent", "root", "seen", "value", "version", "view")
+    __slots__ = ("__weakref__", "detached", "level", "parent", "root", "seen", "value", "version", "view")
 
     def __init__(self, value: Any, level: Any, parent: Node | None = None, view: View | None = None) -> None:
         self.value = value
@@ -32,6 +32,7 @@ class Node:
         self.root = self if parent is None else parent.root
         self.version = 0
         self.seen = -1
+        self.detached = False  # the last write was one that torch's autograd does not record
 
 
 class View:
@@ -66,15 +67,16 @@ def read(node: Node, level: Any) -> Any:
     return value
 
 
-def write(node: Node, value: Any, level: Any) -> None:
+def write(node: Node, value: Any, level: Any, detached: bool = False) -> None:
     """Replace a node's value, in its root and so in every view of it."""
     root = node.root
     if node.parent is None:
         level.before_write(root)
         root.value = value
         root.version += 1
+        root.detached = detached
         return
-    write(node.parent, node.view.inverse(read(node.parent, level), value), level)
+    write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached)
     if node.level is level:
         node.value, node.seen = value, root.version
 

@@ -291,7 +291,7 @@ def _mutation(func: Any) -> Plan:
         if len(func._schema.returns) == 0:
             return None
         if len(func._schema.returns) == 1:
-            return flat[0]
+            return flat[0] if func._schema.returns[0].alias_info is not None else results[0]
         return tuple(results[: -len(flat)]) + tuple(flat) if not is_out else tuple(flat)
 
     return run
@@ -421,8 +421,8 @@ def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         out = lower(*values)
         if given["training"]:
-            assign(mean, cast(out[3], values[3].dtype))
-            assign(var, cast(out[4], values[4].dtype))
+            assign(mean, lax.stop_gradient(cast(out[3], values[3].dtype)), detached=True)
+            assign(var, lax.stop_gradient(cast(out[4], values[4].dtype)), detached=True)
     return _wrap_all(tuple(out[:3]), _device(args, kwargs))
 
 

@@ -64,7 +64,7 @@ def to_jax(t: torch.Tensor) -> jax.Array:
     array = cached(t)
     if array is not None:
         return array
-    with private.below_python():  # inside a trace too, these are operations on the tensor itself
+    with private.below_python(), jax.enable_x64(True):  # inside a trace too, these are operations on the tensor itself
         return _cross(t)
 
 
@@ -77,20 +77,32 @@ def _cross(t: torch.Tensor) -> jax.Array:
     array = jax.device_put(as_numpy(source), device)
     if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
         key = id(t)
-        _cache[key] = (weakref.ref(t, lambda _, key=key: _cache.pop(key, None)), array, t.data_ptr(), [t._version])
+        _cache[key] = (weakref.ref(t, lambda _, key=key: _cache.pop(key, None)), array, t.data_ptr(), [t._version, _signature(t)])
     elif device is None:
         array.block_until_ready()
     return array
 
 
-def to_input(t: torch.Tensor) -> Any:
-    """What a compiled function may be called with in the tensor's place: the shared array, or numpy's view of it."""
-    array = cached(t)
+_signatures: dict[Any, int] = {}
+
+
+def crossing(t: torch.Tensor) -> tuple[Any, int]:
+    """What a compiled function may be called with in the tensor's place, and a number that stands for its shape, dtype and device.
+
+    The first is the array that shares t's memory, or for small tensors met for the first time numpy's view of it.
+    """
+    entry = _cache.get(id(t))
+    array = None if entry is None else cached(t)
     if array is not None:
-        return array
-    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
-        return as_numpy(plain(t))
-    return to_jax(t)
+        return array, entry[3][1]
+    signature = _signature(t)
+    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096 and not isinstance(t, torch.nn.Parameter):
+        return as_numpy(plain(t)), signature
+    return to_jax(t), signature
+
+
+def _signature(t: torch.Tensor) -> int:
+    return _signatures.setdefault((t.shape, t.dtype, t.device), len(_signatures))
 
 
 def shares(source: torch.Tensor, t: torch.Tensor) -> bool:

@@ -88,7 +88,7 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         result = found[0]
         n = len(pushed)
-        return Result([*outs, *pushed, *rest], result.meta, [(t, i + n) for t, i in result.written])
+        return Result([*outs, *pushed, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
     outs, (out_spec, n, aux_spec) = apply(compute, [*target.call.arrays, *flat_tangents], func)
     output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])

@@ -82,7 +82,7 @@ def jacrev(
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
             result = found[0]
             shift = len(blocks) - len(outs)
-            return Result([*blocks, *rest], result.meta, [(t, i + shift) for t, i in result.written])
+            return Result([*blocks, *rest], result.meta, [(t, i + shift, d) for t, i, d in result.written])
 
         outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
         width = len(target.active)

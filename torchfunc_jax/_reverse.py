@@ -152,7 +152,7 @@ def _grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args:
             grads = [jnp.zeros_like(v) for v in target.split(values)]
         result = found[0]
         n = len(grads)
-        return Result([*grads, out, *rest], result.meta, [(t, i + n) for t, i in result.written])
+        return Result([*grads, out, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
     outs, aux_spec = apply(compute, target.call.arrays, func)
     n = len(target.active)

@@ -242,7 +242,7 @@ def _map(
             ]
             # filled while tracing: jax.vmap looks at it afterwards
             out_axes.extend(d if d is None or d >= 0 else d + v.ndim + 1 for v, d in zip(result.values, axes, strict=False))
-            out_axes.extend(in_axes[t] if isinstance(t, int) else None for t, _ in result.written)
+            out_axes.extend(in_axes[t] if isinstance(t, int) else None for t, _, _ in result.written)
             found.append(result)
             return result.values
 

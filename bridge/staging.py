@@ -1,0 +1,243 @@
+"""A torch function as one JAX program: traced once, compiled by XLA, its captured tensors inputs like any other.
+
+Knows how to trace, what the program needs beside its arguments (captured tensors, seeds), and how its results come apart again.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import capture, random, tensors, tracing, trees
+from bridge.autograd import conj, inexact, pick
+from bridge.calls import Call
+from bridge.levels import push
+
+_SEEDS = 8  # torch generators one program may draw from, the default one included
+_PACK_FROM, _PACK_SIZE = 4, 4096  # outputs of one shape from how many on, and up to which size, cross as one array
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """A staged function.
+
+    Attributes:
+        jaxpr: of (arguments, captured, seeds) -> outputs, then written values.
+        places: where each captured tensor is to be looked for at each call.
+        out_spec, static, is_tensor: the output tree and its leaves that are no tensors.
+        written: for each written value, the index of the argument or ("captured", index).
+        generators: explicit torch generators drawn from, by seed slot.
+        draws: whether the default generator is drawn from.
+        used: which of the candidates for capture are captured.
+        kinds: for each output and written value, whether torch's autograd can go back through it.
+    """
+
+    jaxpr: Any
+    places: list[capture.Place]
+    captured_ids: list[int]
+    modules: list[torch.nn.Module]
+    out_spec: Any
+    static: list[Any]
+    is_tensor: list[bool]
+    count: int
+    written: list[tuple[str, int]]
+    generators: list[torch.Generator]
+    draws: bool
+    used: list[int]
+    kinds: list[bool]
+
+    def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
+        """Evaluate the program on JAX values: outputs, then written values."""
+        every: list[Any] = [None] * (len(self.jaxpr.jaxpr.invars))
+        every[: len(arguments)] = arguments
+        for position, value in zip(self.used, captured, strict=True):
+            every[len(arguments) + position] = value
+        every[-1] = seeds
+        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *every)
+
+    def seeds(self) -> np.ndarray:
+        """Fresh seeds for one call; drawn only from the generators the program uses."""
+        seeds = np.zeros(_SEEDS, np.int64)
+        if self.draws:
+            seeds[0] = random.seed_from(None)
+        for i, g in enumerate(self.generators, 1):
+            seeds[i] = random.seed_from(g)
+        return seeds
+
+
+def stage(fn: Callable[..., Any], call: Call) -> Program:
+    """Trace fn once on the shapes of a call's arguments.
+
+    Raises:
+        DataDependentError: the function asks for values.
+    """
+    found = capture.scan(fn, *[x for x in call.leaves if isinstance(x, torch.nn.Module)])
+    arguments = {id(x) for x in call.arrays}
+    candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and _crosses(t)]
+    while True:
+        program, missing = _trace(fn, call, candidates, list(found.modules.values()))
+        if not missing:
+            return program
+        # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
+        candidates = candidates + [(t, capture.Place(t, None)) for t in missing]
+
+
+def _crosses(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _aval(x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, torch.Tensor):
+        from bridge import dtypes
+
+        return jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _trace(
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], modules: list[torch.nn.Module]
+) -> tuple[Program, list[torch.Tensor]]:
+    traceable = call.traceable(fn)
+    info: dict[str, Any] = {}
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        leaves, spec = trees.flatten(out)
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, [None if t else x for x, t in zip(leaves, is_tensor, strict=True)], is_tensor)
+
+    def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
+        with tracing.root() as root:
+            root.staged = True
+            root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
+            generators: list[torch.Generator] = []
+            keys: dict[int, Any] = {}
+
+            def key_of(generator: torch.Generator | None) -> Any:
+                slot = 0
+                if generator is None:
+                    info["draws"] = True
+                else:
+                    if not any(generator is g for g in generators):
+                        generators.append(generator)
+                    slot = 1 + next(i for i, g in enumerate(generators) if g is generator)
+                    if slot >= _SEEDS:
+                        raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
+                if slot not in keys:
+                    keys[slot] = jax.random.key(seeds[slot])
+                return keys[slot]
+
+            root.seeds = key_of
+            with push("plain") as level:
+                result = traceable.run(level, arguments, finish)
+            met = root.captured
+            values = result.values[: len(result.values) - len(result.written)]
+            written: list[tuple[str, int]] = []
+            extra: list[Any] = []
+            detached: list[bool] = []
+            nodes = {id(node): key for key, (_, node) in met.items()}
+            position = {id(t): i for i, (t, _) in enumerate(candidates)}
+            for target, index, alone in result.written:
+                if isinstance(target, int):
+                    written.append(("argument", target))
+                elif id(target) in nodes:
+                    written.append(("captured", position.get(nodes[id(target)], -1)))
+                else:
+                    continue
+                extra.append(result.values[index])
+                detached.append(alone)
+            info.update(
+                meta=result.meta, count=len(values), written=written, kinds=[inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)], generators=generators,
+                used=[position[key] for key in met if key in position], missing=[t for key, (t, _) in met.items() if key not in position],
+            )
+            return values + extra
+
+    with jax.enable_x64(True):
+        avals = [_aval(x) for x in call.arrays]
+        jaxpr = jax.make_jaxpr(staged)(avals, [_aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+    used = sorted(info["used"])
+    order = {p: i for i, p in enumerate(used)}
+    spec, static, is_tensor = info["meta"]
+    program = Program(
+        jaxpr, [candidates[p][1] for p in used], [id(candidates[p][0]) for p in used], modules, spec, static, is_tensor, info["count"],
+        [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used, info["kinds"],
+    )
+    return program, info["missing"]
+
+
+# -- outputs: many small ones cross as few -----------------------------------------------------------------------------------------
+@dataclasses.dataclass(slots=True)
+class Packing:
+    """Which results are stacked into one array before they cross."""
+
+    singles: list[int]
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, avals: Sequence[Any]) -> Packing:
+        by_shape: dict[Any, list[int]] = {}
+        for i, a in enumerate(avals):
+            if 0 < a.size <= _PACK_SIZE:
+                by_shape.setdefault((a.shape, a.dtype), []).append(i)
+        groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
+        grouped = {i for g in groups for i in g}
+        return cls([i for i in range(len(avals)) if i not in grouped], groups)
+
+    def pack(self, values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups]
+
+    def unpack(self, arrays: Sequence[Any], device: torch.device | None, count: int) -> list[torch.Tensor]:
+        out: list[Any] = [None] * count
+        for i, a in zip(self.singles, arrays, strict=False):
+            out[i] = tensors.to_torch(a, device)
+        for g, a in zip(self.groups, arrays[len(self.singles) :], strict=True):
+            for i, t in zip(g, tensors.to_torch(a, device).unbind(0), strict=True):
+                out[i] = t
+        return out
+
+
+def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
+    """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it."""
+    inputs = set(map(id, program.jaxpr.jaxpr.invars))
+    outvars = program.jaxpr.jaxpr.outvars
+    seen: set[int] = set()
+    copy = []
+    for v in outvars:
+        copy.append(guard_aliases and (id(v) in inputs or id(v) in seen))
+        seen.add(id(v))
+
+    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
+        values = program.run(arguments, captured, seeds)
+        values = [jnp.copy(v) if c else v for v, c in zip(values, copy, strict=True)]
+        return values if packing is None else packing.pack(values)
+
+    return run
+
+
+def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
+    """(outputs, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted."""
+
+    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
+        def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
+            args, caps = list(arguments), list(captured)
+            for i, v in zip(active, diff, strict=False):
+                args[i] = v
+            for i, v in zip(active_captured, diff[len(active) :], strict=True):
+                caps[i] = v
+            values = program.run(args, caps, seeds)
+            return pick(values, program.kinds), pick(values, [not k for k in program.kinds])
+
+        outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
+        return outs, rest, pull
+
+    return run
+
+
+def pull_back(pull: Any, cotangents: Sequence[Any]) -> list[Any]:
+    """Cotangents of the inputs in torch's convention, to be jitted."""
+    (grads,) = pull([conj(c) for c in cotangents])
+    return [conj(g) for g in grads]

@@ -107,10 +107,9 @@ def _divide(a: Any, b: Any) -> Any:
 
 @_divide.defjvp
 def _divide_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """-(a/b)/b, where JAX's rule has -a * b**-2, which overflows for small b (in float16 below 0.004)."""
+    """(da - (a/b) db) / b, where JAX's rule has a * b**-2, which overflows for small b (in float16 below 0.004)."""
     quotient = _divide(*primals)
-    b = primals[1]
-    return quotient, lax.sub(_divide(tangents[0], b), lax.mul(_divide(quotient, b), tangents[1]))
+    return quotient, _divide(lax.sub(tangents[0], lax.mul(quotient, tangents[1])), primals[1])
 
 
 _divide_arrays, _divide_by_number = binary(_divide, floating=True), binary(lax.div, floating=True, primitive=True)

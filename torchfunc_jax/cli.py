@@ -143,8 +143,8 @@ def tables(result: dict[str, Any]) -> list[Table | str]:
         f"{' (stopped early)' if result['interrupted'] else ''}, {result['test_images']} test digits",
         caption=f"{where['cpu']}, {where['cores']} cores, device {where['device']}; torch {where['torch']}, jax {where['jax']}",
     )
-    systems.add_column("")
-    for name in ("step", "first step", "final loss", "test accuracy:\nmean member", "\nensemble vote"):
+    systems.add_column("", no_wrap=True)
+    for name in ("step", "first step", "final loss", "accuracy,\nmean member", "accuracy,\nensemble vote"):
         systems.add_column(name, justify="right")
     for name, one in result["systems"].items():
         accuracy = one["test_accuracy"]
@@ -159,7 +159,7 @@ def tables(result: dict[str, Any]) -> list[Table | str]:
     if "difference" not in result:
         return [systems]
     difference = Table(title="Largest relative difference of the two", caption="training magnifies the rounding errors of every step")
-    difference.add_column("")
+    difference.add_column("", no_wrap=True)
     difference.add_column("losses", justify="right")
     difference.add_column("gradients", justify="right")
     titles = {"first_step": "first step", "end_same_weights": "end, both given the same weights", "end": "end, each with its own weights"}
@@ -199,7 +199,21 @@ def _stop_on_interrupt(console: Console) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _progress(console: Console, training: Training) -> Iterator[Callable[[Training], None]]:
-    """A progress bar with the current loss of each system."""
+    """A progress bar with the current loss of each system; without a terminal, a line for each epoch."""
+
+    def losses(training: Training) -> str:
+        return "  ".join(f"{name} {values[-1].mean():.4f}" for name, values in training.losses.items())
+
+    if not console.is_terminal:
+        epoch = training.steps // training.settings.epochs
+
+        def on_epoch(training: Training) -> None:
+            done = len(training.losses["torchfunc_jax"])
+            if done % epoch == 0:
+                console.print(f"Training: {done} of {training.steps} steps, loss {losses(training)}", highlight=False, soft_wrap=True)
+
+        yield on_epoch
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -213,8 +227,8 @@ def _progress(console: Console, training: Training) -> Iterator[Callable[[Traini
         task = bar.add_task(f"Compiling {training.settings.members} CNNs", total=training.steps, losses="")
 
         def on_step(training: Training) -> None:
-            losses = "  ".join(f"{name} {values[-1].mean():.4f}" for name, values in training.losses.items())
-            bar.update(task, description=f"Training {training.settings.members} CNNs", advance=1, losses=f"[dim]loss[/dim] {losses}")
+            name = f"Training {training.settings.members} CNNs"
+            bar.update(task, description=name, advance=1, losses=f"[dim]loss[/dim] {losses(training)}")
 
         yield on_step
 

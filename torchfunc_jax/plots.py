@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
+from matplotlib.ticker import LogLocator
 
 OURS, THEIRS, INK, FAINT, RIGHT, WRONG = "#1f6fb2", "#e07b39", "#222222", "#c9ced6", "#2f8f5b", "#c0392b"
 COLORS = {"torchfunc_jax": OURS, "torch.func": THEIRS}
@@ -21,10 +22,10 @@ def page(report: dict[str, Any]) -> Figure:
     Returns:
         matplotlib.figure.Figure: to show or to save.
     """
-    figure = Figure(figsize=(13, 10), dpi=130, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(13, 9), dpi=130, facecolor="white", layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    top, bottom = figure.add_gridspec(2, 1, height_ratios=[1, 1.05])
-    left, right = top.subgridspec(1, 2, width_ratios=[1.7, 1])
+    top, bottom = figure.add_gridspec(2, 1, height_ratios=[1, 0.86])
+    left, right = top.subgridspec(1, 2, width_ratios=[1.45, 1])
     losses(figure.add_subplot(left), report)
     calibration(figure, right, report)
     least_sure(figure, bottom, report)
@@ -49,6 +50,9 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
         axes.plot(steps, smooth.T, color=COLORS[name], linewidth=0.7, alpha=0.35, **dashed)
         axes.plot(steps, smooth.mean(0), color=COLORS[name], linewidth=2.4, label=f"{name}, mean member", **dashed)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     _title(axes, "Loss of every member", "thin: one member; moving average of 15 steps")
@@ -58,7 +62,7 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
 
 def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     """How often the vote is right against how sure it is, and how many digits there are at each confidence."""
-    upper, lower = where.subgridspec(2, 1, height_ratios=[3, 1], hspace=0.02)
+    upper, lower = where.subgridspec(2, 1, height_ratios=[3, 1.1], hspace=0.02)
     axes = figure.add_subplot(upper)
     counts = figure.add_subplot(lower, sharex=axes)
     axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.5, zorder=0)
@@ -79,12 +83,14 @@ def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> N
         if count:
             counts.text((i + 0.5) / n, count * 1.25, str(count), ha="center", fontsize=7, color=INK)
     counts.set_yscale("log")
+    counts.yaxis.set_major_formatter("{x:g}")
+    counts.tick_params(which="minor", left=False)
     counts.set_ylim(0.5, 4 * max(ours["count"]))
     counts.set_xlabel("confidence of the vote")
     counts.set_ylabel("digits")
     axes.set(xlim=(0, 1.03), ylim=(-0.03, 1.05), ylabel="part that is right")
     axes.tick_params(labelbottom=False)
-    _title(axes, "Calibration of the vote", "expected calibration error over ten bins")
+    _title(axes, "Calibration of the vote", "error: expected calibration error")
     axes.legend(frameon=False, loc="upper left", fontsize=8)
     _bare(axes)
     _bare(counts)
@@ -98,7 +104,7 @@ def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> No
     _title(heading, "The digits that the ensemble is least sure of", "bars: members that vote for each digit; green: the right one")
     rows = grid.subgridspec(2, 6)
     for k, digit in enumerate(report["least_sure"]):
-        picture, bars = rows[k // 6, k % 6].subgridspec(1, 2, width_ratios=[1, 1.1], wspace=0.02)
+        picture, bars = rows[k // 6, k % 6].subgridspec(1, 2, width_ratios=[1.25, 1], wspace=0.02)
         image = figure.add_subplot(picture)
         image.imshow(digit["pixels"], cmap="gray_r", vmin=0, vmax=1)
         image.set(xticks=[], yticks=[])

@@ -1,0 +1,187 @@
+"""Loss functions: negative log likelihood, and the element-wise losses whose derivative or speed a decomposition misses."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.promotion import cast, fused, opmath, promote
+from bridge.lowering.registry import lowering
+
+Array = jax.Array
+_NONE, _MEAN, _SUM = range(3)
+
+
+def _reduce(loss: Array, reduction: int, dtype: Any) -> Array:
+    """PyTorch's reductions (0 none, 1 mean, 2 sum) of a loss in wide type, rounded once."""
+    if reduction == _MEAN:
+        loss = jnp.mean(loss)
+    elif reduction == _SUM:
+        loss = jnp.sum(loss)
+    return cast(loss, dtype)
+
+
+def _pointwise(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """A loss of (input, target, reduction=1, *rest): fn gives it element by element, in PyTorch's internal dtype."""
+
+    def run(x: Array, target: Array, reduction: int = _MEAN, *rest: Any, **kwargs: Any) -> Array:
+        x, target = promote(x, target)
+        wide = opmath(x.dtype)
+        return _reduce(fn(cast(x, wide), cast(target, wide), *rest, **kwargs), reduction, x.dtype)
+
+    run.__name__, run.__doc__ = fn.__name__, fn.__doc__  # not functools.wraps: the signatures differ, and jit reads them
+    return run
+
+
+@lowering("aten.mse_loss")
+@fused("reduction")
+@_pointwise
+def aten_mse_loss(x: Array, target: Array) -> Array:
+    """mse_loss(Tensor self, Tensor target, int reduction=Mean) -> Tensor"""
+    d = x - target
+    return d * d
+
+
+@lowering("aten.smooth_l1_loss")
+def aten_smooth_l1_loss(x: Array, target: Array, reduction: int = _MEAN, beta: float = 1.0) -> Array:
+    """smooth_l1_loss(Tensor self, Tensor target, int reduction=Mean, float beta=1.0) -> Tensor"""
+    if beta < 0:
+        raise RuntimeError(f"beta: smooth_l1_loss does not support negative values for beta, got {beta}")
+    return _smooth_l1(x, target, reduction, float(beta))
+
+
+@fused("reduction", "beta")
+def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
+    def loss(x: Array, target: Array) -> Array:
+        d = jnp.abs(x - target)
+        return d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta)
+
+    return _pointwise(loss)(x, target, reduction)
+
+
+@lowering("aten.huber_loss")
+@fused("reduction", "delta")
+def aten_huber_loss(x: Array, target: Array, reduction: int = _MEAN, delta: float = 1.0) -> Array:
+    """huber_loss(Tensor self, Tensor target, int reduction=Mean, float delta=1.0) -> Tensor"""
+    if delta <= 0:
+        raise RuntimeError(f"delta: huber_loss does not support non-positive values for delta, got {delta}")
+
+    def loss(x: Array, target: Array) -> Array:
+        d = jnp.abs(x - target)
+        return jnp.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta))
+
+    return _pointwise(loss)(x, target, reduction)
+
+
+@lowering("aten.soft_margin_loss")
+@fused("reduction")
+@_pointwise
+def aten_soft_margin_loss(x: Array, target: Array) -> Array:
+    """soft_margin_loss(Tensor self, Tensor target, int reduction=Mean) -> Tensor"""
+    return jax.nn.softplus(-target * x)
+
+
+@jax.custom_jvp
+def _cross_entropy_terms(p: Array, target: Array) -> Array:
+    """Binary cross entropy, the logarithms not below -100."""
+    return (target - 1) * jnp.maximum(jnp.log1p(-p), -100) - target * jnp.maximum(jnp.log(p), -100)
+
+
+@_cross_entropy_terms.defjvp
+def _cross_entropy_terms_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (p, target), (dp, dtarget) = primals, tangents
+    slope = (p - target) / jnp.maximum((1 - p) * p, 1e-12)  # finite at 0 and 1, as PyTorch has it
+    target_slope = jnp.maximum(jnp.log1p(-p), -100) - jnp.maximum(jnp.log(p), -100)
+    return _cross_entropy_terms(p, target), slope * dp + target_slope * dtarget
+
+
+@lowering("aten.binary_cross_entropy")
+@fused("reduction")
+def aten_binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN) -> Array:
+    """binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""
+    wide = opmath(x.dtype)
+    loss = _cross_entropy_terms(cast(x, wide), cast(target, wide))
+    return _reduce(loss if weight is None else loss * cast(weight, wide), reduction, x.dtype)
+
+
+@lowering("aten.binary_cross_entropy_with_logits")
+@fused("reduction")
+def aten_binary_cross_entropy_with_logits(
+    x: Array, target: Array, weight: Array | None = None, pos_weight: Array | None = None, reduction: int = _MEAN
+) -> Array:
+    """binary_cross_entropy_with_logits(Tensor self, Tensor target, Tensor? weight=None, Tensor? pos_weight=None,
+    int reduction=Mean) -> Tensor"""
+    dtype = promote(x, target)[0].dtype
+    x, target = cast(x, opmath(dtype)), cast(target, opmath(dtype))
+    softplus = jax.nn.softplus(-x)  # -log(sigmoid(x))
+    if pos_weight is not None:
+        softplus = softplus * (1 + (cast(pos_weight, x.dtype) - 1) * target)
+    loss = (1 - target) * x + softplus
+    return _reduce(loss if weight is None else loss * cast(weight, x.dtype), reduction, dtype)
+
+
+# -- negative log likelihood --------------------------------------------------------------------------------------------
+@lowering("aten.nll_loss_forward")
+def aten_nll_loss_forward(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
+) -> tuple[Array, Array]:
+    """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index)
+    -> (Tensor output, Tensor total_weight)"""
+    if x.ndim not in (1, 2) or target.shape != x.shape[:-1]:
+        raise (RuntimeError if x.ndim in (1, 2) and target.ndim > 1 else ValueError)(
+            f"target: expected shape {list(x.shape[:-1])} for an input of shape {list(x.shape)}, got {list(target.shape)}"
+        )
+    return _checked_nll(x, target, weight, reduction, ignore_index, x.ndim - 1)
+
+
+@lowering("aten.nll_loss2d_forward")
+def aten_nll_loss2d_forward(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
+) -> tuple[Array, Array]:
+    """nll_loss2d_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index)
+    -> (Tensor output, Tensor total_weight)"""
+    if x.ndim != 4 or target.shape != (x.shape[0], *x.shape[2:]):
+        raise RuntimeError(f"target: size mismatch, got input {list(x.shape)} and target {list(target.shape)}")
+    return _checked_nll(x, target, weight, reduction, ignore_index, 1)
+
+
+def _checked_nll(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, dim: int
+) -> tuple[Array, Array]:
+    classes = x.shape[dim]
+    if weight is not None and weight.shape != (classes,):
+        raise RuntimeError(f"weight: expected one weight for each of {classes} classes or nothing, got shape {list(weight.shape)}")
+    if not isinstance(target, jax.core.Tracer):
+        known = np.asarray(target)
+        wrong = known[(known != ignore_index) & ((known < 0) | (known >= classes))]
+        if wrong.size:
+            raise IndexError(f"Target {wrong.flat[0]} is out of bounds.")
+    return _nll_loss(x, target, weight, reduction, ignore_index, dim)
+
+
+@fused("reduction", "ignore_index", "dim")
+def _nll_loss(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, dim: int
+) -> tuple[Array, Array]:
+    wide, classes = opmath(x.dtype), x.shape[dim]
+    # a mask in place of a gather: its transpose fuses with the softmax's, and batches without cost, as no scatter does
+    hot = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
+    loss = -jnp.sum(jnp.where(hot, cast(x, wide), 0), dim)
+    kept = target != ignore_index
+    if weight is None:
+        weights = kept.astype(wide)
+    else:
+        column = cast(weight, wide).reshape(-1, *(1,) * (x.ndim - 1 - dim))
+        weights = jnp.where(kept, jnp.sum(jnp.where(hot, column, 0), dim), 0)
+    # a class that does not exist (unseen until the values are known) must not pass for a loss of zero
+    loss = jnp.where(kept, jnp.where((target >= 0) & (target < classes), loss, jnp.nan), 0)
+    loss = loss if weight is None else loss * weights
+    if reduction == _NONE:
+        return cast(loss, x.dtype), jnp.zeros((), x.dtype)
+    total = jnp.sum(weights)
+    loss = jnp.sum(loss)
+    return cast(loss / total if reduction == _MEAN else loss, x.dtype), cast(total, x.dtype)

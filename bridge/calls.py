@@ -97,7 +97,7 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
         fn: the user's function, under which tensors captured by closure are remembered.
 
     Returns:
-        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where all leaves are, else torch tensors.
+        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
     """
     if state.level is not None:
         result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
@@ -107,12 +107,8 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
         if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
             outs = operators.stop(outs)
         return [wrap(v, device) for v in outs], result.meta
-    if leaves and not any(isinstance(x, torch.Tensor) for x in leaves):
-        with tracing.root() as root:
-            result = compute(list(leaves))
-            writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
-        write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
-        return _outputs(result), result.meta
+    if any(isinstance(x, jax.Array) for x in leaves):
+        return _in_jax(compute, leaves)
     return _outermost(compute, leaves, fn)
 
 
@@ -126,6 +122,16 @@ def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
             write(target, result.values[index], state.level, detached)
         elif isinstance(leaves[target], torch.Tensor):
             tracing.assign(leaves[target], result.values[index], detached)
+
+
+def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    """A computation called with jax.Arrays, maybe inside a user's own jax.jit or jax.grad; its results are jax.Arrays too."""
+    with tracing.root() as root:
+        result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+        _carry_out(result, leaves)
+        writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
+    return _outputs(result), result.meta
 
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[list[Any], Any]:

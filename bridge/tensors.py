@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import weakref
 from typing import Any
 
@@ -86,18 +87,24 @@ def _cross(t: torch.Tensor) -> jax.Array:
 _signatures: dict[Any, int] = {}
 
 
+_met: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
 def crossing(t: torch.Tensor) -> tuple[Any, int]:
     """What a compiled function may be called with in the tensor's place, and a number that stands for its shape, dtype and device.
 
     The first is the array that shares t's memory, or for small tensors met for the first time numpy's view of it.
     """
-    entry = _cache.get(id(t))
-    array = None if entry is None else cached(t)
-    if array is not None:
-        return array, entry[3][1]
+    key = id(t)
+    entry = _cache.get(key)
+    if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
+        return entry[1], entry[3][1]
     signature = _signature(t)
-    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096 and not isinstance(t, torch.nn.Parameter):
-        return as_numpy(plain(t)), signature
+    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
+        met = _met.get(key)
+        if met is None or met() is not t:
+            _met[key] = weakref.ref(t, lambda _, key=key: _met.pop(key, None))
+            return as_numpy(plain(t)), signature
     return to_jax(t), signature
 
 
@@ -138,8 +145,10 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
 
 
 @functools.cache
-def _buffer_type(nbytes: int) -> Any:
-    return ctypes.c_char * nbytes
+def _layout(shape: tuple[int, ...], dtype: np.dtype) -> tuple[torch.dtype, Any, bool]:
+    """torch's dtype, the ctypes buffer that covers such an array, and whether it is empty."""
+    size = math.prod(shape)
+    return dtypes.to_torch(dtype), ctypes.c_char * (size * dtype.itemsize), size == 0
 
 
 def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None) -> torch.Tensor:
@@ -162,17 +171,16 @@ def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[in
         >>> tensors.to_torch(jnp.arange(3.0))
         tensor([0., 1., 2.])
     """
-    dtype = dtypes.to_torch(array.dtype)
     shape = array.shape
-    if not array.size:
+    dtype, buffer_type, empty = _layout(shape, array.dtype)
+    if empty:
         return torch.empty(shape, dtype=dtype, device=device)
-    if not array.is_fully_addressable:
-        raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
-    if len(array.devices()) > 1 or array.platform() != "cpu":
+    devices_ = array.devices()
+    if len(devices_) > 1 or next(iter(devices_)).platform != "cpu":
         return _from_device(array, device)
     array.block_until_ready()
     address = array.unsafe_buffer_pointer()
-    buffer = _buffer_type(array.nbytes).from_address(address)
+    buffer = buffer_type.from_address(address)
     buffer.owner = array  # the memory lives as long as the tensor does
     flat = torch.frombuffer(buffer, dtype=dtype)
     if len(shape) != 1:
@@ -186,6 +194,8 @@ def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[in
 
 
 def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
+    if not array.is_fully_addressable:
+        raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
     if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
         t = torch.from_dlpack(array)
         return t if device is None else t.to(device)

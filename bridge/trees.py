@@ -5,7 +5,6 @@ with JAX are nodes.  Specs are hashable tuples, cheap enough to be the key of a 
 """
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,14 +18,15 @@ from bridge import private
 LEAF = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs."""
 
-    kind: Any
-    context: Any
-    children: tuple[Spec | None, ...] | int  # an int: that many leaves
-    _hash: int
+    __slots__ = ("_hash", "children", "context", "kind")
+
+    def __init__(self, kind: Any, context: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
+        self.kind, self.context = kind, context
+        self.children = children  # an int: that many leaves
+        self._hash = key
 
     def __hash__(self) -> int:
         return self._hash
@@ -51,12 +51,20 @@ def _children(spec: Spec) -> tuple[Spec | None, ...]:
     return (LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
 
 
+_interned: dict[Any, Spec] = {}
+
+
 def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> Spec:
+    key = (kind, context, children)
     try:
-        key = hash((kind, context, children))
+        spec = _interned.get(key)
+        if spec is None:
+            spec = Spec(kind, context, children, hash(key))
+            if len(_interned) < 4096:
+                _interned[key] = spec
+        return spec
     except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
-        key = hash((kind, children))
-    return Spec(kind, context, children, key)
+        return Spec(kind, context, children, hash((kind, children)))
 
 
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})

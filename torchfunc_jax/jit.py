@@ -84,27 +84,27 @@ class Jitted:
             return self._func(*args, **kwargs)
         if self._static:
             args = tuple(_Static(a) if i in self._static else a for i, a in enumerate(args))
-        leaves, spec = trees.flatten((args, kwargs))
+        leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
         inputs: list[Any] = []
         key: list[Any] = [spec]
         recording = torch.is_grad_enabled()
-        torch_in = False
+        torch_out = True
         grads = False
         for x in leaves:
             if isinstance(x, torch.Tensor):
                 array, signature = tensors.crossing(x)
                 inputs.append(array)
                 key.append(signature)
-                torch_in = True
                 if recording and x.requires_grad:
                     grads = True
                     key.append(len(inputs))
             elif isinstance(x, jax.Array):
                 inputs.append(x)
                 key.append((x.shape, x.dtype))
+                torch_out = False
             else:
                 key.append((type(x), x))
-        key += (torch_in or not inputs, recording, torch.get_default_dtype(), torch.get_float32_matmul_precision())
+        key += (torch_out, recording, torch.get_default_dtype(), torch.get_float32_matmul_precision())
         try:
             entries = self._entries.get(tuple(key))
         except TypeError as error:
@@ -113,7 +113,7 @@ class Jitted:
             captured = entry.captured()
             if captured is not None:
                 return entry.call(leaves, inputs, captured, grads)
-        entry = self._compile(tuple(key), Call(leaves, spec, [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor | jax.Array)]))
+        entry = self._compile(tuple(key), Call.of(args, kwargs))
         return entry.call(leaves, inputs, entry.captured(), grads)
 
     def _compile(self, key: Any, call: Call) -> _Compiled:

@@ -1,0 +1,286 @@
+"""Convolution as one bilinear JAX primitive with three faces, closed under differentiation and batching.
+
+With x the image, w the kernel and y the output, ``y = conv(x, w)`` is bilinear, and so are its two transposes ``x = conv(y, w)`` and
+``w = conv(x, y)``; the derivative of each is one of the others.  All carry explicit axes::
+
+    x: (B, N, G, C, *image)      w: (B, G, O, C, *kernel)      y: (B, N, G, O, *out)
+
+B counts kernels (vmap over parameters, or over the gradients of single samples), N images, G groups.  vmap of any face merges the
+new axis into one of these, so that it never becomes a convolution with B groups, which XLA runs very slowly on CPU.  There each face
+is a matrix product with the shifted images ("taps"), a few images at a time so that they stay in cache; elsewhere it is XLA's own.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from bridge.lowering.promotion import opmath
+
+Array = jax.Array
+_CACHE_BYTES = 1 << 20
+
+
+class Geometry(NamedTuple):
+    """The spatial side of a convolution, one int for each dimension."""
+
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    out: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def paddings(self) -> list[tuple[int, int]]:
+        """(low, high) of each dimension of the image such that exactly ``out`` windows fit; high may be negative."""
+        spans = zip(self.image, self.kernel, self.out, self.stride, self.padding, self.dilation, strict=True)
+        return [(p, (t - 1) * s + (k - 1) * d + 1 - n - p) for n, k, t, s, p, d in spans]
+
+    def offsets(self) -> list[tuple[int, ...]]:
+        """Where each tap of the kernel starts in the padded image, in the kernel's order."""
+        grids = [[j * d for j in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)]
+        return functools.reduce(lambda found, grid: [(*o, j) for o in found for j in grid], grids, [()])
+
+
+# face: its operands and result, and the axes of theirs that take a batch when only the left, or only the right, is batched
+_FACES = {"y": ("x", "w", "N", "O"), "x": ("y", "w", "N", "C"), "w": ("x", "y", "C", "O")}
+_AXES = {"x": "BNGC", "w": "BGOC", "y": "BNGO"}
+
+
+def conv(face: str, left: Array, right: Array, geometry: Geometry, precision: lax.Precision | None) -> Array:
+    """One face of the convolution: "y" of (x, w), "x" of (y, w) or "w" of (x, y); the axes are those of this module."""
+    if 0 in left.shape or 0 in right.shape:
+        return jnp.zeros(_shape(face, left.shape, right.shape, geometry), left.dtype)
+    if not (_unsharded(left) and _unsharded(right)):  # XLA's own operator knows how to type these
+        return _native(left, right, face=face, geometry=geometry, precision=precision)
+    return _conv_p.bind(left, right, face=face, geometry=geometry, precision=precision)
+
+
+def _unsharded(x: Array) -> bool:
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.empty or mesh.are_all_axes_auto
+
+
+def _shape(face: str, left: tuple[int, ...], right: tuple[int, ...], geometry: Geometry) -> tuple[int, ...]:
+    names = _FACES[face]
+    sizes = dict(zip(_AXES[names[0]], left, strict=False)) | dict(zip(_AXES[names[1]], right, strict=False))
+    spatial = {"x": geometry.image, "w": geometry.kernel, "y": geometry.out}[face]
+    return (*(sizes[a] for a in _AXES[face]), *spatial)
+
+
+# -- as XLA's convolution ---------------------------------------------------------------------------------------------
+def _native(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None) -> Array:
+    if face == "y":
+        return _native_forward(left, right, geometry, precision)
+    shape = jax.ShapeDtypeStruct(_shape(face, left.shape, right.shape, geometry), left.dtype)
+    if face == "x":
+        return jax.linear_transpose(lambda x: _native_forward(x, right, geometry, precision), shape)(left)[0]
+    return jax.linear_transpose(lambda w: _native_forward(left, w, geometry, precision), shape)(right)[0]
+
+
+def _native_forward(x: Array, w: Array, geometry: Geometry, precision: lax.Precision | None) -> Array:
+    (b, n, g, c), o = x.shape[:4], w.shape[2]
+    y = lax.conv_general_dilated(
+        jnp.moveaxis(x, 0, 1).reshape(n, b * g * c, *geometry.image),
+        w.reshape(b * g * o, c, *geometry.kernel),
+        geometry.stride,
+        geometry.paddings(),
+        rhs_dilation=geometry.dilation,
+        feature_group_count=b * g,
+        precision=precision,
+    )
+    return jnp.moveaxis(y.reshape(n, b, g, o, *geometry.out), 1, 0)
+
+
+# -- as matrix products -------------------------------------------------------------------------------------------------
+def _taps(x: Array, geometry: Geometry) -> list[Array]:
+    """The image as each element of the kernel sees it: (..., *image) -> one (..., *out) per tap."""
+    lead = x.ndim - len(geometry.image)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in geometry.paddings()])
+    reach = [(t - 1) * s + 1 for t, s in zip(geometry.out, geometry.stride, strict=True)]
+    return [
+        lax.slice(
+            x,
+            (0,) * lead + offset,
+            (*x.shape[:lead], *(o + r for o, r in zip(offset, reach, strict=True))),
+            (1,) * lead + geometry.stride,
+        )
+        for offset in geometry.offsets()
+    ]
+
+
+def _untaps(taps: list[Array], geometry: Geometry) -> Array:
+    """The transpose of _taps: every tap put back in its place in the image, and summed."""
+    lead = taps[0].ndim - len(geometry.image)
+    total = None
+    for tap, offset in zip(taps, geometry.offsets(), strict=True):
+        config = [(0, 0, 0)] * lead
+        for o, p, t, s, n in zip(offset, geometry.padding, geometry.out, geometry.stride, geometry.image, strict=True):
+            config.append((o - p, n - (o - p) - ((t - 1) * s + 1), s - 1))
+        placed = lax.pad(tap, jnp.zeros((), tap.dtype), config)
+        total = placed if total is None else total + placed
+    return total
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """The product of two (G, ., .) arrays over those axes, summed in PyTorch's internal dtype."""
+    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((0,), (0,))), preferred_element_type=opmath(a.dtype))
+
+
+def _columns(x: Array, geometry: Geometry) -> Array:
+    """Images (n, G, C, *image) as a matrix (G, taps * C, n * out)."""
+    n, g, c = x.shape[:3]
+    x = jnp.moveaxis(x, 0, 2)
+    taps = [tap.reshape(g, c, n * math.prod(geometry.out)) for tap in _taps(x, geometry)]
+    return jnp.concatenate(taps, 1) if len(taps) > 1 else taps[0]
+
+
+def _images_to_rows(y: Array) -> Array:
+    """(n, G, O, *out) -> (G, O, n * out)."""
+    return jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1)
+
+
+def _kernel_to_rows(w: Array) -> Array:
+    """(G, O, C, *kernel) -> (G, O, taps * C)."""
+    g, o, c = w.shape[:3]
+    return jnp.moveaxis(w.reshape(g, o, c, -1), 3, 2).reshape(g, o, -1)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most that (at least 1)."""
+    return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
+
+
+def _mapped(fn: Callable[..., Array], chunk: int, *operands: Array) -> Array:
+    """fn of so many leading elements at a time, the results put together."""
+    n = operands[0].shape[0]
+    if chunk == n:
+        return fn(*operands)
+    parts = lax.map(lambda args: fn(*args), tuple(a.reshape(n // chunk, chunk, *a.shape[1:]) for a in operands))
+    return parts.reshape(n, *parts.shape[2:])
+
+
+def _product_y(x: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
+    rows = _kernel_to_rows(w)
+
+    def some(x: Array) -> Array:
+        y = _dot(rows, _columns(x, geometry), (2, 1)).astype(x.dtype)
+        return jnp.moveaxis(y.reshape(*y.shape[:2], x.shape[0], *geometry.out), 2, 0)
+
+    return _mapped(some, chunk, x)
+
+
+def _product_x(y: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
+    rows, taps = _kernel_to_rows(w), math.prod(geometry.kernel)
+
+    def some(y: Array) -> Array:
+        columns = _dot(rows, _images_to_rows(y), (1, 1))
+        columns = columns.reshape(w.shape[0], taps, w.shape[2], y.shape[0], *geometry.out)
+        x = _untaps([columns[:, k] for k in range(taps)], geometry)
+        return jnp.moveaxis(x.astype(y.dtype), 2, 0)
+
+    return _mapped(some, chunk, y)
+
+
+def _product_w(x: Array, y: Array, geometry: Geometry, chunk: int) -> Array:
+    def some(x: Array, y: Array) -> Array:
+        return _dot(_images_to_rows(y), _columns(x, geometry), (2, 2))
+
+    parts = x.shape[0] // chunk
+    if parts == 1:
+        rows = some(x, y)
+    else:
+        x, y = (a.reshape(parts, chunk, *a.shape[1:]) for a in (x, y))
+        rows, _ = lax.scan(lambda total, xy: (total + some(*xy), None), some(x[0], y[0]), (x[1:], y[1:]))
+    g, o, _ = rows.shape
+    w = jnp.moveaxis(rows.reshape(g, o, math.prod(geometry.kernel), -1), 2, 3)
+    return w.reshape(g, o, -1, *geometry.kernel).astype(y.dtype)
+
+
+def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Array:
+    """One channel in and one out in each group: no matrices here, but one element-wise pass over the taps."""
+    wide = opmath(left.dtype)
+    spread = (..., *(None,) * len(geometry.image))
+    if face == "w":
+        axes = (1, *range(4, right.ndim))
+        y = right.astype(wide)
+        sums = [jnp.sum(tap.astype(wide) * y, axes) for tap in _taps(left, geometry)]  # (B, G, 1)
+        return jnp.stack(sums, -1).reshape(*sums[0].shape, 1, *geometry.kernel).astype(left.dtype)
+    weights = right.astype(wide).reshape(*right.shape[:4], -1)
+    weights = [weights[:, None, :, :, 0, k][spread] for k in range(weights.shape[-1])]  # (B, 1, G, 1, 1...)
+    if face == "x":
+        return _untaps([left.astype(wide) * w for w in weights], geometry).astype(left.dtype)
+    parts = [tap.astype(wide) * w for tap, w in zip(_taps(left, geometry), weights, strict=True)]
+    return functools.reduce(lax.add, parts).astype(left.dtype)
+
+
+def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None) -> Array:
+    names = _FACES[face]
+    sizes = dict(zip(_AXES[names[0]], left.shape, strict=False)) | dict(zip(_AXES[names[1]], right.shape, strict=False))
+    if sizes["C"] == sizes["O"] == 1:
+        return _depthwise(face, left, right, geometry)
+    # as many images at a time as keep their columns in cache; then as many kernels
+    columns = sizes["G"] * sizes["C"] * math.prod(geometry.kernel) * math.prod(geometry.out) * left.dtype.itemsize
+    images = _divisor(sizes["N"], _CACHE_BYTES // columns)
+    kernels = _divisor(sizes["B"], _CACHE_BYTES // (columns * sizes["N"]))
+    product = {"y": _product_y, "x": _product_x, "w": _product_w}[face]
+    one = functools.partial(product, geometry=geometry, chunk=images)
+    if sizes["B"] == 1:
+        return one(left[0], right[0])[None]
+    return _mapped(jax.vmap(one), kernels, left, right)
+
+
+# -- the primitive --------------------------------------------------------------------------------------------------------
+_conv_p = Primitive("conv")
+_conv_p.def_impl(jax.jit(_conv_p.bind, static_argnames=("face", "geometry", "precision")))
+
+
+@_conv_p.def_abstract_eval
+def _conv_aval(left: Any, right: Any, *, face: str, geometry: Geometry, precision: Any) -> Any:
+    return jax.core.ShapedArray(_shape(face, left.shape, right.shape, geometry), left.dtype)
+
+
+mlir.register_lowering(_conv_p, mlir.lower_fun(_native, multiple_results=False))
+mlir.register_lowering(_conv_p, mlir.lower_fun(_by_products, multiple_results=False), platform="cpu")
+
+
+def _transpose_left(ct: Array, left: Any, right: Array, *, face: str, **params: Any) -> Array:
+    if face == "w":
+        return conv("x", right, ct, **params)
+    return conv("x" if face == "y" else "y", ct, right, **params)
+
+
+def _transpose_right(ct: Array, left: Array, right: Any, *, face: str, **params: Any) -> Array:
+    if face == "w":
+        return conv("y", left, ct, **params)
+    return conv("w", left, ct, **params) if face == "y" else conv("w", ct, left, **params)
+
+
+ad.defbilinear(_conv_p, _transpose_left, _transpose_right)
+
+
+def _merge(x: Array, dim: int, at: int) -> Array:
+    """Batch axis dim of x merged into the axis at that place (counted without it)."""
+    x = jnp.moveaxis(x, dim, at)
+    return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+
+
+def _batch(args: tuple[Array, Array], dims: tuple[Any, Any], *, face: str, **params: Any) -> tuple[Array, int]:
+    left_name, right_name, *into = _FACES[face]
+    operands, batched = [], [dim is not None for dim in dims]
+    axis = "B" if all(batched) else into[0] if batched[0] else into[1]
+    for x, dim, name in zip(args, dims, (left_name, right_name), strict=True):
+        operands.append(x if dim is None else _merge(x, dim, _AXES[name].index(axis)))
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    out, at = conv(face, *operands, **params), _AXES[face].index(axis)
+    return out.reshape(*out.shape[:at], size, out.shape[at] // size, *out.shape[at + 1 :]), at
+
+
+batching.primitive_batchers[_conv_p] = _batch

@@ -1,4 +1,6 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
+from torch.func import rearrange
+
 from torchfunc_jax.apis import (
     chunk_vmap,
     debug_unwrap,
@@ -13,10 +15,24 @@ from torchfunc_jax.apis import (
     vjp,
     vmap,
 )
+from torchfunc_jax.batch_norm_replacement import replace_all_batch_norm_modules_
 from torchfunc_jax.functional_call import functional_call, stack_module_state
 from torchfunc_jax.jit import jit
+from torchfunc_jax.make_functional import (
+    FunctionalModule,
+    FunctionalModuleWithBuffers,
+    combine_state_for_ensemble,
+    functional_init,
+    functional_init_with_buffers,
+    make_functional,
+    make_functional_deprecated_v1,
+    make_functional_with_buffers,
+    make_functional_with_buffers_deprecated_v1,
+)
 
 __all__ = [
-    "chunk_vmap", "debug_unwrap", "functional_call", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jit", "jvp", "linearize",
-    "stack_module_state", "vjp", "vmap",
+    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "functional_call",
+    "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jit",
+    "jvp", "linearize", "make_functional", "make_functional_deprecated_v1", "make_functional_with_buffers",
+    "make_functional_with_buffers_deprecated_v1", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "vjp", "vmap",
 ]

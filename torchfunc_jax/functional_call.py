@@ -12,7 +12,9 @@ from torch import nn
 from bridge import trees
 
 # A call swaps the module's attributes; two threads must not do so on the same module at once.
-_SWAPPING = threading.RLock()
+SWAPPING = threading.RLock()
+# torch's own, also after ``patch()`` has put ours in its place
+_torch_functional_call = torch.func.functional_call
 
 
 def functional_call(
@@ -48,7 +50,7 @@ def functional_call(
         >>> from torchfunc_jax import functional_call
         >>> model = torch.nn.Linear(2, 1)
         >>> functional_call(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
-        tensor([[2.]], grad_fn=...)
+        tensor([[2.]])
     """
     given = (parameter_and_buffer_dicts, args, kwargs)
     if any(isinstance(x, jax.Array) for x in trees.flatten(given)[0]):
@@ -58,8 +60,8 @@ def functional_call(
             return functional_call(module, parameters, args, kwargs, tie_weights=tie_weights, strict=strict)
 
         return plain(run)(*given)
-    with _SWAPPING:
-        return torch.func.functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+    with SWAPPING:
+        return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
 
 
 def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,18 +85,23 @@ def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dic
         >>> params["weight"].shape
         torch.Size([5, 2, 3])
     """
-    if len(models) == 0:
-        raise RuntimeError("stack_module_state: Expected at least one model, got 0.")
-    if len({m.training for m in models}) > 1:
-        raise RuntimeError("stack_module_state: Expected all models to have the same training/eval mode.")
-    if len({type(m) for m in models}) > 1:
-        raise RuntimeError("stack_module_state: Expected all models to be of the same class.")
+    check_alike(models, "stack_module_state")
     params = [dict(m.named_parameters()) for m in models]
     buffers = [dict(m.named_buffers()) for m in models]
     return (
         {k: construct_stacked_leaf([p[k] for p in params], k) for k in params[0]},
         {k: construct_stacked_leaf([b[k] for b in buffers], k) for k in buffers[0]},
     )
+
+
+def check_alike(models: Sequence[nn.Module] | nn.ModuleList, api: str) -> None:
+    """Refuse modules that cannot be members of one ensemble: none at all, other classes, other modes."""
+    if len(models) == 0:
+        raise RuntimeError(f"{api}: Expected at least one model, got 0.")
+    if len({m.training for m in models}) > 1:
+        raise RuntimeError(f"{api}: Expected all models to have the same training/eval mode.")
+    if len({type(m) for m in models}) > 1:
+        raise RuntimeError(f"{api}: Expected all models to be of the same class.")
 
 
 def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], name: str) -> torch.Tensor:
@@ -104,10 +111,20 @@ def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor
         tensors: of one shape.
         name: for the message.
 
+    Returns:
+        torch.Tensor: of shape ``[M, *shape]``.
+
     Raises:
         RuntimeError: some require grad and some do not.
 
     Source: ``torch._functorch.functional_call.construct_stacked_leaf``.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax.functional_call import construct_stacked_leaf
+        >>> construct_stacked_leaf([torch.ones(2), torch.zeros(2)], "weight")
+        tensor([[1., 1.],
+                [0., 0.]])
     """
     if len({t.requires_grad for t in tensors}) > 1:
         raise RuntimeError(f"Expected {name} from each model to have the same .requires_grad")

@@ -5,6 +5,7 @@ A new version of either that moves one of them breaks this file and no other.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,3 +105,49 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
         if not recurse:
             break
     return value
+
+
+def once_differentiable_inner(method: Any) -> Any:
+    """The backward inside ``@once_differentiable``; None where the decorator was not used (it leaves no other mark)."""
+    inner = getattr(method, "__wrapped__", None)
+    return inner if inner is not None and method.__code__.co_filename == torch.autograd.function.__file__ else None
+
+
+def vmap_info(batch_size: int, randomness: str) -> Any:
+    """The ``info`` that a Function's vmap staticmethod gets."""
+    from torch._functorch.autograd_function import VmapInfo
+
+    return VmapInfo(batch_size=batch_size, randomness=randomness)
+
+
+def perturbed(values: Any, level: Any) -> bool:
+    """Whether one of the values has a derivative at that level."""
+    return level.probe is not None and any(trace is level.probe for v in values for trace in _traces_of(v))
+
+
+# torch.autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold bound copies of it (``f = Square.apply``), so
+# replacing the attribute is not enough: the function object itself gets other code for as long as a trace is open.
+_apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_apply_code = _apply_function.__code__
+_apply_original = types.FunctionType(
+    _apply_code, _apply_function.__globals__, "apply", _apply_function.__defaults__, _apply_function.__closure__
+)
+_apply_original.__kwdefaults__ = _apply_function.__kwdefaults__
+
+
+class _Shim:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        __class__  # noqa: B018  a closure of the same size as the original's
+        from bridge.functions import apply_in_trace
+
+        return apply_in_trace(cls, *args, **kwargs)
+
+
+def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's own ``Function.apply``."""
+    return _apply_original(cls, *args, **kwargs)
+
+
+def redirect_function_apply(on: bool) -> None:
+    """Make ``Function.apply`` (bound copies too) ask ``bridge.functions`` first; off: as torch made it."""
+    _apply_function.__code__ = _Shim.apply.__code__ if on else _apply_code

@@ -182,7 +182,9 @@ _plans: dict[Any, Any] = {}
 @contextlib.contextmanager
 def root() -> Iterator[Level]:
     """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
-    with jax.enable_x64(True), push("root") as level, _Mode():
+    from bridge import functions
+
+    with jax.enable_x64(True), functions.intercepted(), push("root") as level, _Mode():
         yield level
 
 

@@ -1,7 +1,8 @@
 """Forward mode: jvp and linearize."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,19 @@ from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 
 _API = "jvp(f, primals, tangents)"
+
+
+@contextlib.contextmanager
+def _forward_mode() -> Iterator[None]:
+    """JAX's refusal to push tangents through a Function that has only a backward, in torch's words."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            "You must implement the jvp function for custom autograd.Function to use it with forward mode AD."
+        ) from error
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
@@ -84,7 +98,8 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values[:width], "jvp", finish, found, lambda meta: meta[1])
-        outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
+        with _forward_mode():
+            outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         result = found[0]
         n = len(pushed)
@@ -129,7 +144,8 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "jvp", finish, found, lambda meta: meta[1])
-        outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
+        with _forward_mode():
+            outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 

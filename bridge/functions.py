@@ -1,0 +1,409 @@
+"""torch.autograd.Function and torch.utils.checkpoint inside a trace: the user's own derivatives become JAX's custom rules.
+
+JAX would differentiate through a Function's forward; torch calls its backward (or jvp).  While a trace is open, ``Function.apply``
+comes here instead.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.utils.checkpoint
+
+from bridge import private, trees
+from bridge.autograd import conj, inexact
+from bridge.levels import Level, push, state
+from bridge.tracing import Traced, assign, value_of, wrap
+
+Function = torch.autograd.Function
+_lock = threading.Lock()
+_users = 0
+_original_checkpoint = torch.utils.checkpoint.checkpoint
+
+
+@contextmanager
+def intercepted() -> Iterator[None]:
+    """While entered (by any thread), Function.apply and checkpoint look whether their thread has a trace open."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            private.redirect_function_apply(True)
+            torch.utils.checkpoint.checkpoint = _checkpoint
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                private.redirect_function_apply(False)
+                torch.utils.checkpoint.checkpoint = _original_checkpoint
+
+
+def apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    level = state.level
+    if level is None or not any(type(a) is Traced for a in args) or _inside_torch_autograd(args, level):
+        return private.function_apply(cls, *args, **kwargs)
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return _rematerialized(args[0], args[2:], {})
+    return _Call(cls, args).run()
+
+
+def _inside_torch_autograd(args: Sequence[Any], level: Level) -> bool:
+    """torch's own autograd records inside the trace, and no transform of JAX's differentiates around it."""
+    if not torch.is_grad_enabled() or not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        return False
+    walk: Level | None = level
+    while walk is not None:
+        if walk.kind in ("grad", "jvp"):
+            return False
+        walk = walk.parent
+    return any(type(a) is Traced and a.requires_grad for a in args)
+
+
+class Context:
+    """What a Function's static methods get as ctx."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+        self._saved: tuple[Any, ...] = ()
+        self._saved_forward: tuple[Any, ...] = ()
+        self._dirty: tuple[Any, ...] = ()
+        self._constant: tuple[Any, ...] = ()
+        self._materialize = True
+        self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self._saved_forward = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        first, second = (self._saved_forward, self._saved) if self._pushing else (self._saved, self._saved_forward)
+        return first or second
+
+    saved_variables = saved_tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialize = value
+
+    def mark_shared_storage(self, *pairs: Any) -> None:
+        """Deprecated in torch, without effect there too."""
+
+
+class _Call:
+    """One call of a Function inside a trace."""
+
+    def __init__(self, cls: Any, args: tuple[Any, ...]) -> None:
+        self.cls, self.args = cls, args
+        self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+        self.new_style = cls.setup_context is not Function.setup_context
+        self.spec: Any = None
+        self.is_tensor: list[bool] = []
+        self.static: list[Any] = []
+        self.dirty: list[tuple[int, int]] = []
+        self.constant: list[bool] = []
+
+    # -- the user's methods on JAX values ----------------------------------------------------------------------------------
+    def _wrapped(self, values: Sequence[Any], level: Level) -> list[Any]:
+        args = list(self.args)
+        for i, v in zip(self.where, values, strict=True):
+            args[i] = wrap(v, self.args[i].device, level)
+        return args
+
+    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[list[Any], list[Any], Context]:
+        """Outputs, residuals (every tensor the context keeps) and the context with places where those were."""
+        flags = [False] * len(self.args)
+        for i, n in zip(self.where, needs, strict=True):
+            flags[i] = n
+        ctx = Context(tuple(flags))
+        with push("plain") as level:
+            args = self._wrapped(values, level)
+            if self.new_style:
+                out = self.cls.forward(*args)
+                self.cls.setup_context(ctx, tuple(args), out)
+            else:
+                out = self.cls.forward(ctx, *args)
+            leaves, self.spec = trees.flatten(out)
+            self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+            self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
+            outs = [x for x in leaves if isinstance(x, torch.Tensor)]
+            self.constant = [any(o is c for c in ctx._constant) or not (o.is_floating_point() or o.is_complex()) for o in outs]
+            self.dirty = [(k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o]
+            residuals: list[Any] = []
+            kept = _Kept(ctx, residuals)
+            return [value_of(o) for o in outs], residuals, kept
+
+    def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Cotangents of the tensor arguments, None where there is none; cotangents may be None."""
+        with push("plain") as level:
+            ctx = kept.restored(residuals, self.device, level)
+            cts: list[Any] = []
+            given = iter(cotangents)
+            for t, x in zip(self.is_tensor, self.static, strict=True):
+                c = next(given) if t else None
+                cts.append(wrap(conj(c), self.device, level) if c is not None else None)
+                del x
+            method = self.cls.vjp if self.cls.vjp is not Function.vjp else self.cls.backward
+            once = private.once_differentiable_inner(method)
+            grads = (once or method)(ctx, *cts)
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            if len(grads) < len(self.args):
+                raise RuntimeError(
+                    f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, got {len(grads)})"
+                )
+            out = []
+            for i in self.where:
+                g = grads[i]
+                if g is None:
+                    out.append(None)
+                    continue
+                v = conj(value_of(g))
+                if v.shape != tuple(self.args[i].shape):
+                    v = _summed(v, tuple(self.args[i].shape), self.cls.__name__)
+                out.append(_undifferentiable(v) if once else v)
+            return out
+
+    def jvp(self, kept: Any, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        with push("plain") as level:
+            ctx = kept.restored(residuals, self.device, level)
+            ctx._pushing = True
+            given = iter(tangents)
+            every = []
+            for a in self.args:
+                t = next(given) if isinstance(a, torch.Tensor) else None
+                every.append(None if t is None else wrap(t, self.device, level))
+            out = self.cls.jvp(ctx, *every)
+            leaves = list(out) if isinstance(out, tuple | list) else [out]
+            return [None if t is None else value_of(t) for t in leaves]
+
+    # -- as JAX functions with rules of their own --------------------------------------------------------------------------
+    def run(self) -> Any:
+        values = [value_of(self.args[i]) for i in self.where]
+        innermost = state.level
+        while innermost is not None and innermost.kind not in ("grad", "jvp"):
+            innermost = innermost.parent
+        has_jvp = self.cls.jvp is not Function.jvp
+        has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
+        forward_mode = innermost is not None and innermost.kind == "jvp"
+        if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
+            raise NotImplementedError(
+                f"{self.cls.__name__}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD."
+            )
+        if has_jvp and (forward_mode or not has_backward):
+            outs = self._with_jvp()(*values)
+        elif has_backward:
+            outs = self._with_vjp()(*values)
+        else:
+            outs = [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
+        return self._finish(outs)
+
+    def primal(self) -> Callable[..., Any]:
+        """The forward alone, batched by the Function's own vmap where it has one."""
+
+        def plain(*values: Any) -> list[Any]:
+            return self.forward(values, [True] * len(values))[0]
+
+        if self.cls.vmap is Function.vmap or self.cls.generate_vmap_rule:
+            return plain
+        batched = jax.custom_batching.custom_vmap(plain)
+
+        @batched.def_vmap
+        def rule(axis_size: int, in_batched: Any, *values: Any) -> Any:
+            dims = [None] * len(self.args)
+            for i, b in zip(self.where, in_batched, strict=True):
+                dims[i] = 0 if b else None
+            with push("plain") as level:
+                args = self._wrapped(values, level)
+                info = private.vmap_info(axis_size, (state.level.randomness or "error"))
+                out, out_dims = self.cls.vmap(info, tuple(dims), *args)
+                leaves, spec = trees.flatten(out)
+                flat_dims = trees.broadcast(out_dims, spec) or []
+                tensors = [(x, d) for x, d in zip(leaves, flat_dims, strict=True) if isinstance(x, torch.Tensor)]
+                moved = [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in tensors]
+                return moved, [d is not None for _, d in tensors]
+
+        return batched
+
+    def _with_vjp(self) -> Callable[..., Any]:
+        box: list[Any] = []
+        primal = self.primal()
+
+        @jax.custom_vjp
+        def f(*values: Any) -> list[Any]:
+            return primal(*values)
+
+        def fwd(*given: Any) -> tuple[list[Any], list[Any]]:
+            values = [g.value for g in given]
+            outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given])
+            box[:] = [kept]
+            # at the levels around this one the outputs again have the Function's own derivative
+            again = f(*values) if state.level is not None and _differentiated_outside() else primal(*values) if primal.__class__ is not type(fwd) else outs
+            same = {id(o): a for o, a in zip(outs, again, strict=True)}
+            return again, [same.get(id(r), r) for r in residuals]
+
+        def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+            kept = box[0]
+            zero = jax.custom_derivatives.SymbolicZero
+            cts = []
+            for c, constant in zip(cotangents, self.constant, strict=True):
+                if isinstance(c, zero):
+                    c = jnp.zeros(c.aval.shape, c.aval.dtype) if kept.materialize and not constant else None
+                cts.append(c if c is None or c.dtype != jax.dtypes.float0 else None)
+            return tuple(self.backward(kept, residuals, cts))
+
+        f.defvjp(fwd, bwd, symbolic_zeros=True)
+        return f
+
+    def _with_jvp(self) -> Callable[..., Any]:
+        primal = self.primal()
+
+        @jax.custom_jvp
+        def f(*values: Any) -> list[Any]:
+            return primal(*values)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            zero = jax.custom_derivatives.SymbolicZero
+            outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents])
+            given = [
+                (jnp.zeros(t.aval.shape, t.aval.dtype) if kept.materialize else None) if isinstance(t, zero) else t for t in tangents
+            ]
+            given = [None if t is not None and t.dtype == jax.dtypes.float0 else t for t in given]
+            pushed = self.jvp(kept, residuals, given)
+            again = f(*primals)
+            return again, [
+                jnp.zeros_like(o) if p is None and inexact(o) else jnp.zeros(o.shape, jax.dtypes.float0) if p is None else p
+                for o, p in zip(outs, pushed, strict=True)
+            ]
+
+        f.defjvp(rule, symbolic_zeros=True)
+        return f
+
+    def _finish(self, outs: Sequence[Any]) -> Any:
+        tensors = []
+        dirty = dict(self.dirty)
+        for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
+            if constant and inexact(v):
+                v = jax.lax.stop_gradient(v)
+            if k in dirty:
+                target = self.args[self.where[dirty[k]]]
+                assign(target, v)
+                tensors.append(target)
+            else:
+                tensors.append(wrap(v, self.device))
+        source = iter(tensors)
+        return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
+
+
+class _Kept:
+    """A context whose tensors have been taken out as residuals, to be put back as new tensors."""
+
+    def __init__(self, ctx: Context, residuals: list[Any]) -> None:
+        self.materialize = ctx._materialize
+        self.fields: dict[str, Any] = {}
+        for name, held in ctx.__dict__.items():
+            leaves, spec = trees.flatten(held)
+            slots = []
+            for x in leaves:
+                if isinstance(x, torch.Tensor):
+                    slots.append(len(residuals))
+                    residuals.append(value_of(x))
+                else:
+                    slots.append(None)
+            self.fields[name] = (spec, slots, [None if isinstance(x, torch.Tensor) else x for x in leaves])
+
+    def restored(self, residuals: Sequence[Any], device: torch.device, level: Level) -> Context:
+        ctx = Context(())
+        for name, (spec, slots, static) in self.fields.items():
+            leaves = [x if s is None else wrap(residuals[s], device, level) for s, x in zip(slots, static, strict=True)]
+            ctx.__dict__[name] = trees.unflatten(spec, leaves)
+        return ctx
+
+
+def _differentiated_outside() -> bool:
+    level = state.level
+    while level is not None:
+        if level.kind in ("grad", "jvp"):
+            return True
+        level = level.parent
+    return False
+
+
+def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
+    """A gradient broadcast against its input, summed back to the input's shape, as torch's engine does."""
+    try:
+        jnp.broadcast_shapes(v.shape, shape)
+    except ValueError:
+        raise RuntimeError(f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape compatible with {list(shape)}") from None
+    lead = v.ndim - len(shape)
+    v = v.sum(tuple(range(lead))) if lead > 0 else v
+    axes = tuple(i for i, (a, b) in enumerate(zip(v.shape, shape, strict=True)) if b == 1 and a != 1)
+    return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
+
+
+@jax.custom_jvp
+def _undifferentiable(v: Any) -> Any:
+    return v
+
+
+def _refuse(primals: Any, tangents: Any) -> Any:
+    if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        return primals[0], tangents[0]
+    raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+
+
+_undifferentiable.defjvp(_refuse, symbolic_zeros=True)
+
+
+# -- torch.utils.checkpoint -------------------------------------------------------------------------------------------------------
+def _checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    if state.level is None:
+        return _original_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
+        kwargs.pop(option, None)
+    return _rematerialized(function, args, kwargs)
+
+
+def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs) under jax.checkpoint: computed again in the backward pass instead of kept."""
+    from bridge.calls import Call, Result, apply
+
+    call = Call.of(args, kwargs)
+    traceable = call.traceable(function)
+
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        leaves, spec = trees.flatten(out)
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
+        return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
+
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+
+        @jax.checkpoint
+        def body(values: list[Any]) -> list[Any]:
+            with push("plain") as level:
+                result = traceable.run(level, values, finish)
+            found[:] = [result]
+            return result.values
+
+        outs = body(values)
+        return Result(outs, found[0].meta, found[0].written)
+
+    outs, (spec, static, is_tensor) = apply(compute, call.arrays, function)
+    source = iter(outs)
+    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])

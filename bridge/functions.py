@@ -112,6 +112,7 @@ class _Call:
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
         self.new_style = cls.setup_context is not Function.setup_context
+        self.own_vmap = cls.vmap is not Function.vmap and not cls.generate_vmap_rule
         self.spec: Any = None
         self.is_tensor: list[bool] = []
         self.static: list[Any] = []
@@ -138,9 +139,8 @@ class _Call:
                 self.cls.setup_context(ctx, tuple(args), out)
             else:
                 out = self.cls.forward(ctx, *args)
-            leaves, self.spec = trees.flatten(out)
-            self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-            self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
+            leaves, spec = trees.flatten(out)
+            self._note(leaves, spec)
             outs = [x for x in leaves if isinstance(x, torch.Tensor)]
             self.constant = [any(o is c for c in ctx._constant) or not (o.is_floating_point() or o.is_complex()) for o in outs]
             self.dirty = [(k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o]
@@ -148,16 +148,23 @@ class _Call:
             kept = _Kept(ctx, residuals)
             return [value_of(o) for o in outs], residuals, kept
 
+    def _note(self, leaves: list[Any], spec: Any) -> None:
+        """Remember what the outputs look like."""
+        self.spec = spec
+        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
+        if len(self.constant) != sum(self.is_tensor):
+            self.constant = [not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor)]
+
     def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Cotangents of the tensor arguments, None where there is none; cotangents may be None."""
         with push("plain") as level:
             ctx = kept.restored(residuals, self.device, level)
             cts: list[Any] = []
             given = iter(cotangents)
-            for t, x in zip(self.is_tensor, self.static, strict=True):
+            for t in self.is_tensor:
                 c = next(given) if t else None
                 cts.append(wrap(conj(c), self.device, level) if c is not None else None)
-                del x
             method = self.cls.vjp if self.cls.vjp is not Function.vjp else self.cls.backward
             once = private.once_differentiable_inner(method)
             grads = (once or method)(ctx, *cts)
@@ -205,12 +212,20 @@ class _Call:
                 f"{self.cls.__name__}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD."
             )
         if has_jvp and (forward_mode or not has_backward):
-            outs = self._with_jvp()(*values)
+            f = self._with_jvp()
         elif has_backward:
-            outs = self._with_vjp()(*values)
+            f = self._with_vjp()
         else:
-            outs = [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
-        return self._finish(outs)
+            f = self._constant
+        nearest = state.level
+        while nearest is not None and nearest.kind == "plain":
+            nearest = nearest.parent
+        if nearest is not None and nearest.kind == "vmap" and self.own_vmap:
+            f = self._batched(f)  # vmap comes first: what its rule does is what the transforms around it see
+        return self._finish(f(*values))
+
+    def _constant(self, *values: Any) -> list[Any]:
+        return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
 
     def primal(self) -> Callable[..., Any]:
         """The forward alone, batched by the Function's own vmap where it has one."""
@@ -218,9 +233,11 @@ class _Call:
         def plain(*values: Any) -> list[Any]:
             return self.forward(values, [True] * len(values))[0]
 
-        if self.cls.vmap is Function.vmap or self.cls.generate_vmap_rule:
-            return plain
-        batched = jax.custom_batching.custom_vmap(plain)
+        return self._batched(plain) if self.own_vmap else plain
+
+    def _batched(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """f with the Function's vmap staticmethod as its batching rule."""
+        batched = jax.custom_batching.custom_vmap(f)
 
         @batched.def_vmap
         def rule(axis_size: int, in_batched: Any, *values: Any) -> Any:
@@ -233,6 +250,7 @@ class _Call:
                 out, out_dims = self.cls.vmap(info, tuple(dims), *args)
                 leaves, spec = trees.flatten(out)
                 flat_dims = trees.broadcast(out_dims, spec) or []
+                self._note(leaves, spec)
                 tensors = [(x, d) for x, d in zip(leaves, flat_dims, strict=True) if isinstance(x, torch.Tensor)]
                 moved = [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in tensors]
                 return moved, [d is not None for _, d in tensors]
@@ -252,7 +270,7 @@ class _Call:
             outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given])
             box[:] = [kept]
             # at the levels around this one the outputs again have the Function's own derivative
-            again = f(*values) if state.level is not None and _differentiated_outside() else primal(*values) if primal.__class__ is not type(fwd) else outs
+            again = f(*values) if _differentiated_outside() else primal(*values) if self.own_vmap else outs
             same = {id(o): a for o, a in zip(outs, again, strict=True)}
             return again, [same.get(id(r), r) for r in residuals]
 

@@ -265,8 +265,12 @@ def aten_index_fill(x, dim, index, value):
         raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
     dim = promotion.wrap_dim(dim, x.ndim)
     base = _as_vector(x)
-    place = along(base, dim, _flat_index(index), OUT_OF_BOUNDS, wrap=True)
-    return lax.reshape(place.write(base, aten_expand(promotion.cast(value, x.dtype), place.result)), x.shape)
+    # by way of a mask, so that an index given twice counts once in value's gradient
+    hit = lax.full(base.shape[dim : dim + 1], False, np.bool_)
+    index, mode = in_range(_flat_index(index), base.shape[dim], OUT_OF_BOUNDS, dim=dim, wrap=True)
+    place = Place(hit.shape, (0,), (index,), (mode,), False)
+    hit = lax.broadcast_in_dim(place.write(hit, lax.full(place.result, True, np.bool_)), base.shape, (dim,))
+    return lax.reshape(lax.select(hit, aten_expand(promotion.cast(value, x.dtype), base.shape), base), x.shape)
 
 
 _TRIED = "out of range: tried to access index {index} on a tensor of {size} elements."
@@ -345,15 +349,24 @@ def aten_embedding_dense_backward(grad_output, indices, num_weights, padding_idx
     return Place(zeros.shape, (0,), (index,), (mode,), False).write(zeros, grad_output, add=True)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _renorm(weight, index, mode, max_norm, norm_type):
+    """The rows named by index brought to at most max_norm; to a derivative it is the identity, as PyTorch does it in no_grad."""
+    place = Place(weight.shape, (0,), (index,), (mode,), False)
+    rows = place.read(weight)
+    norm = jnp.linalg.norm(rows, norm_type, axis=1, keepdims=True)
+    # equal rows get equal values, so it does not matter which of several writes to one row wins
+    return place.write(weight, promotion.cast(jnp.where(norm > max_norm, rows * (max_norm / (norm + 1e-7)), rows), weight.dtype))
+
+
+_renorm.defjvp(lambda mode, max_norm, norm_type, primals, tangents: (_renorm(*primals, mode, max_norm, norm_type), tangents[0]))
+
+
 @lowering("aten.embedding_renorm")
 def aten_embedding_renorm(weight, indices, max_norm, norm_type):
     """embedding_renorm(Tensor self, Tensor indices, float max_norm, float norm_type) -> Tensor"""
-    place = along(weight, 0, _flat_index(lax.reshape(indices, (indices.size,))), OUT_OF_RANGE)
-    rows = place.read(weight)
-    norm = jnp.linalg.norm(rows, norm_type, axis=1, keepdims=True)
-    scale = max_norm / (norm + 1e-7)
-    # equal rows get equal values, so it does not matter which of several writes to one row wins
-    return place.write(weight, promotion.cast(jnp.where(norm > max_norm, rows * scale, rows), weight.dtype))
+    index, mode = in_range(lax.reshape(indices, (indices.size,)), weight.shape[0], OUT_OF_RANGE)
+    return _renorm(weight, index, mode, max_norm, norm_type)
 
 
 @lowering("aten.one_hot")

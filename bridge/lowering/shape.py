@@ -72,6 +72,16 @@ def aten_view_dtype(x, dtype):
     return lax.convert_element_type(x, np.bool_) if target == np.bool_ else x
 
 
+@lowering("aten.resize")
+def aten_resize(x, size, *, memory_format=None):
+    """resize(Tensor self, SymInt[] size, *, MemoryFormat? memory_format=None) -> Tensor"""
+    numel = math.prod(size)
+    flat = lax.reshape(x, (x.size,))
+    # what PyTorch leaves uninitialized is zero
+    flat = _slice(flat, 0, 0, numel) if numel <= x.size else lax.pad(flat, np.zeros((), x.dtype), [(0, numel - x.size, 0)])
+    return lax.reshape(flat, tuple(size))
+
+
 @lowering("aten.permute", "aten.permute_copy")
 def aten_permute(x, dims):
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""

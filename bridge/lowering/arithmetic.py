@@ -20,7 +20,7 @@ from .promotion import cast, is_array, is_complex, is_floating, opmath, result_d
 from .registry import lowering
 
 
-# -- add, sub, mul ----------------------------------------------------------------------------------------------------------------------
+# -- add, sub, mul ----------------------------------------------------------------------------------------------------
 def _add(a: Any, b: Any) -> Any:
     return lax.bitwise_or(a, b) if a.dtype == np.bool_ else lax.add(a, b)
 
@@ -73,7 +73,7 @@ def aten_rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
     return aten_sub(other, self, alpha=alpha)
 
 
-# -- division ---------------------------------------------------------------------------------------------------------------------------
+# -- division ---------------------------------------------------------------------------------------------------------
 def _div_floor(a: Any, b: Any) -> Any:
     if a.dtype.kind in "iub":
         quotient = lax.div(a, b)
@@ -164,7 +164,7 @@ def aten_fmod(self: Any, other: Any) -> Any:
     return _plain_fmod(self, _checked_divisor(self, other))
 
 
-# -- pow --------------------------------------------------------------------------------------------------------------------------------
+# -- pow --------------------------------------------------------------------------------------------------------------
 def _int_pow(base: Any, exponent: Any) -> Any:
     """base ** exponent by squaring, wrapping around; a negative exponent gives 1/base**n truncated, as torch does."""
     one, zero = like(1, base), number(0, base.dtype)
@@ -250,7 +250,7 @@ def aten_pow_of_scalar(self: Any, exponent: Any) -> Any:
     return aten_pow(self, exponent)
 
 
-# -- the larger, the smaller, clamp -------------------------------------------------------------------------------------------------------
+# -- the larger, the smaller, clamp -----------------------------------------------------------------------------------
 def _fmax(a: Any, b: Any) -> Any:
     if a.dtype.kind in "iub":
         return lax.max(a, b)
@@ -306,7 +306,7 @@ def aten_clamp_max(self: Any, max: Any) -> Any:
     return aten_clamp(self, None, max)
 
 
-# -- three operands -----------------------------------------------------------------------------------------------------------------------
+# -- three operands ---------------------------------------------------------------------------------------------------
 def _ternary(fn: Callable) -> Callable:
     """fn(a, b, c, number) of arrays of one dtype and shape, fused, with promotion and broadcasting; in float32 for half types."""
 

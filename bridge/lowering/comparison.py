@@ -18,7 +18,7 @@ for _name, _fn in _COMPARISONS.items():
     lowering(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(binary(_fn, boolean=True, primitive=True))
 
 
-# -- logic: operands keep their own dtypes, only their truth counts -----------------------------------------------------------------------
+# -- logic: operands keep their own dtypes, only their truth counts ---------------------------------------------------
 def _logical(fn: Callable) -> Callable:
     @fused
     def mixed(a: Any, b: Any) -> Any:
@@ -31,7 +31,7 @@ for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitw
     lowering(f"aten.logical_{_name}")(_logical(_fn))
 
 
-# -- bits -----------------------------------------------------------------------------------------------------------------------------------
+# -- bits -------------------------------------------------------------------------------------------------------------
 def _integral(name: str, fn: Callable, bools: bool = True) -> Callable:
     def checked(a: Any, b: Any) -> Any:
         if a.dtype.kind not in ("iub" if bools else "iu"):
@@ -71,7 +71,7 @@ lowering("aten.gcd")(_integral("gcd", jnp.gcd, bools=False))
 lowering("aten.lcm")(_integral("lcm", jnp.lcm, bools=False))
 
 
-# -- selection ------------------------------------------------------------------------------------------------------------------------------
+# -- selection --------------------------------------------------------------------------------------------------------
 @functools.partial(fused, static_argnums=3)
 def _where(mask: Any, a: Any, b: Any, dtype: np.dtype) -> Any:
     mask, a, b = align(cast(mask, np.bool_), cast(a, dtype), cast(b, dtype))

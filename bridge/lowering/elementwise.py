@@ -20,7 +20,7 @@ from .promotion import is_complex, promote
 from .registry import lowering
 
 
-# -- functions that lax lacks, or whose values or derivatives differ from torch's ------------------------------------------------------
+# -- functions that lax lacks, or whose values or derivatives differ from torch's -------------------------------------
 def _log_base(base: int) -> Callable:
     scale = 1 / math.log(base)
 
@@ -192,7 +192,7 @@ for _name, _fn in _ANY.items():
     lowering(f"aten.{_name}")(_fn)
 
 
-# -- with options ----------------------------------------------------------------------------------------------------------------------
+# -- with options -----------------------------------------------------------------------------------------------------
 @lowering("aten.round.decimals")
 def aten_round_decimals(self: Any, *, decimals: int) -> Any:
     """round.decimals(Tensor self, *, int decimals) -> Tensor"""
@@ -244,7 +244,7 @@ def _frexp(x: Any) -> tuple[Any, Any]:
     return lax.mul(lax.mul(x, scale[0]), scale[1]), exponent
 
 
-# -- derivatives as operators: torch's autograd calls these when it runs inside a trace ---------------------------------------------------
+# -- derivatives as operators: torch's autograd calls these when it runs inside a trace -------------------------------
 @lowering("aten.sigmoid_backward")
 def aten_sigmoid_backward(grad_output: Any, output: Any) -> Any:
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""

@@ -1,0 +1,202 @@
+"""Special functions: error functions and the normal distribution, gamma family, zeta, entropy-like products, logit, sinc.
+
+Bessel and Airy functions are in special_bessel.py, orthogonal polynomials in special_polynomials.py.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.scipy.special as jsp
+import numpy as np
+from jax import lax
+
+from .chebyshev import ERFCX, clenshaw
+from .pointwise import binary, choose, fused, like, number, unary
+from .promotion import cast, default_float, opmath
+from .registry import lowering
+
+
+def _scaled(x: Any, factor: float) -> Any:
+    return lax.mul(x, number(factor, x.dtype))
+
+
+# -- error functions --------------------------------------------------------------------------------------------------
+@jax.custom_jvp
+def _erfcx(x: Any) -> Any:
+    """exp(x**2) erfc(x): (1 + 2x) times it is smooth in (x - 3.75)/(x + 3.75) for x >= 0 (Shepherd and Laframboise, 1981)."""
+    size = lax.min(lax.abs(x), number(1e18 if x.dtype == np.float32 else 1e150, x.dtype))
+    shift = number(3.75, x.dtype)
+    t = lax.div(lax.sub(size, shift), lax.add(size, shift))
+    right = lax.div(clenshaw(ERFCX, t), lax.add(_scaled(size, 2), number(1, x.dtype)))
+    left = lax.sub(_scaled(lax.exp(lax.mul(x, x)), 2), right)
+    return choose(lax.ne(x, x), math.nan, lax.select_n(lax.lt(x, number(0, x.dtype)), right, left))
+
+
+@_erfcx.defjvp
+def _erfcx_jvp(primals: tuple, tangents: tuple) -> tuple:
+    y = _erfcx(*primals)
+    slope = lax.sub(_scaled(lax.mul(primals[0], y), 2), number(2 / math.sqrt(math.pi), y.dtype))
+    return y, lax.mul(slope, tangents[0])
+
+
+def _ndtr(x: Any) -> Any:
+    return _scaled(lax.erfc(_scaled(x, -math.sqrt(0.5))), 0.5)
+
+
+# -- gamma family -----------------------------------------------------------------------------------------------------
+@jax.custom_jvp
+def _digamma(x: Any) -> Any:
+    """Digamma with torch's poles: -inf at 0, inf at -0, NaN at negative integers."""
+    pole = choose(lax.eq(x, number(0, x.dtype)), lax.div(like(-1, x), x), lax.digamma(x))
+    negative_integer = lax.bitwise_and(lax.lt(x, number(0, x.dtype)), lax.eq(x, lax.floor(x)))
+    return choose(negative_integer, math.nan, pole)
+
+
+_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), lax.mul(_polygamma_at(1, primals[0]), tangents[0])))
+
+
+def _trigamma(x: Any) -> Any:
+    """zeta(2, x), and for negative x by reflection: pi**2 / sin(pi x)**2 - trigamma(1 - x)."""
+    one, half = number(1, x.dtype), number(0.5, x.dtype)
+    reflected = lax.lt(x, half)
+    y = lax.select_n(reflected, x, lax.sub(one, x))
+    value = lax.zeta(like(2, x), y)
+    sine = lax.sin(_scaled(lax.sub(x, lax.round(x)), math.pi))
+    ratio = lax.div(like(math.pi, x), sine)
+    return lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _polygamma_at(n: int, x: Any) -> Any:
+    if n == 0:
+        return _digamma(x)
+    if n == 1:
+        return _trigamma(x)
+    scale = (-1.0) ** (n + 1) * math.exp(math.lgamma(n + 1))
+    return _scaled(_zeta(like(n + 1, x), x), scale)
+
+
+@_polygamma_at.defjvp
+def _polygamma_jvp(n: int, primals: tuple, tangents: tuple) -> tuple:
+    return _polygamma_at(n, *primals), lax.mul(_polygamma_at(n + 1, *primals), tangents[0])
+
+
+@lowering("aten.polygamma")
+def aten_polygamma(n: int, self: Any) -> Any:
+    """polygamma(int n, Tensor self) -> Tensor"""
+    if n < 0:
+        raise RuntimeError(f"n: polygamma(n, x) does not support negative n, got {n}")
+    return _polygamma(n, cast(self, default_float()) if self.dtype.kind in "iub" else self)
+
+
+@functools.partial(fused, static_argnums=0)
+def _polygamma(n: int, x: Any) -> Any:
+    return cast(_polygamma_at(n, cast(x, opmath(x.dtype))), x.dtype)
+
+
+@jax.custom_jvp
+def _zeta(x: Any, q: Any) -> Any:
+    pole = lax.bitwise_and(lax.le(q, number(0, q.dtype)), lax.eq(q, lax.floor(q)))
+    inside = lax.bitwise_and(pole, lax.gt(x, number(1, x.dtype)))
+    return choose(inside, math.inf, lax.zeta(x, q))
+
+
+@_zeta.defjvp
+def _zeta_jvp(primals: tuple, tangents: tuple) -> tuple:
+    """In q only: the derivative in x has no closed form (torch has none either)."""
+    x, q = primals
+    y = _zeta(x, q)
+    slope = lax.neg(lax.mul(x, _zeta(lax.add(x, number(1, x.dtype)), q)))
+    return y, lax.mul(slope, tangents[1])
+
+
+# -- products with a logarithm ----------------------------------------------------------------------------------------
+def _times_log(log: Any, at: float) -> Any:
+    """x * log(y), 0 where x is 0 unless y is NaN; there its derivative is torch's: 0 in x where log(y) is not finite."""
+
+    @jax.custom_jvp
+    def product(x: Any, y: Any) -> Any:
+        zero = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.eq(y, y))
+        return choose(zero, 0, lax.mul(x, log(choose(zero, 1, y))))
+
+    @product.defjvp
+    def jvp(primals: tuple, tangents: tuple) -> tuple:
+        x, y = primals
+        bound = number(at, x.dtype)
+        flat = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.le(y, bound))
+        slope_x = choose(flat, 0, log(choose(flat, 1, y)))
+        slope_y = lax.div(x, lax.sub(y, bound))
+        return product(x, y), lax.add(lax.mul(slope_x, tangents[0]), lax.mul(slope_y, tangents[1]))
+
+    return product
+
+
+def _entr(x: Any) -> Any:
+    """-x log(x); 0 at 0, -inf below."""
+    zero = number(0, x.dtype)
+    positive = lax.gt(x, zero)
+    y = lax.neg(lax.mul(x, lax.log(x)))
+    return lax.select_n(positive, choose(lax.lt(x, zero), -math.inf, choose(lax.eq(x, zero), 0, x)), y)
+
+
+@jax.custom_jvp
+def _sinc(x: Any) -> Any:
+    zero = lax.eq(x, number(0, x.dtype))
+    angle = _scaled(choose(zero, 1, x), math.pi)
+    return choose(zero, 1, lax.div(lax.sin(angle), angle))
+
+
+@_sinc.defjvp
+def _sinc_jvp(primals: tuple, tangents: tuple) -> tuple:
+    x = primals[0]
+    zero = lax.eq(x, number(0, x.dtype))
+    safe = choose(zero, 1, x)
+    slope = choose(zero, 0, lax.div(lax.sub(lax.cos(_scaled(safe, math.pi)), _sinc(safe)), safe))
+    return _sinc(x), lax.mul(slope, tangents[0])
+
+
+@lowering("aten.logit")
+def aten_logit(self: Any, eps: float | None = None) -> Any:
+    """logit(Tensor self, float? eps=None) -> Tensor"""
+    return _logit(cast(self, default_float()) if self.dtype.kind in "iub" else self, eps)
+
+
+@functools.partial(fused, static_argnums=1)
+def _logit(x: Any, eps: float | None) -> Any:
+    wide = cast(x, opmath(x.dtype))
+    if eps is not None:
+        low, high = number(eps, wide.dtype), number(1 - eps, wide.dtype)
+        wide = choose(lax.gt(wide, high), high, choose(lax.lt(wide, low), low, wide))
+    return cast(lax.log(lax.div(wide, lax.sub(number(1, wide.dtype), wide))), x.dtype)
+
+
+# name -> function of one floating array
+_UNARY = {
+    "digamma": _digamma,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "erfinv": lax.erf_inv,
+    "lgamma": lax.lgamma,
+    "sinc": _sinc,
+    "special_entr": _entr,
+    "special_erfcx": _erfcx,
+    "special_log_ndtr": jsp.log_ndtr,
+    "special_ndtr": _ndtr,
+    "special_ndtri": jsp.ndtri,
+}
+# name -> function of two floating arrays; Python numbers may stand for either
+_BINARY = {
+    "igamma": lax.igamma,
+    "igammac": lax.igammac,
+    "special_xlog1py": _times_log(lax.log1p, -1),
+    "special_zeta": _zeta,
+    "xlogy": _times_log(lax.log, 0),
+}
+for _name, _fn in _UNARY.items():
+    lowering(f"aten.{_name}")(unary(_fn, wide=True))
+for _name, _fn in _BINARY.items():
+    _kinds = ("", ".Tensor", ".Scalar_Other", ".Scalar_Self", ".other_scalar", ".self_scalar")
+    lowering(*(f"aten.{_name}{kind}" for kind in _kinds))(binary(_fn, floating=True))

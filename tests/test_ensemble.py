@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchfunc_jax import plots
-from torchfunc_jax.ensemble import DigitNet, Settings, Training, batches, calibration, find_device, jitter, load_digits, report
+from torchfunc_jax.ensemble import DigitNet, Settings, Training, batches, calibration, jitter, load_digits, report
 
 SMALL = Settings(members=3, epochs=3, batch_size=256)
 
@@ -56,8 +56,8 @@ def test_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="device: JAX has no 'abacus' here"):
-        find_device("abacus")
+    with pytest.raises(ValueError, match="device: no JAX device 'abacus'"):
+        Training(Settings(members=1, device="abacus"))
 
 
 def test_the_first_step_agrees(result: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def test_both_train_the_same_networks(training: Training, result: dict[str, Any]
     ours, theirs = (np.array(training.losses[name]) for name in ("torchfunc_jax", "torch.func"))
     assert ours.shape == theirs.shape == (15, 3)
     np.testing.assert_allclose(ours, theirs, rtol=1e-2)
-    assert ours[-1].mean() < ours[0].mean() / 2
+    assert ours[-1].mean() < 0.8 * ours[0].mean()
     a, b = (result["systems"][name]["test_accuracy"] for name in ("torchfunc_jax", "torch.func"))
     assert abs(a["mean_member"] - b["mean_member"]) <= 0.01 and abs(a["vote"] - b["vote"]) <= 0.01
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchfunc_jax
+from bridge import devices
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
 Batch = tuple[torch.Tensor, torch.Tensor]  # images [B, 1, 8, 8], labels [B]
@@ -199,12 +200,12 @@ class OnJax:
             return optax.apply_updates(params, updates), state, losses
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        self._gradients = jax.jit(loss)
-        self._logits = jax.jit(members_logits(torchfunc_jax, model))
+        self._gradients = torchfunc_jax.jit(loss)
+        self._logits = torchfunc_jax.jit(members_logits(torchfunc_jax, model))
 
     def _put(self, tree: Any) -> Any:
         # a copy: the program may reuse the memory of what it is given, and torch must not see that
-        return jax.tree.map(lambda t: jax.device_put(np.array(t), self._device), tree)
+        return jax.tree.map(lambda t: jax.device_put(t.numpy().copy(), self._device), tree)
 
     def step(self, batch: Batch) -> np.ndarray:
         self._params, self._state, losses = self._step(self._params, self._state, *self._put(batch))
@@ -293,7 +294,7 @@ class Training:
             self.members = [DigitNet() for _ in range(settings.members)]
         stacked, _ = torchfunc_jax.stack_module_state(self.members)
         self.initial = {k: v.detach() for k, v in stacked.items()}
-        self.device = find_device(settings.device)
+        self.device = jax.devices()[0] if settings.device is None else devices.find(settings.device)
         rates = learning_rates(settings, self.steps)
         self.systems: dict[str, System] = {"torchfunc_jax": OnJax(DigitNet(), self.initial, rates, self.device)}
         if settings.compare:
@@ -327,19 +328,6 @@ class Training:
         torch.save(states, part)
         os.replace(part, path)
         return path
-
-
-def find_device(name: str | None) -> jax.Device:
-    """JAX's first device of this platform; its default device for None.
-
-    Raises:
-        ValueError: JAX has none.
-    """
-    try:
-        return jax.devices("gpu" if name == "cuda" else name)[0]
-    except RuntimeError as error:
-        known = sorted({d.platform for d in jax.devices()})
-        raise ValueError(f"device: JAX has no {name!r} here, only {known}") from error
 
 
 # ---- what came out ----------------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     _title(axes, "Loss of every member", "thin: one member; moving average of 15 steps")
-    axes.legend(frameon=False, loc="upper right")
+    if axes.lines:
+        axes.legend(frameon=False, loc="upper right")
     _bare(axes)
 
 

@@ -1,0 +1,38 @@
+"""Every notebook runs from top to bottom: small here, as it is among the slow tests."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+
+#: What replaces the cell tagged "parameters", so that a run takes seconds.
+SMALL = {"ensembling": "members, epochs, batch_size, seed = 3, 2, 256, 0"}
+
+
+def execute(path: Path, parameters: str | None = None) -> nbformat.NotebookNode:
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if parameters and "parameters" in cell.metadata.get("tags", ()):
+            cell.source = parameters
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    return notebook
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_runs(path: Path) -> None:
+    execute(path, SMALL.get(path.stem))
+
+
+@pytest.mark.slow
+def test_ensembling_keeps_its_promises() -> None:
+    notebook = execute(next(p for p in NOTEBOOKS if p.stem == "ensembling"))
+    printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
+    votes = [float(v) for v in re.findall(r"vote ([\d.]+)%", printed)]
+    members = [float(v) for v in re.findall(r"mean member ([\d.]+)%", printed)]
+    assert len(votes) == 2 and min(votes) >= 97
+    assert abs(votes[0] - votes[1]) <= 1 and abs(members[0] - members[1]) <= 1

@@ -1,0 +1,30 @@
+"""The Python examples in the Markdown files run, and print what their comments say."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    namespace: dict[str, object] = {"__name__": "example"}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+        printed = capsys.readouterr().out.splitlines()
+        promised = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+        if promised:
+            assert len(printed) == len(promised), block
+        for line, promise in zip(printed, promised, strict=False):
+            assert promise.split(": ")[0] == line, f"{page}: {promise!r} is promised, {line!r} is printed"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in ["CONTRIBUTING.md", *PAGES]:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text()):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"

@@ -134,17 +134,27 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((0,), (0,))), preferred_element_type=opmath(a.dtype))
 
 
+def _inward(x: Array) -> Array:
+    """(n, G, C, ...) -> (G, C, n, ...).  A reshape where n is 1, for XLA may copy what a transpose leaves in place."""
+    return x.reshape(*x.shape[1:3], 1, *x.shape[3:]) if x.shape[0] == 1 else jnp.moveaxis(x, 0, 2)
+
+
+def _outward(x: Array) -> Array:
+    """(G, C, n, ...) -> (n, G, C, ...)."""
+    return x.reshape(1, *x.shape[:2], *x.shape[3:]) if x.shape[2] == 1 else jnp.moveaxis(x, 2, 0)
+
+
 def _columns(x: Array, geometry: Geometry) -> Array:
     """Images (n, G, C, *image) as a matrix (G, taps * C, n * out)."""
     n, g, c = x.shape[:3]
-    x = jnp.moveaxis(x, 0, 2)
+    x = _inward(x)
     taps = [tap.reshape(g, c, n * math.prod(geometry.out)) for tap in _taps(x, geometry)]
     return jnp.concatenate(taps, 1) if len(taps) > 1 else taps[0]
 
 
 def _images_to_rows(y: Array) -> Array:
     """(n, G, O, *out) -> (G, O, n * out)."""
-    return jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1)
+    return _inward(y).reshape(*y.shape[1:3], -1)
 
 
 def _kernel_to_rows(w: Array) -> Array:
@@ -163,6 +173,8 @@ def _mapped(fn: Callable[..., Array], chunk: int, *operands: Array) -> Array:
     n = operands[0].shape[0]
     if chunk == n:
         return fn(*operands)
+    if chunk == 1:
+        return lax.map(lambda args: fn(*(a[None] for a in args))[0], operands)
     parts = lax.map(lambda args: fn(*args), tuple(a.reshape(n // chunk, chunk, *a.shape[1:]) for a in operands))
     return parts.reshape(n, *parts.shape[2:])
 
@@ -172,7 +184,7 @@ def _product_y(x: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
 
     def some(x: Array) -> Array:
         y = _dot(rows, _columns(x, geometry), (2, 1)).astype(x.dtype)
-        return jnp.moveaxis(y.reshape(*y.shape[:2], x.shape[0], *geometry.out), 2, 0)
+        return _outward(y.reshape(*y.shape[:2], x.shape[0], *geometry.out))
 
     return _mapped(some, chunk, x)
 
@@ -184,7 +196,7 @@ def _product_x(y: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
         columns = _dot(rows, _images_to_rows(y), (1, 1))
         columns = columns.reshape(w.shape[0], taps, w.shape[2], y.shape[0], *geometry.out)
         x = _untaps([columns[:, k] for k in range(taps)], geometry)
-        return jnp.moveaxis(x.astype(y.dtype), 2, 0)
+        return _outward(x.astype(y.dtype))
 
     return _mapped(some, chunk, y)
 
@@ -234,6 +246,8 @@ def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, pr
     one = functools.partial(product, geometry=geometry, chunk=images)
     if sizes["B"] == 1:
         return one(left[0], right[0])[None]
+    if kernels == 1:
+        return lax.map(lambda args: one(*args), (left, right))
     return _mapped(jax.vmap(one), kernels, left, right)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -129,9 +129,23 @@ def _taps(x: Array, dim: int, axis: Axis, fill: float | None) -> list[Array]:
 
 
 # -- max pooling ------------------------------------------------------------------------------------------------------
+def _lowest(dtype: np.dtype) -> float:
+    return -jnp.inf if is_floating(dtype) else int(jnp.iinfo(dtype).min)
+
+
+def _reduce_windows(x: Array, fn: Callable[[Array, Array], Array], initial: float, axes: _Axes) -> Array:
+    """XLA's own reduction of regular windows over the last dimensions."""
+    lead = (1,) * (x.ndim - len(axes))
+    paddings = [(0, 0)] * len(lead)
+    for a in axes:
+        paddings.append((a.padding, (a.out - 1) * a.stride + (a.kernel - 1) * a.dilation + 1 - a.size - a.padding))
+    spans = [(*lead, *(getattr(a, name) for a in axes)) for name in ("kernel", "stride", "dilation")]
+    return lax.reduce_window(x, np.asarray(initial, x.dtype), fn, *spans[:2], paddings, window_dilation=spans[2])
+
+
 def _max_windows(x: Array, axes: _Axes) -> tuple[Array, Array]:
     """The greatest value of each window over the last dimensions, and its int32 flat index into them."""
-    lowest = -jnp.inf if is_floating(x) else int(jnp.iinfo(x.dtype).min)
+    lowest = _lowest(x.dtype)
     n, inner, place = len(axes), 1, None
     for i in reversed(range(n)):
         axis, dim = axes[i], x.ndim - n + i
@@ -153,7 +167,11 @@ def _max_windows(x: Array, axes: _Axes) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _max_pool(x: Array, axes: _Axes) -> tuple[Array, Array]:
-    return _max_windows(x, axes)
+    values, place = _max_windows(x, axes)
+    if any(axis.adaptive for axis in axes):
+        return values, place
+    # the same values, from an operation that XLA does not repeat in each place that reads them
+    return _reduce_windows(x, lax.max, _lowest(x.dtype), axes), place
 
 
 @_max_pool.defjvp
@@ -272,14 +290,13 @@ def _sum_windows(x: Array, axes: _Axes) -> Array:
         x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(a.out * a.kernel for a in axes)))
         split = [size for a in axes for size in (a.out, a.kernel)]
         return jnp.sum(x.reshape(*x.shape[:lead], *split), [lead + 2 * i + 1 for i in range(len(axes))], dtype=x.dtype)
+    if not any(axis.adaptive for axis in axes):
+        return _reduce_windows(x, lax.add, 0, axes)
     for i, axis in enumerate(axes):
-        if axis.adaptive or axis.kernel > 16:
-            at = axis.coordinates()
-            member = np.zeros((axis.size, axis.out), x.dtype)
-            member[at[at >= 0], np.nonzero(at >= 0)[1]] = 1
-            x = jnp.moveaxis(jnp.tensordot(x, member, (lead + i, 0), precision="highest"), -1, lead + i)
-        else:
-            x = functools.reduce(lax.add, _taps(x, lead + i, axis, 0))
+        at = axis.coordinates()
+        member = np.zeros((axis.size, axis.out), x.dtype)
+        member[at[at >= 0], np.nonzero(at >= 0)[1]] = 1
+        x = jnp.moveaxis(jnp.tensordot(x, member, (lead + i, 0), precision="highest"), -1, lead + i)
     return x
 
 

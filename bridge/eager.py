@@ -31,10 +31,23 @@ class _Local(threading.local):
 local = _Local()
 
 
+class Unread:
+    """A view nobody has read yet, as an argument: computed inside the piece that needs it instead of by one of its own."""
+
+    __slots__ = ("read", "root", "views")
+
+    def __init__(self, root: Any, views: tuple[Any, ...], read: Callable[[], Any]) -> None:
+        self.root, self.views, self.read = root, views, read
+
+
+def _read(args: Any) -> Any:
+    return [x.read() if type(x) is Unread else x for x in args]
+
+
 def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """lower(*args, **kwargs), compiled as one piece where that is possible and pays."""
     if state.level.root.staged or kwargs or func in _never:
-        return lower(*args, **kwargs)
+        return lower(*_read(args), **kwargs)
     arrays: list[Any] = []
     try:
         static = tuple([_static(x, arrays) for x in args])
@@ -42,9 +55,9 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         key = (func, static, torch.get_default_dtype(), torch.get_float32_matmul_precision())
         piece = _seen.get(key)
     except TypeError:  # an unhashable argument
-        return lower(*args, **kwargs)
+        return lower(*_read(args))
     if piece is None:
-        out = lower(*args)
+        out = lower(*_read(args))
         if all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
             if len(_seen) >= _LIMIT:
                 _seen.clear()
@@ -60,7 +73,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
         _never.add(func)
         local.compiling = False
-        return lower(*args)
+        return lower(*_read(args))
     finally:
         local.compiling = False
 
@@ -75,6 +88,9 @@ def _static(x: Any, arrays: list[Any]) -> Any:
         return _Array
     if type(x) is list or type(x) is tuple:
         return (type(x), *[_static(v, arrays) for v in x])
+    if type(x) is Unread:
+        arrays.append(x.root)
+        return (Unread, x.views)
     return (type(x), x)
 
 
@@ -91,4 +107,9 @@ def _fill(s: Any, source: Any) -> Any:
         return next(source)
     if s[0] is list or s[0] is tuple:
         return s[0](_fill(v, source) for v in s[1:])
+    if s[0] is Unread:
+        value = next(source)
+        for view in s[1]:
+            value = view.lowering(value, *view.args)
+        return value
     return s[1]

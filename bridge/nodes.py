@@ -46,6 +46,12 @@ class View:
     def forward(self, base: Any) -> Any:
         return eager.run(self.func, self.lowering, (base, *self.args), self.kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and self.func is other.func and self.args == other.args and self.kwargs == other.kwargs
+
+    def __hash__(self) -> int:
+        return hash((self.func, _hashable(self.args)))
+
     def inverse(self, base: Any, value: Any) -> Any:
         rule = _INVERSES.get(self.func)
         if rule is not None:
@@ -53,6 +59,31 @@ class View:
         index = self.forward(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape))
         flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
         return flat.reshape(base.shape)
+
+
+def _hashable(x: Any) -> Any:
+    return tuple(_hashable(v) for v in x) if isinstance(x, list | tuple) else x
+
+
+def unread(node: Node, level: Any) -> eager.Unread | None:
+    """A view that was not computed yet, with its operators in order; None where it was, or where its operators take keywords."""
+    if node.parent is None or node.seen == node.root.version:
+        return None
+    views = []
+    while node.parent is not None and node.seen != node.root.version:
+        if node.view.kwargs:
+            return None
+        views.append(node.view)
+        node = node.parent
+    first, start = node, tuple(reversed(views))
+
+    def compute() -> Any:
+        value = read(first, level)
+        for view in start:
+            value = view.forward(value)
+        return value
+
+    return eager.Unread(read(first, level), start, compute)
 
 
 def read(node: Node, level: Any) -> Any:

@@ -19,7 +19,7 @@ from bridge.errors import DataDependentError, NoLoweringError, at_line
 from bridge.levels import state
 from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS
-from bridge.nodes import Node, View
+from bridge.nodes import Node, View, read, unread
 from bridge.tracing import Traced, concrete, lift, node_of, assign, traced_python, unknown_value, value_of, wrap
 
 aten = torch.ops.aten
@@ -53,6 +53,15 @@ def _value(x: Any) -> Any:
     return value_of(x) if isinstance(x, torch.Tensor) else x
 
 
+def _operand(t: Traced) -> Any:
+    """A traced tensor's value, or, outside of compilation, the view that it is and nobody has read."""
+    node = t.node
+    if node.parent is None or node.level.closed:
+        return _value(t)
+    found = unread(node, state.level)
+    return read(node, state.level) if found is None else found
+
+
 def _device(args: Any, kwargs: dict[str, Any]) -> torch.device:
     given = kwargs.get("device")
     if given is not None:
@@ -78,7 +87,8 @@ def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
     """An operator that only computes."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = [_value(x) for x in args]
+        staged = state.level.root.staged
+        values = [_value(x) if staged or type(x) is not Traced else _operand(x) for x in args]
         try:
             out = eager.run(func, lower, values, {k: _value(v) for k, v in kwargs.items()} if kwargs else kwargs)
         except Exception as error:

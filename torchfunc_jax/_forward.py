@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import trees
+from bridge import private, trees
 from bridge.calls import Result, apply, is_array
+from bridge.levels import state
+from bridge.tracing import value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 
@@ -91,6 +93,10 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
         aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
         leaves, out_spec = trees.flatten(out)
         _args.non_empty_tensors(leaves, _API)
+        if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in leaves):
+            raise RuntimeError(
+                "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with strict=True."
+            )
         return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
 
     width = len(target.call.where)

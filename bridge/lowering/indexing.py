@@ -1,17 +1,16 @@
-"""x[indices] and x[indices] = values with tensors, index_select and its kin, embedding tables.  Each is one gather or scatter.
+"""x[indices] and x[indices] = values with tensors, index_select and its kin, take and put.  Each is one gather or scatter.
 
 Indices that are known now are checked, and raise IndexError as in PyTorch.  Where they are not (jit, or mapped by vmap), a read
-out of range gives NaN (the least integer) and a write there is dropped.  gather and scatter along a dim live in scattering.py.
+out of range gives NaN (the least integer) and a write there is dropped.  gather and scatter along a dim live in
+scattering.py, embedding tables in embedding.py.
 """
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -297,87 +296,3 @@ def aten_put(x, index, source, accumulate=False):
         raise RuntimeError(f"put_(): self and source expected to have the same dtype, but got {x.dtype} and {source.dtype}")
     flat, place = _flat_place(x, index)
     return lax.reshape(place.write(flat, lax.reshape(source, index.shape), add=accumulate), x.shape)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _embed(weight, index, scale, mode, padding_idx):
-    """Rows of weight.  Its gradient passes over the padding row, and weighs each row by scale where that is given."""
-    return Place(weight.shape, (0,), (index,), (mode,), False).read(weight)
-
-
-@_embed.defjvp
-def _embed_jvp(mode, padding_idx, primals, tangents):
-    weight, index, scale = primals
-    rows = Place(weight.shape, (0,), (index,), (mode,), False).read(tangents[0])
-    spread = functools.partial(lax.broadcast_in_dim, shape=rows.shape, broadcast_dimensions=tuple(range(index.ndim)))
-    if scale is not None:
-        rows = rows * spread(scale)
-    if padding_idx >= 0:
-        rows = lax.select(spread(lax.eq(index, lax.full_like(index, padding_idx))), lax.full_like(rows, 0), rows)
-    return _embed(weight, index, scale, mode, padding_idx), rows
-
-
-@lowering("aten.embedding")
-def aten_embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor"""
-    if weight.ndim != 2:
-        raise RuntimeError(f"'weight' must be 2-D, got {weight.ndim} dimensions")
-    index, mode = in_range(indices, weight.shape[0], OUT_OF_RANGE)
-    scale = _per_row(weight, index, mode) if scale_grad_by_freq else None
-    if padding_idx < 0 and scale is None:
-        return Place(weight.shape, (0,), (index,), (mode,), False).read(weight)
-    return _embed(weight, index, scale, mode, padding_idx)
-
-
-def _per_row(weight, index, mode):
-    """One over how often each index occurs."""
-    place = Place(weight.shape[:1], (0,), (index,), (mode,), False)
-    counts = place.write(lax.full(weight.shape[:1], 0, weight.dtype), lax.full(index.shape, 1, weight.dtype), add=True)
-    return 1 / place.read(counts)
-
-
-@lowering("aten.embedding_dense_backward")
-def aten_embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
-    """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, ...) -> Tensor"""
-    index, mode = in_range(indices, num_weights, OUT_OF_RANGE)
-    zeros = lax.full((num_weights, *grad_output.shape[indices.ndim :]), 0, grad_output.dtype)
-    spread = functools.partial(lax.broadcast_in_dim, shape=grad_output.shape, broadcast_dimensions=tuple(range(index.ndim)))
-    if scale_grad_by_freq:
-        grad_output = grad_output * spread(_per_row(zeros, index, mode))
-    if padding_idx >= 0:
-        grad_output = lax.select(spread(lax.eq(index, lax.full_like(index, padding_idx))), lax.full_like(grad_output, 0), grad_output)
-    return Place(zeros.shape, (0,), (index,), (mode,), False).write(zeros, grad_output, add=True)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _renorm(weight, index, mode, max_norm, norm_type):
-    """The rows named by index brought to at most max_norm; to a derivative it is the identity, as PyTorch does it in no_grad."""
-    place = Place(weight.shape, (0,), (index,), (mode,), False)
-    rows = place.read(weight)
-    norm = jnp.linalg.norm(rows, norm_type, axis=1, keepdims=True)
-    # equal rows get equal values, so it does not matter which of several writes to one row wins
-    return place.write(weight, promotion.cast(jnp.where(norm > max_norm, rows * (max_norm / (norm + 1e-7)), rows), weight.dtype))
-
-
-_renorm.defjvp(lambda mode, max_norm, norm_type, primals, tangents: (_renorm(*primals, mode, max_norm, norm_type), tangents[0]))
-
-
-@lowering("aten.embedding_renorm")
-def aten_embedding_renorm(weight, indices, max_norm, norm_type):
-    """embedding_renorm(Tensor self, Tensor indices, float max_norm, float norm_type) -> Tensor"""
-    index, mode = in_range(lax.reshape(indices, (indices.size,)), weight.shape[0], OUT_OF_RANGE)
-    return _renorm(weight, index, mode, max_norm, norm_type)
-
-
-@lowering("aten.one_hot")
-def aten_one_hot(x, num_classes=-1):
-    """one_hot(Tensor self, int num_classes=-1) -> Tensor"""
-    if x.dtype != np.int64:
-        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {dtypes.to_torch(x.dtype)}")
-    if num_classes < 0:
-        values = promotion.concrete(x)
-        if not values.size:
-            raise RuntimeError("Can not infer total number of classes from empty tensor.")
-        num_classes = int(values.max()) + 1
-    in_range(x, num_classes, "Class values must be non-negative and smaller than num_classes ({size}), got {index}", kind=RuntimeError)
-    return lax.convert_element_type(x[..., None] == constant(np.arange(num_classes)), np.int64)

@@ -20,13 +20,13 @@ def _count(index: Any, valid: Any, weight: Any, length: int, dtype: Any) -> Any:
     return jnp.zeros((length,), dtype).at[place].add(cast(lax.stop_gradient(weight), dtype), mode="drop")
 
 
-def _range(x: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    """The bounds of the outer bins: those of the data where none are given, one apart on either side where all is equal."""
-    if low == high and x.size:
-        low, high = jnp.min(x), jnp.max(x)
-    low, high = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
+def _outer(x: Any, bounds: Any, margin: float) -> tuple[Any, Any]:
+    """The outer bounds of the bins: those of the data where none are given, moved apart by a margin where they are equal."""
+    if bounds is None:
+        bounds = (jnp.min(x), jnp.max(x)) if x.size else (0, 1)
+    low, high = (jnp.asarray(b, x.dtype) for b in bounds)
     same = low == high
-    return jnp.where(same, low - 1, low), jnp.where(same, high + 1, high)
+    return jnp.where(same, low - margin, low), jnp.where(same, high + margin, high)
 
 
 @lowering("aten.histc")
@@ -39,7 +39,7 @@ def aten_histc(self: Any, bins: int = 100, min: float = 0, max: float = 0) -> An
     if not is_floating(self):
         raise NotImplementedError(f"histc: not implemented for {self.dtype}; expected a floating point tensor")
     x = lax.stop_gradient(self).reshape(-1)
-    low, high = _range(x, min, max)
+    low, high = _outer(x, None if min == max else (min, max), 1.0)
     place = jnp.minimum(lax.floor((x - low) * bins / (high - low)), bins - 1)
     valid = (x >= low) & (x <= high)
     return _count(cast(jnp.where(valid, place, 0), np.int32), valid, None, bins, self.dtype)
@@ -65,9 +65,8 @@ def _histogram(points: Any, edges: list[Any], weight: Any, density: bool) -> Any
     return counts
 
 
-def _even_edges(x: Any, bins: int, low: Any, high: Any) -> Any:
-    low, high = _range(x, low, high)
-    return jnp.linspace(low, high, bins + 1, dtype=x.dtype)
+def _even_edges(x: Any, bins: int, bounds: Any) -> Any:
+    return jnp.linspace(*_outer(x, bounds, 0.5), bins + 1, dtype=x.dtype)
 
 
 @lowering("aten._histogramdd_bin_edges")
@@ -76,8 +75,7 @@ def aten_histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weigh
     points = lax.stop_gradient(self).reshape(-1, self.shape[-1])
     if len(bins) != points.shape[1]:
         raise RuntimeError(f"histogramdd: expected {points.shape[1]} sequences of bin edges, one for each dimension, got {len(bins)}")
-    bounds = range or (0.0, 0.0) * len(bins)
-    return [_even_edges(points[:, d], n, bounds[2 * d], bounds[2 * d + 1]) for d, n in enumerate(bins)]
+    return [_even_edges(points[:, d], n, range[2 * d : 2 * d + 2] if range else None) for d, n in enumerate(bins)]
 
 
 @lowering("aten._histogramdd_from_bin_cts")
@@ -101,7 +99,7 @@ def aten_histogram(
     """histogram.bin_ct(Tensor self, int bins=100, *, float[]? range=None, Tensor? weight=None, bool density=False)
     -> (Tensor hist, Tensor bin_edges)"""
     points = lax.stop_gradient(self).reshape(-1, 1)
-    edges = _even_edges(points[:, 0], bins, *(range or (0.0, 0.0)))
+    edges = _even_edges(points[:, 0], bins, range or None)
     return _histogram(points, [edges], weight, density), edges
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from bridge.lowering.promotion import (
     cast,
+    concrete,
     float_dtype,
     is_complex,
     is_floating,
@@ -280,6 +281,19 @@ def aten_is_any_true(self: Any) -> Any:
     return aten_any(self)
 
 
+@lowering("aten.equal")
+def aten_equal(self: Any, other: Any) -> bool:
+    """equal(Tensor self, Tensor other) -> bool"""
+    return self.shape == other.shape and bool((concrete(self) == concrete(other)).all())
+
+
+@lowering("aten.allclose")
+def aten_allclose(self: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool equal_nan=False) -> bool"""
+    mine, theirs = (concrete(cast(x, opmath(x.dtype))) for x in (self, other))
+    return bool(np.allclose(mine, theirs, rtol, atol, equal_nan))
+
+
 @lowering("aten.count_nonzero", "aten.count_nonzero.dim_IntList")
 def aten_count_nonzero(self: Any, dim: Any = None) -> Any:
     """count_nonzero.dim_IntList(Tensor self, int[] dim) -> Tensor"""
@@ -313,7 +327,7 @@ def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple
 @lowering("aten.var.correction")
 def aten_var(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
-    return cast(_moments(self, dim, correction, keepdim)[0], real_dtype(self.dtype))
+    return aten_var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @lowering("aten.std.correction")
@@ -326,6 +340,8 @@ def aten_std(self: Any, dim: Any = None, *, correction: float | None = None, kee
 def aten_var_mean(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Any, Any]:
     """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _moments(self, dim, correction, keepdim)
+    if self.size == 0:  # over no elements it is NaN, a constant
+        variance = lax.stop_gradient(variance)
     return cast(variance, real_dtype(self.dtype)), cast(mean, self.dtype)
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import random
 import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,11 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from readme import describe, update
 from workloads import WORKLOADS, Workload
 
 import torchfunc_jax
-from torchfunc_jax.ensemble import machine
+from torchfunc_jax._machine import machine
 
 HERE = Path(__file__).resolve().parent
 TITLES = {
@@ -41,7 +42,9 @@ TITLES = {
     "jit": "torchfunc_jax.jit",
     "eager": "torchfunc_jax, eager",
 }
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+
+
+say = functools.partial(print, file=sys.stderr, flush=True)
 
 
 def make_calls(work: Workload, systems: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -77,7 +80,7 @@ def distance(tree: Any, truth: Any) -> float:
     return worst
 
 
-def measure(work: Workload, systems: list[str], seconds: float, device: torch.device, console: Console) -> dict[str, dict[str, float]]:
+def measure(work: Workload, systems: list[str], seconds: float, device: torch.device) -> dict[str, dict[str, float]]:
     """System -> first_s, ms (median), ms_quartiles, calls, difference."""
     calls, out, truth = make_calls(work, systems, device), {}, None
     for name, call in list(calls.items()):
@@ -86,24 +89,26 @@ def measure(work: Workload, systems: list[str], seconds: float, device: torch.de
         try:
             result = call()
         except Exception as error:  # one system without a result must not cost the others theirs
-            console.print(f"  {name}: {type(error).__name__}: {str(error)[:300]}", style="red", highlight=False, markup=False)
+            say(f"  {name}: {type(error).__name__}: {str(error)[:300]}")
             del calls[name]
             continue
         out[name] = {"first_s": time.perf_counter() - start}
         truth = result if truth is None else truth
         out[name]["difference"] = distance(result, truth)
         if out[name]["difference"] > (1e-2 if device.type == "cuda" else 1e-3):
-            console.print(f"  {name}: wrong by {out[name]['difference']:.1e}", style="red")
+            say(f"  {name}: wrong by {out[name]['difference']:.1e}")
             del calls[name], out[name]
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(3):
             call()
     end = time.perf_counter() + seconds * len(calls)
+    order, shuffle = list(calls), random.Random(0).shuffle
     while time.perf_counter() < end and len(next(iter(times.values()))) < 1000:
-        for name, call in calls.items():
+        shuffle(order)  # torch's threads spin for a while after a call: whoever comes next must not always be the same
+        for name in order:
             start = time.perf_counter()
-            call()
+            calls[name]()
             times[name].append(time.perf_counter() - start)
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
@@ -129,16 +134,23 @@ def cells(result: dict[str, dict[str, float]], systems: list[str]) -> list[str]:
     return out
 
 
-def rich_table(results: dict[str, Any]) -> Table:
-    systems, where = results["systems"], results["machine"]
-    table = Table(title="Median time of a call (times the hand-written JAX); first call", caption=describe(where))
+def show(results: dict[str, Any]) -> None:
+    """The table on stdout: rich's where rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(markdown_table(results))
+        return
+    systems = results["systems"]
+    table = Table(title="Median time of a call (times the hand-written JAX); first call", caption=describe(results["machine"]))
     table.add_column("workload")
     for name in systems:
         table.add_column(TITLES[name], justify="right")
     for name, row in results["workloads"].items():
         firsts = [f"{row[s]['first_s']:.2f} s" if s in row else "-" for s in systems]
         table.add_row(name, *(f"{cell}\n[dim]{first}[/dim]" for cell, first in zip(cells(row, systems), firsts, strict=True)))
-    return table
+    Console().print(table)
 
 
 def markdown_table(results: dict[str, Any]) -> str:
@@ -154,21 +166,9 @@ def markdown_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe(where: dict[str, Any]) -> str:
-    device = "" if where["device"] == "cpu" else f", {where['device']}"
-    return f"{where['cpu']}, {where['cores']} cores{device}; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}"
-
-
 def slug(where: dict[str, Any]) -> str:
     name = where["cpu"] if where["device"] == "cpu" else where["device"]
     return re.sub(r"[^a-z0-9]+", "-", f"{name} {where['cores']} cores".lower()).strip("-")
-
-
-def update_readme(table: str) -> None:
-    path = HERE.parent / "README.md"
-    before, _, rest = path.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{START}\n{table}\n{END}{after}")
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for given, known in ((systems, TITLES), (names, WORKLOADS)):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
-    console = Console(stderr=True)
+    warnings.filterwarnings("ignore", "There is a performance drop")  # torch.func without a batching rule: that is what is measured
     device = torch.device("cuda" if jax.devices()[0].platform == "gpu" and torch.cuda.is_available() else "cpu")
     where = machine()
     path = options.output / f"{slug(where)}.json"
@@ -192,17 +192,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {"machine": where, "file": shown, "systems": systems, "workloads": {}}
     for name in names:
         torch.manual_seed(0)
-        console.print(f"{name} ...", style="dim")
-        results["workloads"][name] = row = measure(WORKLOADS[name](), systems, options.seconds, device, console)
-        console.print("  " + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True)), highlight=False)
+        say(f"{name} ...")
+        results["workloads"][name] = row = measure(WORKLOADS[name](), systems, options.seconds, device)
+        say("  " + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True)))
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     if options.readme:
-        update_readme(markdown_table(results))
+        update("benchmarks", markdown_table(results))
     if options.json:
         json.dump(results, sys.stdout)
     else:
-        Console().print(rich_table(results))
+        show(results)
     return results
 
 

@@ -1,4 +1,4 @@
-"""The command `torchfunc-jax`: the ensemble demo, and what is installed here. Needs the extra `demo`."""
+"""The command `torchfunc-jax`: the ensemble demo, parity with torch.func, and what is installed here. Needs the extra `demo`."""
 from __future__ import annotations
 
 import contextlib
@@ -16,6 +16,8 @@ try:
     from rich.table import Table
 except ImportError as missing:
     raise SystemExit(f"torchfunc-jax: {missing.name} is not installed; the command needs: pip install 'torchfunc-jax[demo]'") from None
+
+from torchfunc_jax import parity_cli
 
 if TYPE_CHECKING:
     from torchfunc_jax.ensemble import Training
@@ -123,7 +125,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     import jax
 
     from bridge.lowering.registry import LOWERINGS
-    from torchfunc_jax.ensemble import machine
+    from torchfunc_jax._machine import machine
 
     facts = machine() | {"devices": [str(d) for d in jax.devices()], "lowered_operators": len(LOWERINGS)}
     if as_json:
@@ -133,6 +135,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     for key, value in facts.items():
         table.add_row(f"[bold]{key}[/bold]", str(value))
     Console().print(table)
+
+
+app.command(epilog=parity_cli.EXAMPLES)(parity_cli.parity)
 
 
 def tables(result: dict[str, Any]) -> list[Table | str]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -25,6 +23,7 @@ from torch import nn
 
 import torchfunc_jax
 from bridge import devices
+from torchfunc_jax._machine import machine
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
 Batch = tuple[torch.Tensor, torch.Tensor]  # images [B, 1, 8, 8], labels [B]
@@ -449,21 +448,4 @@ def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -
         "accuracy": mean(accuracy),
         "count": count.tolist(),
         "error": float(np.abs(confidence - accuracy).sum() / len(labels)),
-    }
-
-
-def machine(device: jax.Device | None = None) -> dict[str, Any]:
-    """What a number was measured on: processor, cores, device and versions."""
-    device = jax.devices()[0] if device is None else device
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "device": device.device_kind if device.platform != "cpu" else "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "jax": jax.__version__,
-        "torchfunc_jax": metadata.version("torchfunc-jax"),
     }

@@ -1,0 +1,52 @@
+"""Puts tables between the markers in README.md: the benchmarks' from `run.py --readme`, the demo's from its report.
+
+    python benchmarks/readme.py runs/ensemble/report.json
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def update(name: str, table: str) -> None:
+    """Replace what stands between the markers of this name."""
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    before, found, rest = README.read_text().partition(start)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"README.md has no {start} ... {end}")
+    README.write_text(f"{before}{start}\n{table}\n{end}{after}")
+
+
+def describe(where: dict[str, Any]) -> str:
+    """The machine, in a line."""
+    device = "" if where["device"] == "cpu" else f", {where['device']}"
+    return f"{where['cpu']}, {where['cores']} cores{device}; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}"
+
+
+def demo_table(report: dict[str, Any]) -> str:
+    """The two tables of the demo and its speed-up in Markdown."""
+    lines = ["| | step | first step | final loss | accuracy, mean member | accuracy, vote |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, one in report["systems"].items():
+        accuracy = one["test_accuracy"]
+        times = f"{one['step_ms']:.1f} ms | {one['first_step_s']:.1f} s"
+        lines.append(f"| `{name}` | {times} | {one['final_loss']:.5f} | {accuracy['mean_member']:.2%} | {accuracy['vote']:.2%} |")
+    first = report["difference"]["first_step"]
+    settings = report["settings"]
+    return "\n".join([
+        *lines,
+        "",
+        f"{settings['members']} members, {report['steps']} steps, {report['test_images']} test digits. {describe(report['machine'])}.",
+        f"At the first step losses differ by {first['loss']:.0e} and gradients by {first['gradient']:.0e}, relative.",
+        f"A step is {report['speed_up']:.1f} times as fast as under torch.func.",
+    ])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    update("demo", demo_table(json.loads(Path(sys.argv[1]).read_text())))

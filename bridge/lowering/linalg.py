@@ -169,10 +169,12 @@ def aten_cholesky(self, upper=False):
     return L
 
 
-@jax.custom_jvp
-def _cholesky_solve(L, B):
+def _two_triangles(L, B):
     solve = functools.partial(lax.linalg.triangular_solve, L, left_side=True, lower=True)
     return solve(solve(B), transpose_a=True, conjugate_a=True)
+
+
+_cholesky_solve = jax.custom_jvp(_two_triangles)
 
 
 @_cholesky_solve.defjvp
@@ -181,7 +183,7 @@ def _cholesky_solve_jvp(primals, tangents):
     (L, B), (dL, dB) = primals, tangents
     X = _cholesky_solve(L, B)
     dA_half = matmul(dL, mH(L))
-    return X, _cholesky_solve(L, dB - matmul(dA_half + mH(dA_half), X))
+    return X, _two_triangles(L, dB - matmul(dA_half + mH(dA_half), X))
 
 
 @functools.partial(jax.jit, static_argnames="upper")

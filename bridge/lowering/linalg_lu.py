@@ -45,24 +45,27 @@ def _lu_solve(lu, permutation, B, left=True, adjoint=False):
     return jnp.take_along_axis(X, jnp.argsort(rows, -1)[..., None], -2)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _solve(left, A, lu, permutation, B):
-    """A^-1 B, or B A^-1 if not left, by the factors of A, which are taken for constants."""
-    return _lu_solve(lu, permutation, B, left, adjoint=not jnp.iscomplexobj(A))
+def _solve(A, lu, permutation, B, left=True):
+    """A^-1 B, or B A^-1 if not left, by the factors of A, which are taken for constants; differentiable to any order in A and B."""
+    adjoint = jnp.iscomplexobj(A)
 
+    def solve(_, b):
+        return _lu_solve(lu, permutation, b, left, not adjoint)
 
-@_solve.defjvp
-def _solve_jvp(left, primals, tangents):
-    (A, lu, permutation, B), (dA, _, _, dB) = primals, tangents
-    X = _solve(left, A, lu, permutation, B)
-    return X, _solve(left, A, lu, permutation, dB - (matmul(dA, X) if left else matmul(X, dA)))
+    def transpose_solve(_, b):
+        # the system transposed in the space of b, which is conjugated on both sides for a complex A
+        return jnp.conj(_lu_solve(lu, permutation, jnp.conj(b), left, adjoint))
+
+    batch = jnp.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+    B = jnp.broadcast_to(B, batch + B.shape[-2:])
+    return lax.custom_linear_solve(lambda x: matmul(A, x) if left else matmul(x, A), B, solve, transpose_solve)
 
 
 @functools.partial(jax.jit, static_argnames="left")
 def _solve_ex(A, B, left):
     lu, pivots, permutation = _factors(A)
     vector = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
-    X = _solve(left, A, lu, permutation, B[..., None] if vector else B)
+    X = _solve(A, lu, permutation, B[..., None] if vector else B, left)
     return X[..., 0] if vector else X, lu, pivots, _zero_pivot(lu)
 
 
@@ -80,7 +83,7 @@ def aten_linalg_solve_ex(A, B, *, left=True, check_errors=False):
 
 @jax.custom_jvp
 def _inverse(A, lu, permutation):
-    return _solve(True, A, lu, permutation, jnp.eye(A.shape[-1], dtype=A.dtype))
+    return _solve(A, lu, permutation, jnp.eye(A.shape[-1], dtype=A.dtype))
 
 
 @_inverse.defjvp
@@ -113,7 +116,7 @@ def _parity(permutation, dtype):
 
 
 def _trace_of_solve(A, lu, permutation, dA):
-    return jnp.trace(_solve(True, A, lu, permutation, dA), axis1=-2, axis2=-1)
+    return jnp.trace(_solve(A, lu, permutation, dA), axis1=-2, axis2=-1)
 
 
 @jax.custom_jvp

@@ -1,0 +1,143 @@
+"""Drop-in use: ``patch()`` puts this library's functions where programs look for torch.func's and functorch's."""
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import functorch
+import functorch.experimental
+import torch
+import torch._functorch.make_functional
+
+import torchfunc_jax
+
+_NAMES = (
+    *torch.func.__all__, "chunk_vmap", "make_functional", "make_functional_with_buffers", "make_functional_deprecated_v1",
+    "make_functional_with_buffers_deprecated_v1", "combine_state_for_ensemble", "functional_init", "functional_init_with_buffers",
+    "FunctionalModule", "FunctionalModuleWithBuffers",
+)
+_SOURCES = (torch.func, torch, functorch, functorch.experimental, torch._functorch.make_functional)
+
+# Namespaces that other programs import from are changed; what else is torch's, and what is ours, is left alone.
+_CHANGED = frozenset({"torch", "torch.func", "functorch", "functorch.experimental"})
+_LEFT_ALONE = frozenset({"torch", "functorch", "bridge", "torchfunc_jax"})
+
+
+def _replacements() -> dict[int, tuple[Any, Any]]:
+    """id of torch's object -> (torch's object, ours)."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for name in _NAMES:
+        ours = getattr(torchfunc_jax, name)
+        for source in _SOURCES:
+            theirs = vars(source).get(name, ours)
+            if theirs is not ours:
+                found[id(theirs)] = (theirs, ours)
+    return found
+
+
+_REPLACEMENTS = _replacements()  # torch's own objects, read before anything is patched
+#: torch.func as it is without a patch.
+ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.func.__all__}, chunk_vmap=functorch.experimental.chunk_vmap)
+_lock = threading.RLock()
+_active = 0
+_changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # (namespace, name, torch's, ours)
+
+
+def _apply() -> None:
+    global _active
+    with _lock:
+        try:
+            for name, module in list(sys.modules.items()):
+                if name in _CHANGED or name.partition(".")[0] not in _LEFT_ALONE:
+                    namespace = getattr(module, "__dict__", None)
+                    if type(namespace) is dict:
+                        _change(namespace)
+        except BaseException:
+            if not _active:
+                _restore()
+            raise
+        _active += 1
+
+
+def _change(namespace: dict[str, Any]) -> None:
+    for name, value in list(namespace.items()):
+        if id(value) in _REPLACEMENTS:
+            theirs, ours = _REPLACEMENTS[id(value)]
+            _changes.append((namespace, name, theirs, ours))
+            namespace[name] = ours
+
+
+def _release() -> None:
+    global _active
+    with _lock:
+        _active -= 1
+        if not _active:
+            _restore()
+
+
+def _restore() -> None:
+    while _changes:
+        namespace, name, theirs, ours = _changes.pop()
+        if namespace.get(name) is ours:  # a name bound to something else meanwhile keeps its new meaning
+            namespace[name] = theirs
+
+
+class Patch:
+    """What ``patch()`` returns: in effect until ``undo()``, or the end of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._held = False
+        self._hold()
+
+    def _hold(self) -> None:
+        if not self._held:
+            _apply()
+            self._held = True
+
+    def undo(self) -> None:
+        """Put everything back; does nothing the second time. Names stay patched while another patch is in effect."""
+        with _lock:
+            if self._held:
+                self._held = False
+                _release()
+
+    def __enter__(self) -> Patch:
+        with _lock:
+            self._hold()
+            self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with _lock:
+            self._depth -= 1
+            if not self._depth:
+                self.undo()
+
+
+def patch() -> Patch:
+    """Make ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` this library's, for a ``with`` block or until ``undo()``.
+
+    Modules that imported the names earlier (``from torch.func import vmap``) see the change too, torch's own excepted. Not seen are
+    copies that are no module's names: default arguments, class attributes, closures; a module that is imported while the patch is in
+    effect keeps what it imported. The change holds for the whole process, all threads; patches may be nested and overlap.
+    ``functorch.make_fx`` and ``functorch.compile`` stay torch's.
+
+    Returns:
+        Patch: already in effect; a context manager, and ``undo()``.
+
+    Source: ``unittest.mock.patch``, https://docs.python.org/3/library/unittest.mock.html#patch-methods-start-and-stop
+
+    Example:
+        >>> import torch, torchfunc_jax
+        >>> with torchfunc_jax.patch():
+        ...     torch.vmap is torchfunc_jax.vmap, torch.func.grad(torch.sin)(torch.tensor(0.0))
+        (True, tensor(1.))
+        >>> torch.vmap is torchfunc_jax.vmap
+        False
+        >>> patched = torchfunc_jax.patch()
+        >>> patched.undo()
+    """
+    return Patch()

@@ -1,7 +1,6 @@
-"""Element-wise comparison, logic, bits, and selection by a mask (where, masked_fill)."""
+"""Element-wise comparison, logic and bits.  Selection by a mask (where, masked_fill) is in masking.py."""
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from .pointwise import align, binary, fused, number
-from .promotion import cast, result_dtype
 from .registry import lowering
 
 _COMPARISONS: dict[str, Callable] = {"eq": lax.eq, "ge": lax.ge, "gt": lax.gt, "le": lax.le, "lt": lax.lt, "ne": lax.ne}
@@ -69,31 +67,3 @@ lowering("aten.__lshift__.Tensor", "aten.__lshift__.Scalar")(_float_shift(lax.sh
 lowering("aten.__rshift__.Tensor", "aten.__rshift__.Scalar")(_float_shift(_shift_right, lax.div))
 lowering("aten.gcd")(_integral("gcd", jnp.gcd, bools=False))
 lowering("aten.lcm")(_integral("lcm", jnp.lcm, bools=False))
-
-
-# -- selection --------------------------------------------------------------------------------------------------------
-@functools.partial(fused, static_argnums=3)
-def _where(mask: Any, a: Any, b: Any, dtype: np.dtype) -> Any:
-    mask, a, b = align(cast(mask, np.bool_), cast(a, dtype), cast(b, dtype))
-    return lax.select_n(mask, b, a)
-
-
-@lowering("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
-def aten_where(condition: Any, self: Any, other: Any) -> Any:
-    """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
-    if condition.dtype not in (np.bool_, np.uint8):
-        raise RuntimeError(f"condition: expected a bool or uint8 tensor, got {condition.dtype}")
-    dtype = result_dtype(self, other)
-    return _where(condition, number(self, dtype), number(other, dtype), dtype)
-
-
-@lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-def aten_masked_fill(self: Any, mask: Any, value: Any) -> Any:
-    """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
-    if mask.dtype != np.bool_:
-        raise RuntimeError(f"mask: masked_fill only supports boolean masks, but got {mask.dtype}")
-    if np.ndim(value) > 0:
-        raise RuntimeError(f"value: masked_fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
-    if isinstance(value, complex) and self.dtype.kind != "c":
-        raise RuntimeError(f"value: {value} cannot be stored in a tensor of dtype {self.dtype}")
-    return _where(mask, number(value, self.dtype), self, self.dtype)

@@ -1,11 +1,10 @@
-"""Complex numbers and their parts: complex, polar, angle, conj, view_as_real, view_as_complex."""
+"""Complex numbers and their parts: polar, angle, conj, and atan2.  The views as pairs of reals are in shape.py."""
 from __future__ import annotations
 
 import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from .pointwise import align, binary, choose, fused, like, number
@@ -23,43 +22,6 @@ def aten_conj(self: Any) -> Any:
 def aten_neg_view(self: Any) -> Any:
     """_neg_view(Tensor(a) self) -> Tensor(a)"""
     return lax.neg(self)
-
-
-@lowering("aten.view_as_real", "aten.view_as_real_copy")
-def aten_view_as_real(self: Any) -> Any:
-    """view_as_real(Tensor(a) self) -> Tensor(a)"""
-    if not is_complex(self):
-        raise RuntimeError(f"self: view_as_real is only supported for complex tensors, got {self.dtype}")
-    return _view_as_real(self)
-
-
-@fused
-def _view_as_real(x: Any) -> Any:
-    parts = [lax.expand_dims(part, (x.ndim,)) for part in (lax.real(x), lax.imag(x))]
-    return lax.concatenate(parts, x.ndim)
-
-
-@lowering("aten.view_as_complex", "aten.view_as_complex_copy")
-def aten_view_as_complex(self: Any) -> Any:
-    """view_as_complex(Tensor(a) self) -> Tensor(a)"""
-    if self.dtype not in (np.float32, np.float64):
-        raise RuntimeError(f"self: view_as_complex expects a float32 or float64 tensor, got {self.dtype}")
-    if self.ndim == 0 or self.shape[-1] != 2:
-        raise RuntimeError(f"self: view_as_complex expects a last dimension of size 2, got shape {self.shape}")
-    return _view_as_complex(self)
-
-
-@fused
-def _view_as_complex(x: Any) -> Any:
-    last = x.ndim - 1
-    return lax.complex(*(lax.squeeze(lax.slice_in_dim(x, i, i + 1, axis=last), (last,)) for i in (0, 1)))
-
-
-@lowering("aten.complex")
-@fused
-def aten_complex(real: Any, imag: Any) -> Any:
-    """complex(Tensor real, Tensor imag) -> Tensor"""
-    return lax.complex(*align(real, imag))
 
 
 @lowering("aten.polar")

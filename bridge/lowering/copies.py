@@ -1,4 +1,4 @@
-"""Copies, casts, fills and the operators that only pass a tensor on (clone, detach, alias, conj and neg bits resolved)."""
+"""Copies, casts, fills and the operators that only pass values on (clone, detach, conj and neg bits resolved)."""
 from __future__ import annotations
 
 from typing import Any
@@ -37,15 +37,10 @@ def aten_to_copy(
     return self if self.dtype == target else _convert(self, target)
 
 
-def aten_alias(self: Any, *, memory_format: Any = None) -> Any:
-    """alias(Tensor(a) self) -> Tensor(a)"""
+@lowering("aten.clone", "aten.positive", "aten.resolve_conj", "aten.resolve_neg")
+def aten_clone(self: Any, *, memory_format: Any = None) -> Any:
+    """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
     return self
-
-
-lowering(
-    "aten.alias", "aten.alias_copy", "aten.clone", "aten.lift", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.positive",
-    "aten.resolve_conj", "aten.resolve_neg",
-)(aten_alias)  # fmt: skip
 
 
 @lowering("aten.detach", "aten.detach_copy")

@@ -1,0 +1,89 @@
+"""What the tests share: when two results are the same, and the transforms under one name each, ours and torch.func's."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import torchfunc_jax
+
+
+def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> None:
+    """Same tree, same types, shapes, dtypes and, within torch's own tolerances for the dtype, values."""
+    mine, my_spec = pytree.tree_flatten(actual)
+    theirs, their_spec = pytree.tree_flatten(expected)
+    assert my_spec == their_spec, f"{my_spec} is not {their_spec}"
+    for a, e in zip(mine, theirs, strict=True):
+        if isinstance(e, torch.Tensor):
+            assert isinstance(a, torch.Tensor), f"a {type(a)} in the place of a tensor"
+            torch.testing.assert_close(a.detach(), e.detach(), rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert type(a) is type(e) and a == e
+
+
+def fresh(tree: Any) -> Any:
+    """The tree with every tensor replaced by a copy of its own memory, strides and requires_grad kept."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach()) if 0 not in x.stride() else x.detach().clone()
+        return new.requires_grad_(x.requires_grad)
+
+    return pytree.tree_map(copy, tree)
+
+
+def as_numpy(tree: Any) -> Any:
+    """The tree with torch tensors and jax.Arrays as numpy arrays."""
+    return pytree.tree_map(
+        lambda x: np.asarray(x.detach() if isinstance(x, torch.Tensor) else x) if isinstance(x, torch.Tensor | jax.Array) else x, tree
+    )
+
+
+class Case:
+    """A function of the transforms' namespace (torch.func or ours) that gives a callable, and the arguments to call it with."""
+
+    def __init__(self, name: str, build: Callable[[Any], Callable[..., Any]], arguments: Callable[[], tuple[Any, ...]], jit: bool) -> None:
+        self.name, self.build, self.arguments, self.jit = name, build, arguments, jit
+
+
+class Table:
+    """Cases, each declared by a decorated function, to be the parameters of one test."""
+
+    def __init__(self) -> None:
+        self.cases: list[Case] = []
+
+    def __call__(self, *arguments: Any, jit: bool = True) -> Callable[..., Any]:
+        """Declare a case; arguments are shapes (float32 normal numbers) or functions without arguments that make one."""
+
+        def declare(build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+            def make() -> tuple[Any, ...]:
+                return tuple(a() if callable(a) else torch.randn(a) for a in arguments)
+
+            self.cases.append(Case(build.__name__, build, make, jit))
+            return build
+
+        return declare
+
+    @property
+    def names(self) -> list[str]:
+        return [c.name for c in self.cases]
+
+
+def theirs(case: Case, arguments: tuple[Any, ...]) -> Any:
+    """torch.func's result."""
+    return case.build(torch.func)(*fresh(arguments))
+
+
+def ours(case: Case, arguments: tuple[Any, ...]) -> Any:
+    """Ours, un-jitted."""
+    return case.build(torchfunc_jax)(*fresh(arguments))
+
+
+def ours_jitted(case: Case, arguments: tuple[Any, ...]) -> Any:
+    """Ours as one program."""
+    return torchfunc_jax.jit(case.build(torchfunc_jax))(*fresh(arguments))

@@ -204,19 +204,20 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 _captured_by: weakref.WeakKeyDictionary[Any, list[weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
-def _code(fn: Any) -> Any:
+def code_of(fn: Any) -> Any:
+    """The code object a function runs: the same for each new closure made of it; None where it has none."""
     while hasattr(fn, "__wrapped__"):
         fn = fn.__wrapped__
     return getattr(fn, "__code__", None)
 
 
 def _remembered(fn: Any) -> list[torch.Tensor]:
-    refs = _captured_by.get(_code(fn), []) if _code(fn) is not None else []
+    refs = _captured_by.get(code_of(fn), []) if code_of(fn) is not None else []
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 
 def _remember(fn: Any, captured: list[torch.Tensor]) -> None:
-    code = _code(fn)
+    code = code_of(fn)
     if code is not None:
         _captured_by[code] = [weakref.ref(t) for t in captured]
 

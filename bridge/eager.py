@@ -1,4 +1,4 @@
-"""Running a lowering outside of compilation: as one compiled piece from the second time on.
+"""Running lowerings outside of compilation: each as one compiled piece, differentiated by a tape of pieces where that is enough.
 
 Without jit, JAX differentiates and batches primitive by primitive, in Python.  A lowering of five primitives under grad then costs
 five rules; as one jitted piece, whose derivative and batched form JAX keeps, it costs one.  The first time an operator is met
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from bridge.levels import state
@@ -40,44 +41,6 @@ class Unread:
         self.root, self.views, self.read = root, views, read
 
 
-def _read(args: Any) -> Any:
-    return [x.read() if type(x) is Unread else x for x in args]
-
-
-def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """lower(*args, **kwargs), compiled as one piece where that is possible and pays."""
-    if state.level.root.staged or kwargs or func in _never:
-        return lower(*_read(args), **kwargs)
-    arrays: list[Any] = []
-    try:
-        static = tuple([_static(x, arrays) for x in args])
-        # settings a lowering may read while it is traced
-        key = (func, static, torch.get_default_dtype(), torch.get_float32_matmul_precision())
-        piece = _seen.get(key)
-    except TypeError:  # an unhashable argument
-        return lower(*_read(args))
-    if piece is None:
-        out = lower(*_read(args))
-        if all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
-            if len(_seen) >= _LIMIT:
-                _seen.clear()
-            _seen[key] = False
-        else:
-            _never.add(func)
-        return out
-    if piece is False:
-        piece = _seen[key] = jax.jit(_piece(lower, static))
-    try:
-        local.compiling = True
-        return piece(*arrays)
-    except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
-        _never.add(func)
-        local.compiling = False
-        return lower(*_read(args))
-    finally:
-        local.compiling = False
-
-
 class _Array:
     """Marks the place of an array among static arguments."""
 
@@ -94,14 +57,6 @@ def _static(x: Any, arrays: list[Any]) -> Any:
     return (type(x), x)
 
 
-def _piece(lower: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
-    def piece(*arrays: Any) -> Any:
-        source = iter(arrays)
-        return lower(*[_fill(s, source) for s in static])
-
-    return piece
-
-
 def _fill(s: Any, source: Any) -> Any:
     if s is _Array:
         return next(source)
@@ -113,3 +68,207 @@ def _fill(s: Any, source: Any) -> Any:
             value = view.lowering(value, *view.args)
         return value
     return s[1]
+
+
+class Piece:
+    """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until it was met twice."""
+
+    __slots__ = ("backs", "fn", "jitted", "key", "small")
+
+    def __init__(self, key: Any, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> None:
+        positional = len(static) - len(names)
+
+        def fn(*arrays: Any) -> Any:
+            source = iter(arrays)
+            args = [_fill(s, source) for s in static]
+            return lower(*args[:positional], **dict(zip(names, args[positional:], strict=True))) if names else lower(*args)
+
+        self.key, self.fn = key, fn
+        self.jitted: Any = None
+        self.small = False  # a single primitive: nothing is won by compiling it under JAX's own transforms
+        self.backs: dict[Any, Any] = {}
+
+    def compile(self, arrays: list[Any]) -> None:
+        self.jitted = jax.jit(self.fn)
+        self.small = len(jax.make_jaxpr(self.fn)(*arrays).eqns) <= 1
+
+    def __call__(self, arrays: list[Any], compiled: bool) -> Any:
+        if not compiled and self.small and any(isinstance(a, jax.core.Tracer) for a in arrays):
+            return self.fn(*arrays)
+        try:
+            local.compiling = True
+            if self.jitted is None:
+                self.compile(arrays)
+            return self.jitted(*arrays)
+        finally:
+            local.compiling = False
+
+    def back(self, arrays: list[Any], wanted: tuple[bool, ...], cotangents: list[Any]) -> list[Any]:
+        """Cotangents of the wanted arrays; a cotangent is None where nothing depends on that output."""
+        given = tuple(c is not None for c in cotangents)
+        run = self.backs.get((wanted, given))
+        if run is None:
+            run = self.backs[wanted, given] = jax.jit(self._pullback(wanted, given))
+        return run(arrays, [c for c in cotangents if c is not None])
+
+    def _pullback(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Callable[..., Any]:
+        def run(arrays: list[Any], cotangents: list[Any]) -> list[Any]:
+            def of_wanted(*active: Any) -> list[Any]:
+                source = iter(active)
+                out = self.fn(*[next(source) if w else a for a, w in zip(arrays, wanted, strict=True)])
+                return [o for o, g in zip(jax.tree_util.tree_leaves(out), given, strict=True) if g]
+
+            _, pull = jax.vjp(of_wanted, *[a for a, w in zip(arrays, wanted, strict=True) if w])
+            return list(pull(cotangents))
+
+        return run
+
+
+def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """lower(*args, **kwargs), compiled as one piece where that is possible and pays.
+
+    func: what the piece is known by: the operator, or any hashable that stands for ``lower``.
+    """
+    level = state.level
+    if level.root.staged:
+        return lower(*_read(args), **kwargs)
+    tape = level.tape
+    arrays: list[Any] = []
+    try:
+        static = tuple([_static(x, arrays) for x in args])
+        if kwargs:
+            static += tuple([_static(x, arrays) for x in kwargs.values()])
+        # settings a lowering may read while it is traced
+        key = (func, static, tuple(kwargs), torch.get_default_dtype(), torch.get_float32_matmul_precision())
+        piece = _seen.get(key)
+    except TypeError:  # an unhashable argument
+        return _direct(lower, args, kwargs, tape, arrays)
+    if func in _never:
+        return _direct(lower, args, kwargs, tape, arrays)
+    tracked = tape is not None and tape.tracks(arrays)
+    if piece is None:
+        piece = Piece(key, lower, static, tuple(kwargs))
+        if len(_seen) >= _LIMIT:
+            _seen.clear()
+        _seen[key] = piece
+        if not tracked:
+            out = lower(*_read(args), **kwargs)
+            if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
+                _never.add(func)
+            return out
+    try:
+        out = piece(arrays, tracked)
+    except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
+        _never.add(func)
+        return _direct(lower, args, kwargs, tape, arrays)
+    if tracked:
+        tape.record(piece, arrays, out)
+    return out
+
+
+def _read(args: Any) -> Any:
+    return [x.read() if type(x) is Unread else x for x in args]
+
+
+def _direct(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any], tape: Tape | None, arrays: list[Any]) -> Any:
+    if tape is not None:
+        found = arrays or [x for x in jax.tree_util.tree_leaves((list(_read(args)), kwargs)) if isinstance(x, jax.Array)]
+        if tape.tracks(found):
+            raise Untaped
+    return lower(*_read(args), **kwargs)
+
+
+# -- the tape -------------------------------------------------------------------------------------------------------------------------
+class Untaped(BaseException):
+    """Something happens that the tape cannot follow; the transform starts again with JAX's own differentiation."""
+
+
+class Tape:
+    """Pieces run since the tape was opened that depend on its inputs, by the identity of the arrays."""
+
+    __slots__ = ("entries", "known")
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Piece, list[Any], list[Any]]] = []
+        self.known: dict[int, Any] = {}  # the array too: its id must not be given to another
+
+    def inputs(self, values: list[Any]) -> list[Any]:
+        """The values as arrays of their own, so that the same array elsewhere is not taken for an input."""
+        own = _copies(list(values))
+        for v in own:
+            self.known[id(v)] = v
+        return own
+
+    def tracks(self, arrays: list[Any]) -> bool:
+        known = self.known
+        return any(id(a) in known for a in arrays)
+
+    def record(self, piece: Piece, arrays: list[Any], out: Any) -> None:
+        outs = jax.tree_util.tree_leaves(out)
+        self.entries.append((piece, arrays, outs))
+        for o in outs:
+            if jnp.issubdtype(o.dtype, jnp.inexact):
+                self.known[id(o)] = o
+
+    def pull(self, inputs: list[Any], outputs: list[Any], cotangents: list[Any]) -> list[Any]:
+        """Cotangents of the tape's inputs from those of some arrays on it."""
+        found: dict[int, Any] = {}
+        for o, c in zip(outputs, cotangents, strict=True):
+            if id(o) in self.known:
+                _add(found, id(o), c)
+        for piece, arrays, outs in reversed(self.entries):
+            cts = [found.pop(id(o), None) for o in outs]
+            if all(c is None for c in cts):
+                continue
+            wanted = tuple(id(a) in self.known for a in arrays)
+            grads = iter(piece.back(arrays, wanted, cts))
+            for a, w in zip(arrays, wanted, strict=True):
+                if w:
+                    _add(found, id(a), next(grads))
+        return [found.get(id(v)) if id(v) in found else jnp.zeros(v.shape, v.dtype) for v in inputs]
+
+
+@jax.jit
+def _copies(values: list[Any]) -> list[Any]:
+    return [jnp.copy(v) for v in values]
+
+
+def _add(found: dict[int, Any], key: int, value: Any) -> None:
+    have = found.get(key)
+    found[key] = value if have is None else jnp.add(have, value)
+
+
+_untapeable: set[Any] = set()  # code of functions the tape could not follow: next time JAX differentiates them at once
+
+
+def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any, Callable[..., Any], Any]:
+    """``jax.vjp(body, *primals, has_aux=True)``; outside of compilation and of other transforms by a tape of compiled pieces."""
+    level = state.level
+    while level is not None and level.kind == "plain":
+        level = level.parent
+    if level is None or level.kind != "root" or level.staged or code in _untapeable:
+        return jax.vjp(body, *primals, has_aux=True)
+    tape = Tape()
+    draws, key = level.draws, level.key
+    try:
+        level.next_tape = tape
+        inputs = tape.inputs(list(primals))
+        outs, aux = body(*inputs)
+    except Untaped:
+        _untapeable.add(code)
+        level.draws, level.key = draws, key
+        level.next_tape = None
+        return jax.vjp(body, *primals, has_aux=True)
+    finally:
+        level.next_tape = None
+
+    def pull(cotangents: list[Any]) -> tuple[Any, ...]:
+        with jax.enable_x64(True):
+            return tuple(tape.pull(inputs, outs, cotangents))
+
+    return outs, pull, aux
+
+
+def copied(value: Any) -> Any:
+    """value as a new array that no tape knows: what detach gives where nothing but the tape differentiates."""
+    return jnp.copy(value)

@@ -29,13 +29,14 @@ class Level:
         randomness: for vmap: "error", "same" or "different".
         key: the JAX key random operators of this level draw from; None: the parent's.
         writes: nodes of outer levels written to in here, with the values they had before.
+        tape: in a grad level outside of compilation: records what runs, to differentiate it.
         staged: in the root: the trace is of a whole program to be compiled.
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "operator", "overrides", "parent", "probe", "randomness", "root",
-        "seeds", "staged", "writes",
+        "captured", "closed", "depth", "draws", "key", "kind", "next_tape", "operator", "overrides", "parent", "probe", "randomness", "root",
+        "seeds", "staged", "tape", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -52,6 +53,8 @@ class Level:
         self.overrides: dict[int, Any] = {}
         self.seeds: Callable[[Any], Any] | None = None
         self.staged = False
+        self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
+        self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None
         self.probe: Any = None
 
@@ -82,6 +85,12 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
     """Enter a level; on leaving, values written to outer nodes are taken back (the caller passes them out and writes them again)."""
     parent = state.level
     level = Level(kind, parent, randomness, key)
+    if parent is not None:
+        if parent.tape is not None:  # no transform inside a taped one: JAX must differentiate through it
+            from bridge.eager import Untaped
+
+            raise Untaped
+        level.tape, parent.next_tape = parent.next_tape, None
     state.level = level
     try:
         yield level

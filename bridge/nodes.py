@@ -53,10 +53,12 @@ class View:
         return hash((self.func, _hashable(self.args)))
 
     def inverse(self, base: Any, value: Any) -> Any:
-        rule = _INVERSES.get(self.func)
-        if rule is not None:
-            return rule(base, value, *self.args, **self.kwargs)
-        index = self.forward(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape))
+        rule = _INVERSES.get(self.func, self._scattered)
+        return eager.run(("inverse", self.func), rule, (base, value, *self.args), self.kwargs)
+
+    def _scattered(self, base: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Any view that only selects elements: where they come from tells where they go."""
+        index = self.lowering(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape), *args, **kwargs)
         flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
         return flat.reshape(base.shape)
 

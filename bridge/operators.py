@@ -112,10 +112,18 @@ def stop(out: Any) -> Any:
     if "grad" not in kinds:
         return out
     if "jvp" not in kinds:
-        return jax.tree_util.tree_map(lambda v: lax.stop_gradient(v) if isinstance(v, jax.Array) else v, out)
+        return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
     if innermost.kind == "jvp":
         return out
     return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
+
+
+def constant(value: Any) -> Any:
+    """The value without derivatives, at every level."""
+    tape = state.level.tape
+    if tape is not None:
+        return eager.copied(value) if tape.tracks([value]) else value
+    return lax.stop_gradient(value)
 
 
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -174,7 +182,7 @@ def _view(func: Any) -> Plan:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    node = Node(lax.stop_gradient(value_of(base)), state.level, node_of(base), View(aten.detach.default, lax.stop_gradient, (), {}))
+    node = Node(constant(value_of(base)), state.level, node_of(base), View(aten.detach.default, constant, (), {}))
     node.seen = node.root.version
     t = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     t.node = node
@@ -251,7 +259,7 @@ def _store(target: torch.Tensor, value: Any, func: Any) -> None:
         if not torch.can_cast(source, target.dtype):
             name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))  # noqa: E731
             raise RuntimeError(f"result type {name(source)} can't be cast to the desired output type {name(target.dtype)}")
-        value = cast(value, dtype)
+        value = eager.run("cast", cast, (value, dtype), {})
     if value.shape != target.shape:
         raise RuntimeError(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
@@ -399,10 +407,11 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _value(source)
     if not hasattr(value, "shape"):
         value = jnp.asarray(value, dtypes.to_jax(target.dtype))
-    value = cast(value, dtypes.to_jax(target.dtype))
+    if value.dtype != dtypes.to_jax(target.dtype):
+        value = eager.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
     if value.shape != tuple(target.shape):
         try:
-            value = jnp.broadcast_to(value, tuple(target.shape))
+            value = eager.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
         except ValueError:
             raise RuntimeError(
                 f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
@@ -427,12 +436,12 @@ def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = [_value(given[name]) for name in names]
     lower = LOWERINGS[aten._native_batch_norm_legit_functional.default]
     if mean is None:
-        out = lower(values[0], values[1], values[2], None, None, *values[5:])
+        out = eager.run("batch_norm", lower, (values[0], values[1], values[2], None, None, *values[5:]), {})
     else:
-        out = lower(*values)
+        out = eager.run("batch_norm", lower, values, {})
         if given["training"]:
-            assign(mean, lax.stop_gradient(cast(out[3], values[3].dtype)), detached=True)
-            assign(var, lax.stop_gradient(cast(out[4], values[4].dtype)), detached=True)
+            assign(mean, constant(cast(out[3], values[3].dtype)), detached=True)
+            assign(var, constant(cast(out[4], values[4].dtype)), detached=True)
     return _wrap_all(tuple(out[:3]), _device(args, kwargs))
 
 

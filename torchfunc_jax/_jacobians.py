@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import dtypes, trees
+from bridge import calls, dtypes, eager, trees
 from bridge.calls import Result, apply
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
@@ -78,7 +78,7 @@ def jacrev(
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-            outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+            outs, pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
             result = found[0]
             shift = len(blocks) - len(outs)

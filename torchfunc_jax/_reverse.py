@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import private, trees
+from bridge import calls, eager, private, trees
 from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
@@ -145,7 +145,7 @@ def _grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args:
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda _: 1)
-        (out,), pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        (out,), pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
         if jnp.issubdtype(out.dtype, jnp.inexact):
             grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
         else:
@@ -211,7 +211,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-        outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        outs, pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
         pulls[:] = [pull]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 

@@ -36,7 +36,7 @@ EXAMPLES = """
 
 
 def parity(
-    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="A function or nn.Module (a class is made without arguments).")],
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="A function or nn.Module; a class is made without arguments.")],
     transform: Annotated[
         list[str] | None, typer.Option("--transform", "-t", help="call, grad, vmap(grad, in_dims=(0, None)), ...; again for more.")
     ] = None,

@@ -33,17 +33,22 @@ def _without(rows, index, padding_idx: int):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _embed(weight, index, scale, mode, padding_idx):
-    """Rows of weight.  Its gradient passes over the padding row, and weighs each row by scale where that is given."""
+    """Rows of weight.  In reverse mode alone, as in PyTorch, the padding row gets nothing and each row is weighed by scale, if given."""
     return _rows(weight.shape, index, mode).read(weight)
 
 
 @_embed.defjvp
 def _embed_jvp(mode, padding_idx, primals, tangents):
     weight, index, scale = primals
+
+    def back(_, cotangent):
+        weighed = cotangent if scale is None else cotangent * _spread(scale, cotangent)
+        return _without(weighed, index, padding_idx)
+
+    # the identity with a transpose of its own, which is what a linear solve lets one say for every transform
     rows = _rows(weight.shape, index, mode).read(tangents[0])
-    if scale is not None:
-        rows = rows * _spread(scale, rows)
-    return _embed(weight, index, scale, mode, padding_idx), _without(rows, index, padding_idx)
+    rows = lax.custom_linear_solve(lambda x: x, rows, lambda _, x: x, back)
+    return _embed(weight, index, scale, mode, padding_idx), rows
 
 
 @lowering("aten.embedding")

@@ -123,7 +123,7 @@ def aten_div(self: Any, other: Any) -> Any:
 
 
 def _checked_divisor(self: Any, other: Any) -> Any:
-    if not is_array(other) and other == 0 and result_dtype(self, other).kind in "iub":
+    if not is_array(other) and other == 0 and np.size(self) and result_dtype(self, other).kind in "iub":
         raise RuntimeError("other: integer division by zero (ZeroDivisionError)")
     return other
 

@@ -15,6 +15,7 @@ from bridge import dtypes
 
 from .copies import aten_copy, aten_to_copy
 from .pointwise import number
+from .promotion import result_dtype
 from .registry import LOWERINGS, lowering, overload
 
 
@@ -71,7 +72,7 @@ lowering("prims.imag")(lax.imag)
 @lowering("prims.div")
 def prims_div(self: Any, other: Any) -> Any:
     """div(Tensor self, Tensor other) -> Tensor: integers truncate"""
-    if self.dtype.kind in "iub":
+    if result_dtype(self, other).kind in "iub":
         return LOWERINGS[overload("aten.div.Tensor_mode")](self, other, rounding_mode="trunc")
     return LOWERINGS[overload("aten.div.Tensor")](self, other)
 

@@ -1,14 +1,14 @@
 """Max and average pooling, plain and adaptive, over the last one, two or three dimensions.
 
-A window is walked one dimension at a time by strided slices ("taps"), max pooling carrying the winner's place along, so that only
-element-wise operations are left: they fuse, and batch without cost, where XLA's select-and-scatter does neither.
+Max pooling finds the winners' places, and its derivative selects them from strided slices ("taps") of the tangent: element-wise,
+so that it fuses, and batches without cost, where XLA's select-and-scatter does neither.
 """
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,19 +133,60 @@ def _lowest(dtype: np.dtype) -> float:
     return -jnp.inf if is_floating(dtype) else int(jnp.iinfo(dtype).min)
 
 
-def _reduce_windows(x: Array, fn: Callable[[Array, Array], Array], initial: float, axes: _Axes) -> Array:
-    """XLA's own reduction of regular windows over the last dimensions."""
-    lead = (1,) * (x.ndim - len(axes))
+def _reduce_windows(x: Any, fn: Callable[[Any, Any], Any], initial: Any, axes: _Axes) -> Any:
+    """XLA's own reduction of regular windows over the last dimensions, of one array or several."""
+    lead = (1,) * (jax.tree_util.tree_leaves(x)[0].ndim - len(axes))
     paddings = [(0, 0)] * len(lead)
     for a in axes:
         paddings.append((a.padding, (a.out - 1) * a.stride + (a.kernel - 1) * a.dilation + 1 - a.size - a.padding))
     spans = [(*lead, *(getattr(a, name) for a in axes)) for name in ("kernel", "stride", "dilation")]
-    return lax.reduce_window(x, np.asarray(initial, x.dtype), fn, *spans[:2], paddings, window_dilation=spans[2])
+    return lax.reduce_window(x, initial, fn, *spans[:2], paddings, window_dilation=spans[2])
 
 
-def _max_windows(x: Array, axes: _Axes) -> tuple[Array, Array]:
-    """The greatest value of each window over the last dimensions, and its int32 flat index into them."""
-    lowest = _lowest(x.dtype)
+def _flat_places(axes: _Axes) -> Array:
+    """The int32 flat index of each element of the last dimensions."""
+    sizes = tuple(axis.size for axis in axes)
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return sum(lax.broadcasted_iota(jnp.int32, sizes, i) * stride for i, stride in enumerate(strides))
+
+
+def _tiled(x: Array, axes: _Axes) -> tuple[Array, list[int]]:
+    """Windows that lie side by side, each dimension split in (window, tap); and the tap dimensions."""
+    lead = x.ndim - len(axes)
+    x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(a.out * a.kernel for a in axes)))
+    taps = [lead + 2 * i + 1 for i in range(len(axes))]
+    return x.reshape(*x.shape[:lead], *(size for a in axes for size in (a.out, a.kernel))), taps
+
+
+# XLA repeats element-wise work in whatever reads it, so places come from reductions, which it computes once.
+def _max_tiles(x: Array, axes: _Axes) -> tuple[Array, Array]:
+    """Greatest values and their places where windows lie side by side."""
+    x, taps = _tiled(x, axes)
+    values = jnp.max(x, taps)
+    at = _tiled(_flat_places(axes), axes)[0]
+    places = jnp.where(x == jnp.expand_dims(values, taps), at, np.iinfo(np.int32).max)
+    if not is_floating(x):
+        return values, jnp.min(places, taps)
+    places = jnp.min(jnp.where(jnp.isnan(x), ~at, places), taps)  # the last NaN of a window, else the first of its equal values
+    return values, jnp.where(places < 0, ~places, places)
+
+
+def _max_places(x: Array, axes: _Axes) -> Array:
+    """The places of the greatest values of windows that overlap."""
+
+    def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        # PyTorch's rule: the first of equal values stays, a NaN always wins
+        wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        if is_floating(x):
+            wins = wins | (jnp.isnan(a[0]) & ~(jnp.isnan(b[0]) & (b[1] > a[1])))
+        return lax.select(wins, a[0], b[0]), lax.select(wins, a[1], b[1])
+
+    initial = (np.asarray(_lowest(x.dtype), x.dtype), np.int32(np.iinfo(np.int32).max))
+    return _reduce_windows((x, jnp.broadcast_to(_flat_places(axes), x.shape)), better, initial, axes)[1]
+
+
+def _max_taps(x: Array, axes: _Axes) -> tuple[Array, Array]:
+    """Greatest values and places of any windows, one dimension at a time by comparing taps."""
     n, inner, place = len(axes), 1, None
     for i in reversed(range(n)):
         axis, dim = axes[i], x.ndim - n + i
@@ -155,10 +196,9 @@ def _max_windows(x: Array, axes: _Axes) -> tuple[Array, Array]:
         places = [jnp.asarray(a, jnp.int32).reshape(-1, *(1,) * (n - 1 - i)) for a in at]
         if place is not None:
             places = [a + b for a, b in zip(places, _taps(place, dim, axis, None), strict=True)]
-        taps = _taps(x, dim, axis, lowest)
+        taps = _taps(x, dim, axis, _lowest(x.dtype))
         x, place = taps[0], jnp.broadcast_to(places[0], taps[0].shape)
         for tap, where in zip(taps[1:], places[1:], strict=True):
-            # PyTorch's rule: the first of equal values stays, a NaN always wins
             wins = (tap > x) | jnp.isnan(tap) if is_floating(x) else tap > x
             x, place = lax.select(wins, tap, x), jnp.where(wins, where, place)
         inner *= axis.size
@@ -167,11 +207,13 @@ def _max_windows(x: Array, axes: _Axes) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _max_pool(x: Array, axes: _Axes) -> tuple[Array, Array]:
-    values, place = _max_windows(x, axes)
-    if any(axis.adaptive for axis in axes):
-        return values, place
-    # the same values, from an operation that XLA does not repeat in each place that reads them
-    return _reduce_windows(x, lax.max, _lowest(x.dtype), axes), place
+    """The greatest value of each window over the last dimensions, and its int32 flat index into them."""
+    if all(axis.tiles for axis in axes):
+        return _max_tiles(x, axes)
+    if any(axis.adaptive for axis in axes) or jax.default_backend() == "tpu":  # no reduction of pairs on a TPU
+        return _max_taps(x, axes)
+    initial = np.asarray(_lowest(x.dtype), x.dtype)
+    return _reduce_windows(x, lax.max, initial, axes), _max_places(x, axes)
 
 
 @_max_pool.defjvp
@@ -189,16 +231,9 @@ def _max_pool_jvp(axes: _Axes, primals: tuple, tangents: tuple) -> tuple[tuple, 
 
 def _select_tiles(x: Array, place: Array, axes: _Axes) -> Array:
     """The elements at each window's place, where windows lie side by side; its transpose is element-wise."""
-    lead = x.ndim - len(axes)
-    x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(a.out * a.kernel for a in axes)))
-    split = [size for a in axes for size in (a.out, a.kernel)]
-    inner, flat = 1, 0
-    for i, axis in reversed(list(enumerate(axes))):
-        at = (np.arange(axis.out * axis.kernel, dtype=np.int32) * inner).reshape(axis.out, axis.kernel)
-        flat = flat + at.reshape(axis.out, axis.kernel, *(1,) * (2 * (len(axes) - 1 - i)))
-        inner *= axis.size
-    mine = jnp.expand_dims(place, [lead + 2 * i + 1 for i in range(len(axes))]) == flat
-    return jnp.sum(jnp.where(mine, x.reshape(*x.shape[:lead], *split), 0), [lead + 2 * i + 1 for i in range(len(axes))])
+    x, taps = _tiled(x, axes)
+    mine = jnp.expand_dims(place, taps) == _tiled(_flat_places(axes), axes)[0]
+    return jnp.sum(jnp.where(mine, x, 0), taps)
 
 
 def _select_taps(x: Array, place: Array, axes: _Axes) -> Array:
@@ -287,11 +322,10 @@ def _sum_windows(x: Array, axes: _Axes) -> Array:
     """The sum of each window over the last dimensions."""
     lead = x.ndim - len(axes)
     if all(axis.tiles for axis in axes):
-        x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(a.out * a.kernel for a in axes)))
-        split = [size for a in axes for size in (a.out, a.kernel)]
-        return jnp.sum(x.reshape(*x.shape[:lead], *split), [lead + 2 * i + 1 for i in range(len(axes))], dtype=x.dtype)
+        x, taps = _tiled(x, axes)
+        return jnp.sum(x, taps, dtype=x.dtype)
     if not any(axis.adaptive for axis in axes):
-        return _reduce_windows(x, lax.add, 0, axes)
+        return _reduce_windows(x, lax.add, np.zeros((), x.dtype), axes)
     for i, axis in enumerate(axes):
         at = axis.coordinates()
         member = np.zeros((axis.size, axis.out), x.dtype)

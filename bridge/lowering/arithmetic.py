@@ -312,7 +312,7 @@ def _ternary(fn: Callable) -> Callable:
 
     @functools.partial(fused, static_argnums=(4, 5))
     def mixed(a: Any, b: Any, c: Any, value: Any, work: np.dtype, dtype: np.dtype) -> Any:
-        return cast(fn(*align(cast(a, work), cast(b, work), cast(c, work)), value), dtype)
+        return cast(fn(*align(cast(a, work), cast(b, work), cast(c, work)), cast(value, work)), dtype)
 
     def apply(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
         dtype = result_dtype(a, b, c)

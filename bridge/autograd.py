@@ -43,8 +43,11 @@ class _Recorded:
         if root.key is None:
             root.key = self.key
         root.captured.clear()
+        root.live.clear()
+        root.recorded = True
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
-        result = self.compute(values)
+        with torch.enable_grad():  # as where the computation was asked for; an autograd.Function's forward runs without
+            result = self.compute(values)
         out = list(result.values)
         self.count = len(out) - len(result.written)
         nodes = {id(node): t for t, node in root.captured.values()}
@@ -56,7 +59,7 @@ class _Recorded:
                 detached.append(node.detached)
                 out.append(node.value)
         self.meta, self.targets = result.meta, targets
-        self.met = [t for t, _ in root.captured.values()]
+        self.met = [t for t, _ in root.captured.values() if id(t) in root.live]
         self.key = root.key
         self.kinds = [inexact(v) and not (i >= self.count and detached[i - self.count]) for i, v in enumerate(out)]
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
@@ -67,25 +70,28 @@ def inexact_dtype(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def differentiable(compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor]) -> tuple[list[Any], Any, list[torch.Tensor]]:
+def differentiable(
+    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
+) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
     Args:
         compute: see ``calls.Computation``.
         leaves: its arguments.
-        known: captured tensors that require grad.
+        known: captured tensors that require grad, or may do so.
+        key: the JAX key random operators draw from; None: from torch's generator.
 
     Returns:
-        (outputs, meta, captured tensors met)
+        (outputs, meta, captured tensors met while recording, the key)
     """
     from bridge.calls import torch_device, write_back
 
-    recorded = _Recorded(compute, leaves, known)
+    recorded = _Recorded(compute, leaves, known, key)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
     write_back([(t, v if t.requires_grad or not t.is_leaf else v.detach()) for t, v in writes])
-    return outs[: recorded.count], recorded.meta, recorded.met
+    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key
 
 
 class _Border(torch.autograd.Function):
@@ -110,12 +116,15 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs = ctx.saved_tensors  # raises where one was changed in place since
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
+        met = {id(t) for t in ctx.recorded.met}  # what was known of and not used gets no gradient, rather than zeros
+        used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
         if torch.is_grad_enabled():
-            grads = _double(ctx.recorded, inputs, cts)
+            grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
             with tracing.root():
                 found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
-            grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, ctx.needs_input_grad[2:], strict=True)]
+            needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
+            grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, *grads)
 
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import jax
 import torch
 
-from bridge import autograd, operators, tensors, tracing, trees
+from bridge import autograd, capture, operators, tensors, tracing, trees
+from bridge.eager import Untaped
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read, write
 from bridge.tracing import Traced, value_of, wrap
@@ -100,6 +103,8 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
     """
     if state.level is not None:
+        if state.level.tape is not None or state.level.lanes is not None:
+            raise Untaped  # JAX must see through the transform inside
         result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         _carry_out(result, leaves)
@@ -135,38 +140,40 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
 
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[list[Any], Any]:
-    recording = torch.is_grad_enabled()
-    known = _remembered(fn) if recording else []
+    if not torch.is_grad_enabled():
+        return direct(compute, leaves)[:2]
+    known, key = _known(fn), None
+    given = {id(x) for x in leaves}
+    wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
-        wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad] if recording else []
         if wanted or known:
-            outs, meta, met = autograd.differentiable(compute, leaves, known)
+            outs, meta, met, key = autograd.differentiable(compute, leaves, known, key)
         else:
-            outs, meta, met = direct(compute, leaves)
-        if not recording:
-            return outs, meta
-        new = [t for t in met if t.requires_grad and not any(t is k for k in known) and not any(t is x for x in leaves)]
-        if not new:
-            return outs, meta
-        # tensors captured by closure require grad and were met only now: once more, differentiating with respect to them too
-        known = known + new
-        _remember(fn, known)
+            outs, meta, met, key = direct(compute, leaves, key)
+        captured = [t for t in met if t.requires_grad and id(t) not in given]
+        ids = {id(t) for t in known}
+        if all(id(t) in ids for t in captured):
+            _remember(fn, captured)
+            return outs if wanted or captured else [t.detach() for t in outs], meta
+        # tensors that require grad were met by a way not looked into: once more, differentiating with respect to them too
+        known = captured
 
 
-def direct(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any, list[torch.Tensor]]:
-    """Run a computation at the border without recording it for torch's autograd."""
+def direct(compute: Computation, leaves: Sequence[Any], key: Any = None) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
+    """Run a computation at the border without recording it for torch's autograd; see ``autograd.differentiable``."""
     with tracing.root() as root:
+        root.key = key
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result = compute(values)
         _carry_out(result, leaves)
         writes = root_writes(root)
-        met = [t for t, _ in root.captured.values()]
+        met = [t for t, _ in root.captured.values() if id(t) in root.live]
     # a result never shares memory with an argument or with another result
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)}
     device = torch_device(leaves)
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
-    return outs, result.meta, met
+    return outs, result.meta, met, root.key
 
 
 def is_local(v: Any) -> bool:
@@ -200,26 +207,51 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(value)
 
 
-# -- tensors captured by closure, remembered by the function's code so that the next call knows them beforehand -------------------
-_captured_by: weakref.WeakKeyDictionary[Any, list[weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
+# -- tensors captured by closure that require grad: known before the function runs, so that it runs once ----------------------------
+_captured_by: dict[Any, list[weakref.ref[torch.Tensor]]] = {}
+_captures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def code_of(fn: Any) -> Any:
-    """The code object a function runs: the same for each new closure made of it; None where it has none."""
+    """The code object a function runs, the same for each new closure made of it; its type where it has none."""
     while hasattr(fn, "__wrapped__"):
         fn = fn.__wrapped__
-    return getattr(fn, "__code__", None)
+    return getattr(fn, "__code__", type(fn))
 
 
-def _remembered(fn: Any) -> list[torch.Tensor]:
-    refs = _captured_by.get(code_of(fn), []) if code_of(fn) is not None else []
+def _identity(fn: Any) -> Any:
+    """What tells a function from others made of the same code: the objects it closes over."""
+    while hasattr(fn, "__wrapped__"):
+        fn = fn.__wrapped__
+    if isinstance(fn, functools.partial):
+        return (_identity(fn.func), *map(id, fn.args), *map(id, fn.keywords.values()))
+    if isinstance(fn, types.MethodType):
+        return (fn.__func__, id(fn.__self__))
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return (type(fn), id(fn))
+    try:
+        return (id(code), *[id(cell.cell_contents) for cell in fn.__closure__ or ()])
+    except ValueError:  # a variable not yet bound
+        return id(fn)
+
+
+def _known(fn: Any) -> list[torch.Tensor]:
+    """Tensors that fn captures and that require grad: those it used the last time, else all that it reaches."""
+    refs = _captured_by.get(_identity(fn))
+    if refs is None:
+        code = code_of(fn)
+        if isinstance(code, types.CodeType) and not _captures.get(code, True):
+            return []  # none in another closure of the same code
+        return [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and type(t) is not Traced]
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 
 def _remember(fn: Any, captured: list[torch.Tensor]) -> None:
-    code = code_of(fn)
-    if code is not None:
-        _captured_by[code] = [weakref.ref(t) for t in captured]
+    if len(_captured_by) >= 4096:
+        _captured_by.clear()
+    _captured_by[_identity(fn)] = [weakref.ref(t) for t in captured]
+    _captures[code_of(fn)] = bool(captured)
 
 
 @dataclasses.dataclass(slots=True)
@@ -234,6 +266,13 @@ class Call:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = trees.flatten((args, kwargs))
         return cls(leaves, spec, split_arrays(leaves))
+
+    @classmethod
+    def of_flat(cls, leaves: list[Any], spec: Any, kwargs: dict[str, Any]) -> Call:
+        """The same from positional arguments that are flattened already."""
+        more, kwargs_spec = trees.flatten(kwargs)
+        leaves = leaves + more
+        return cls(leaves, trees.joined(spec, kwargs_spec), split_arrays(leaves))
 
     @property
     def arrays(self) -> list[Any]:

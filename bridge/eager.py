@@ -1,4 +1,4 @@
-"""Running lowerings outside of compilation: each as one compiled piece, differentiated by a tape of pieces where that is enough.
+"""Running lowerings outside of compilation: each as one compiled piece, differentiated by a tape and mapped by lanes where that is enough.
 
 Without jit, JAX differentiates and batches primitive by primitive, in Python.  A lowering of five primitives under grad then costs
 five rules; as one jitted piece, whose derivative and batched form JAX keeps, it costs one.  The first time an operator is met
@@ -6,6 +6,7 @@ with certain static arguments it runs as it is, so that a program run once compi
 """
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +74,7 @@ def _fill(s: Any, source: Any) -> Any:
 class Piece:
     """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until it was met twice."""
 
-    __slots__ = ("backs", "fn", "jitted", "key", "small")
+    __slots__ = ("backs", "fn", "jitted", "key", "mapped", "small")
 
     def __init__(self, key: Any, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> None:
         positional = len(static) - len(names)
@@ -87,14 +88,24 @@ class Piece:
         self.jitted: Any = None
         self.small = False  # a single primitive: nothing is won by compiling it under JAX's own transforms
         self.backs: dict[Any, Any] = {}
+        self.mapped: dict[Any, Any] = {}
+
+    def over_lanes(self, arrays: list[Any], axes: tuple[int | None, ...]) -> Any:
+        """The piece for all lanes at once; axes: 0 for the arrays that have a value for each lane."""
+        run = self.mapped.get(axes)
+        if run is None:
+            run = self.mapped[axes] = jax.jit(jax.vmap(self.fn, in_axes=axes))
+        try:
+            local.compiling = True
+            return run(*arrays)
+        finally:
+            local.compiling = False
 
     def compile(self, arrays: list[Any]) -> None:
         self.jitted = jax.jit(self.fn)
-        self.small = len(jax.make_jaxpr(self.fn)(*arrays).eqns) <= 1
+        self.small = bool(arrays) and len(jax.make_jaxpr(self.fn)(*arrays).eqns) <= 1
 
-    def __call__(self, arrays: list[Any], compiled: bool) -> Any:
-        if not compiled and self.small and any(isinstance(a, jax.core.Tracer) for a in arrays):
-            return self.fn(*arrays)
+    def __call__(self, arrays: list[Any]) -> Any:
         try:
             local.compiling = True
             if self.jitted is None:
@@ -132,7 +143,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     level = state.level
     if level.root.staged:
         return lower(*_read(args), **kwargs)
-    tape = level.tape
+    tape, lanes = level.tape, level.lanes
     arrays: list[Any] = []
     try:
         static = tuple([_static(x, arrays) for x in args])
@@ -145,6 +156,8 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         return _direct(lower, args, kwargs, tape, arrays)
     if func in _never:
         return _direct(lower, args, kwargs, tape, arrays)
+    if lanes is not None and lanes.tracks(arrays):
+        return lanes.run(piece or _seen.setdefault(key, Piece(key, lower, static, tuple(kwargs))), func, arrays)
     tracked = tape is not None and tape.tracks(arrays)
     if piece is None:
         piece = Piece(key, lower, static, tuple(kwargs))
@@ -156,8 +169,10 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
             if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
                 _never.add(func)
             return out
+    if piece.small and not tracked and isinstance(arrays[0], jax.core.Tracer):
+        return lower(*_read(args), **kwargs)
     try:
-        out = piece(arrays, tracked)
+        out = piece(arrays)
     except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
         _never.add(func)
         return _direct(lower, args, kwargs, tape, arrays)
@@ -171,6 +186,8 @@ def _read(args: Any) -> Any:
 
 
 def _direct(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any], tape: Tape | None, arrays: list[Any]) -> Any:
+    if state.level.lanes is not None:
+        raise Untaped
     if tape is not None:
         found = arrays or [x for x in jax.tree_util.tree_leaves((list(_read(args)), kwargs)) if isinstance(x, jax.Array)]
         if tape.tracks(found):
@@ -267,6 +284,73 @@ def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any,
             return tuple(tape.pull(inputs, outs, cotangents))
 
     return outs, pull, aux
+
+
+# -- lanes ----------------------------------------------------------------------------------------------------------------------------
+class Lanes:
+    """Under a vmap outside of compilation: the arrays that have a value for each lane (along their first dimension), by identity."""
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: dict[int, Any] = {}
+
+    def add(self, value: Any) -> Any:
+        self.known[id(value)] = value
+        return value
+
+    def tracks(self, arrays: list[Any]) -> bool:
+        known = self.known
+        return any(id(a) in known for a in arrays)
+
+    def run(self, piece: Piece, func: Any, arrays: list[Any]) -> Any:
+        known = self.known
+        try:
+            out = piece.over_lanes(arrays, tuple([0 if id(a) in known else None for a in arrays]))
+        except (NotPure, jax.errors.JAXTypeError):
+            _never.add(func)
+            raise Untaped from None
+        if isinstance(out, jax.Array):
+            known[id(out)] = out
+        else:
+            for o in jax.tree_util.tree_leaves(out):
+                known[id(o)] = o
+        return out
+
+
+def vmap(body: Callable[..., Any], values: list[Any], in_axes: list[int | None], size: int, code: Any) -> tuple[list[Any], list[Any]] | None:
+    """A vmap by lanes: (values, axes), an axis being None where all lanes share a value; None where JAX's own vmap must do it.
+
+    body takes one value per lane argument, in a level of its own that it tells which of them are mapped.
+    """
+    level = state.level
+    if level.kind != "root" or level.staged or level.tape is not None or code in _untapeable or not size:
+        return None
+    if any(isinstance(v, jax.core.Tracer) for v in values):
+        return None
+    lanes = Lanes()
+    draws, key = level.draws, level.key
+    moved = [v if a is None else lanes.add(_lane_first(v, a)) for v, a in zip(values, in_axes, strict=True)]
+    try:
+        outs = body(lanes, *moved)
+    except Untaped:
+        _untapeable.add(code)
+        level.draws, level.key = draws, key
+        return None
+    return outs, [0 if id(o) in lanes.known else None for o in outs]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _lane_first(value: Any, axis: int) -> Any:
+    return jnp.copy(jnp.moveaxis(value, axis, 0))  # an array of its own: the same one may also be met as a captured tensor
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def place_lanes(value: Any, axis: int | None, out_axis: int, size: int) -> Any:
+    """A lane-first or shared value as an output of a vmap: lanes along out_axis."""
+    if axis is None:
+        value = jnp.broadcast_to(value, (size, *value.shape))
+    return jnp.moveaxis(value, 0, out_axis)
 
 
 def copied(value: Any) -> Any:

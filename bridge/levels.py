@@ -32,11 +32,13 @@ class Level:
         tape: in a grad level outside of compilation: records what runs, to differentiate it.
         staged: in the root: the trace is of a whole program to be compiled.
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
+        live: in the root: ids of those among them that were used while torch's grad mode was on.
+        recorded: in the root: torch's autograd may go back through what is traced.
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "next_tape", "operator", "overrides", "parent", "probe", "randomness", "root",
-        "seeds", "staged", "tape", "writes",
+        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "live", "next_tape", "operator", "overrides", "parent", "probe", "randomness", "recorded",
+        "root", "seeds", "staged", "tape", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -53,7 +55,10 @@ class Level:
         self.overrides: dict[int, Any] = {}
         self.seeds: Callable[[Any], Any] | None = None
         self.staged = False
+        self.live: set[int] = set()
+        self.recorded = False
         self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
+        self.lanes: Any = None  # bridge.eager.Lanes, where they stand for this vmap
         self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None
         self.probe: Any = None
@@ -86,7 +91,7 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
     parent = state.level
     level = Level(kind, parent, randomness, key)
     if parent is not None:
-        if parent.tape is not None:  # no transform inside a taped one: JAX must differentiate through it
+        if parent.tape is not None or parent.lanes is not None:  # no transform inside one of these: JAX must see through it
             from bridge.eager import Untaped
 
             raise Untaped

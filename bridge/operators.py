@@ -86,7 +86,7 @@ def _wrap_all(out: Any, device: torch.device) -> Any:
 def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
     """An operator that only computes."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         staged = state.level.root.staged
         values = [_value(x) if staged or type(x) is not Traced else _operand(x) for x in args]
         try:
@@ -98,7 +98,7 @@ def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
         device = _device(args, kwargs)
         return wrap(out, device) if isinstance(out, jax.Array) else _wrap_all(out, device)
 
-    return run
+    return run_pure
 
 
 def stop(out: Any) -> Any:
@@ -109,11 +109,13 @@ def stop(out: Any) -> Any:
             innermost = innermost or level
             kinds.add(level.kind)
         level = level.parent
+    if state.level.root.recorded:
+        kinds.add("grad")
     if "grad" not in kinds:
         return out
     if "jvp" not in kinds:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
-    if innermost.kind == "jvp":
+    if innermost is None or innermost.kind == "jvp":
         return out
     return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
 
@@ -169,7 +171,7 @@ def _view(func: Any) -> Plan:
     """An operator whose result shares its input's memory: computed when it is first read."""
     lower = LOWERINGS[func]
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
         meta = func(_meta(base), *rest, **kwargs)
         node = Node(None, state.level, node_of(base), View(func, lower, rest, kwargs))
@@ -177,7 +179,7 @@ def _view(func: Any) -> Plan:
             node.value, node.seen = stop(node.view.forward(value_of(base))), node.root.version
         return _view_tensor(meta, node, base.device)
 
-    return run
+    return run_view
 
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +194,7 @@ def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _split(func: Any) -> Plan:
     """Several views at once, each a slice or select of its own so that reading one computes one."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = args[0]
         dim = int(kwargs.get("dim", args[-1] if len(args) == 3 or (func is aten.unbind.int and len(args) == 2) else 0))
         dim = dim % max(base.dim(), 1)
@@ -208,7 +210,7 @@ def _split(func: Any) -> Plan:
             out.append(_view_tensor(meta, Node(None, state.level, node_of(base), view), base.device))
         return out
 
-    return run
+    return run_split
 
 
 def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

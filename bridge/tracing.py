@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bridge import dtypes, private, tensors
+from bridge.eager import Untaped
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read, write
@@ -69,8 +70,12 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
         dtype = _torch_dtype[value.dtype]
     except KeyError:
         dtype = dtypes.to_torch(value.dtype)
-    t = _make(Traced, value.shape, dtype=dtype, device=device)
-    t.node = Node(value, level or state.level)
+    level = level or state.level
+    shape = value.shape
+    if level.lanes is not None and id(value) in level.lanes.known:
+        shape = shape[1:]
+    t = _make(Traced, shape, dtype=dtype, device=device)
+    t.node = Node(value, level)
     return t
 
 
@@ -93,6 +98,8 @@ def value_of(t: torch.Tensor) -> Any:
 def lift(t: torch.Tensor) -> Node:
     """The node that stands for a torch tensor met from outside the trace; one per tensor and trace."""
     root = state.level.root
+    if torch.is_grad_enabled():
+        root.live.add(id(t))
     entry = root.captured.get(id(t))
     if entry is None:
         value = root.overrides.get(id(t))
@@ -119,10 +126,17 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None) -> None:
 
 def concrete(t: torch.Tensor, what: str) -> np.ndarray:
     """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
+    without_lanes()
     try:
         return np.asarray(jax.lax.stop_gradient(value_of(t)))
     except jax.errors.JAXTypeError as error:
         raise unknown_value(what) from error
+
+
+def without_lanes() -> None:
+    """Where values are looked at as one lane sees them: lanes cannot show that, JAX's vmap can."""
+    if state.level is not None and state.level.lanes is not None:
+        raise Untaped
 
 
 def unknown_value(what: str) -> DataDependentError:
@@ -173,7 +187,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from bridge import operators
 
         plan = _plans[func] = operators.plan(func)
+    if level.lanes is not None and plan.__name__ not in _LANE_WISE:
+        raise Untaped
     return plan(args, kwargs)
+
+
+#: Plans that touch values only by way of ``eager.run``, which knows about lanes.
+_LANE_WISE = frozenset({"run_pure", "run_view", "run_split", "composite", "decomposed"})
 
 
 _plans: dict[Any, Any] = {}
@@ -199,6 +219,7 @@ def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
     """A traced tensor's values as a plain tensor, mapped dimensions in front; any other tensor as it is."""
     if type(t) is not Traced:
         return t
+    without_lanes()
     value = private.innermost_removed(value_of(t), recurse)
     if isinstance(value, jax.core.Tracer):
         return wrap(value, t.device)

@@ -145,6 +145,11 @@ def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
     return None
 
 
+def joined(*specs: Spec | None) -> Spec:
+    """The spec of a tuple of trees with these specs."""
+    return _make(tuple, None, len(specs) if all(s is LEAF for s in specs) else specs)
+
+
 def unflatten(spec: Spec | None, leaves: Any) -> Any:
     """The tree of that spec with these leaves; the inverse of ``flatten``.
 

@@ -112,7 +112,7 @@ def _trace(
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
-            root.staged = True
+            root.staged = root.recorded = True
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
             generators: list[torch.Generator] = []
             keys: dict[int, Any] = {}

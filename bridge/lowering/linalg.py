@@ -106,16 +106,17 @@ def aten_linalg_check_errors(info, api_name, *, is_matrix):
     report(info, api_name, is_matrix)
 
 
-@jax.custom_jvp
-def _cholesky(A):
-    return lax.linalg.cholesky(A, symmetrize_input=False)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _cholesky(upper, A):
+    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other one is not read."""
+    return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
 @_cholesky.defjvp
-def _cholesky_jvp(primals, tangents):
+def _cholesky_jvp(upper, primals, tangents):
     # L^-1 dA L^-H = X + X^H with X = L^-1 dL lower triangular (https://arxiv.org/abs/1602.07527)
     (A,), (dA,) = primals, tangents
-    L = _cholesky(A)
+    L = _cholesky(upper, A)
     solve = functools.partial(lax.linalg.triangular_solve, L, lower=True)
     X = solve(solve(with_cotangent(dA, hermitian_part), left_side=True), left_side=False, transpose_a=True, conjugate_a=True)
     return L, matmul(L, jnp.tril(X) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
@@ -145,9 +146,8 @@ def _failed_minor(A, L):
 
 @functools.partial(jax.jit, static_argnames="upper")
 def _cholesky_ex(A, upper):
-    A = mH(A) if upper else A
-    L = _cholesky(A)
-    return mH(L) if upper else L, _failed_minor(*lax.stop_gradient((A, L)))
+    L = _cholesky(upper, A)
+    return mH(L) if upper else L, _failed_minor(*lax.stop_gradient((mH(A) if upper else A, L)))
 
 
 @lowering("aten.linalg_cholesky_ex")

@@ -310,9 +310,9 @@ def _mutation(func: Any) -> Plan:
             _store(target, value_of(result), func)
         if len(func._schema.returns) == 0:
             return None
-        if len(func._schema.returns) == 1:
-            return flat[0] if func._schema.returns[0].alias_info is not None else results[0]
-        return tuple(results[: -len(flat)]) + tuple(flat) if not is_out else tuple(flat)
+        fresh, kept = iter(results[: -len(flat)]), iter(flat)
+        returned = tuple(next(fresh) if r.alias_info is None else next(kept) for r in func._schema.returns)
+        return returned[0] if len(returned) == 1 else returned
 
     return run
 

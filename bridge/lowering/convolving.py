@@ -100,7 +100,7 @@ def _native_forward(x: Array, w: Array, geometry: Geometry, precision: lax.Preci
 
 
 # -- as matrix products -------------------------------------------------------------------------------------------------
-def _taps(x: Array, geometry: Geometry) -> list[Array]:
+def tap_images(x: Array, geometry: Geometry) -> list[Array]:
     """The image as each element of the kernel sees it: (..., *image) -> one (..., *out) per tap."""
     lead = x.ndim - len(geometry.image)
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in geometry.paddings()])
@@ -116,8 +116,8 @@ def _taps(x: Array, geometry: Geometry) -> list[Array]:
     ]
 
 
-def _untaps(taps: list[Array], geometry: Geometry) -> Array:
-    """The transpose of _taps: every tap put back in its place in the image, and summed."""
+def untap_images(taps: list[Array], geometry: Geometry) -> Array:
+    """The transpose of tap_images: every tap put back in its place in the image, and summed."""
     lead = taps[0].ndim - len(geometry.image)
     total = None
     for tap, offset in zip(taps, geometry.offsets(), strict=True):
@@ -148,7 +148,7 @@ def _columns(x: Array, geometry: Geometry) -> Array:
     """Images (n, G, C, *image) as a matrix (G, taps * C, n * out)."""
     n, g, c = x.shape[:3]
     x = _inward(x)
-    taps = [tap.reshape(g, c, n * math.prod(geometry.out)) for tap in _taps(x, geometry)]
+    taps = [tap.reshape(g, c, n * math.prod(geometry.out)) for tap in tap_images(x, geometry)]
     return jnp.concatenate(taps, 1) if len(taps) > 1 else taps[0]
 
 
@@ -195,7 +195,7 @@ def _product_x(y: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
     def some(y: Array) -> Array:
         columns = _dot(rows, _images_to_rows(y), (1, 1))
         columns = columns.reshape(w.shape[0], taps, w.shape[2], y.shape[0], *geometry.out)
-        x = _untaps([columns[:, k] for k in range(taps)], geometry)
+        x = untap_images([columns[:, k] for k in range(taps)], geometry)
         return _outward(x.astype(y.dtype))
 
     return _mapped(some, chunk, y)
@@ -223,13 +223,13 @@ def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Arra
     if face == "w":
         axes = (1, *range(4, right.ndim))
         y = right.astype(wide)
-        sums = [jnp.sum(tap.astype(wide) * y, axes) for tap in _taps(left, geometry)]  # (B, G, 1)
+        sums = [jnp.sum(tap.astype(wide) * y, axes) for tap in tap_images(left, geometry)]  # (B, G, 1)
         return jnp.stack(sums, -1).reshape(*sums[0].shape, 1, *geometry.kernel).astype(left.dtype)
     weights = right.astype(wide).reshape(*right.shape[:4], -1)
     weights = [weights[:, None, :, :, 0, k][spread] for k in range(weights.shape[-1])]  # (B, 1, G, 1, 1...)
     if face == "x":
-        return _untaps([left.astype(wide) * w for w in weights], geometry).astype(left.dtype)
-    parts = [tap.astype(wide) * w for tap, w in zip(_taps(left, geometry), weights, strict=True)]
+        return untap_images([left.astype(wide) * w for w in weights], geometry).astype(left.dtype)
+    parts = [tap.astype(wide) * w for tap, w in zip(tap_images(left, geometry), weights, strict=True)]
     return functools.reduce(lax.add, parts).astype(left.dtype)
 
 

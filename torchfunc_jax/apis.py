@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from bridge import tracing
+from bridge.plain import plain
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp
 from torchfunc_jax._vmap import chunk_vmap, vmap
 
 __all__ = [
-    "chunk_vmap", "debug_unwrap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp", "vmap",
+    "chunk_vmap", "debug_unwrap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp",
+    "linearize", "vjp", "vmap",
 ]
 
 
@@ -46,8 +49,6 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
             "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
             " replaced with their non-aliasing counterparts, {view}_copy.\n"
         )
-    from torchfunc_jax._plain import plain
-
     return functools.wraps(func)(plain(func))
 
 
@@ -72,6 +73,4 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
         >>> debug_unwrap(torch.ones(2))
         tensor([1., 1.])
     """
-    from bridge import tracing
-
     return tracing.unwrap(tensor, recurse)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bridge import trees
+from bridge.plain import plain
 
 # A call swaps the module's attributes; two threads must not do so on the same module at once.
 SWAPPING = threading.RLock()
@@ -54,8 +55,6 @@ def functional_call(
     """
     given = (parameter_and_buffer_dicts, args, kwargs)
     if any(isinstance(x, jax.Array) for x in trees.flatten(given)[0]):
-        from torchfunc_jax._plain import plain
-
         def run(parameters: Any, args: Any, kwargs: Any) -> Any:
             return functional_call(module, parameters, args, kwargs, tie_weights=tie_weights, strict=strict)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge import trees
+from bridge.plain import plain
 from torchfunc_jax.functional_call import SWAPPING, check_alike
 
 Names = tuple[str, ...]
@@ -272,8 +273,6 @@ def _refuse_buffers(model: nn.Module, api: str) -> None:
 def _call_with(model: nn.Module, names_map: NamesMap, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module that has no state of its own with this state; jax.Arrays give jax.Arrays, as in ``functional_call``."""
     if any(isinstance(x, jax.Array) for x in trees.flatten((state, args, kwargs))[0]):
-        from torchfunc_jax._plain import plain
-
         return plain(lambda state, args, kwargs: _call_with(model, names_map, state, args, kwargs))(state, args, kwargs)
     with SWAPPING:
         before = _swap_state(model, names_map, state)

@@ -1,4 +1,4 @@
-"""Running a function on JAX without any transform around it: what functionalize, and functional_call on jax.Arrays, need."""
+"""Running a torch function on JAX without any transform around it: what functionalize, and modules called with jax.Arrays, need."""
 from __future__ import annotations
 
 from collections.abc import Callable

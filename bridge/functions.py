@@ -23,32 +23,29 @@ from bridge.tracing import Traced, assign, value_of, wrap
 Function = torch.autograd.Function
 _lock = threading.Lock()
 _users = 0
-_original_checkpoint = torch.utils.checkpoint.checkpoint
 
 
 @contextmanager
 def intercepted() -> Iterator[None]:
-    """While entered (by any thread), Function.apply and checkpoint look whether their thread has a trace open."""
+    """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
     global _users
     with _lock:
         _users += 1
         if _users == 1:
-            private.redirect_function_apply(True)
-            torch.utils.checkpoint.checkpoint = _checkpoint
+            private.redirect(True)
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if _users == 0:
-                private.redirect_function_apply(False)
-                torch.utils.checkpoint.checkpoint = _original_checkpoint
+                private.redirect(False)
 
 
 def apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
     level = state.level
     if level is None or not any(type(a) is Traced for a in args) or _inside_torch_autograd(args, level):
-        return private.function_apply(cls, *args, **kwargs)
+        return private.original("apply")(cls, *args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _rematerialized(args[0], args[2:], {})
     return _Call(cls, args).run()
@@ -388,9 +385,9 @@ _undifferentiable.defjvp(_refuse, symbolic_zeros=True)
 
 
 # -- torch.utils.checkpoint -------------------------------------------------------------------------------------------------------
-def _checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     if state.level is None:
-        return _original_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+        return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
     for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
         kwargs.pop(option, None)
     return _rematerialized(function, args, kwargs)

@@ -5,6 +5,7 @@ A new version of either that moves one of them breaks this file and no other.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,29 +126,46 @@ def perturbed(values: Any, level: Any) -> bool:
     return level.probe is not None and any(trace is level.probe for v in values for trace in _traces_of(v))
 
 
-# torch.autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold bound copies of it (``f = Square.apply``), so
-# replacing the attribute is not enough: the function object itself gets other code for as long as a trace is open.
-_apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-_apply_code = _apply_function.__code__
-_apply_original = types.FunctionType(
-    _apply_code, _apply_function.__globals__, "apply", _apply_function.__defaults__, _apply_function.__closure__
-)
-_apply_original.__kwdefaults__ = _apply_function.__kwdefaults__
+# Function.apply, checkpoint and the control-flow functions cannot be overridden by a subclass of Tensor, and callers hold copies of them
+# (``f = Square.apply``, ``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough: the function objects
+# themselves get other code for as long as a trace is open anywhere.
+class _Redirect:
+    """One function of torch's that can be made to ask one of ours first."""
+
+    def __init__(self, function: types.FunctionType, module: str, name: str) -> None:
+        self.function, self.code = function, function.__code__
+        self.original = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        self.original.__kwdefaults__ = function.__kwdefaults__
+        space: dict[str, Any] = {}
+        exec(  # code that names its target can only be made from text  # noqa: S102
+            f"def shim(*args, **kwargs):\n    from {module} import {name} as ours\n    return ours(*args, **kwargs)", space
+        )
+        self.shim = space["shim"].__code__.replace(co_freevars=function.__code__.co_freevars)
+
+    def turn(self, on: bool) -> None:
+        self.function.__code__ = self.shim if on else self.code
 
 
-class _Shim:
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __class__  # noqa: B018  a closure of the same size as the original's
-        from bridge.functions import apply_in_trace
+@functools.cache
+def _redirects() -> dict[str, _Redirect]:
+    from torch.utils.checkpoint import checkpoint
 
-        return apply_in_trace(cls, *args, **kwargs)
+    from bridge import control
+
+    found = {name: _Redirect(fn, "bridge.control", name) for name, fn in control.functions().items()}
+    found["apply"] = _Redirect(torch.autograd.Function.apply.__func__, "bridge.functions", "apply_in_trace")  # type: ignore[attr-defined]
+    found["checkpoint"] = _Redirect(checkpoint, "bridge.functions", "checkpoint_in_trace")
+    return found
 
 
-def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's own ``Function.apply``."""
-    return _apply_original(cls, *args, **kwargs)
+def original(name: str) -> Callable[..., Any]:
+    """torch's own function of that name among those that are redirected."""
+    return _redirects()[name].original
 
 
-def redirect_function_apply(on: bool) -> None:
-    """Make ``Function.apply`` (bound copies too) ask ``bridge.functions`` first; off: as torch made it."""
-    _apply_function.__code__ = _Shim.apply.__code__ if on else _apply_code
+def redirect(on: bool) -> None:
+    """Make torch's functions ask ours first; off: as torch made them."""
+    for r in _redirects().values():
+        r.turn(on)

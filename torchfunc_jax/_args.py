@@ -9,6 +9,7 @@ from bridge import trees
 from bridge.calls import is_array
 
 argnums_t = int | tuple[int, ...]
+_FORWARD = ("jvp", "jacfwd", "linearize")  # what raises ValueError for an integer input; reverse mode raises RuntimeError
 
 
 def select(args: tuple[Any, ...], argnums: Any) -> tuple[Any, tuple[int, ...]]:
@@ -40,6 +41,8 @@ def differentiable(leaves: list[Any], api: str) -> None:
         if not is_array(x):
             raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
+            if api.startswith(_FORWARD):
+                raise ValueError(f"{api}: Expected primal to be floating point or complex, but got: {x.dtype}; convert it with .float()")
             raise RuntimeError(
                 f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; convert it "
                 "with .float()"

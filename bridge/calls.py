@@ -243,7 +243,7 @@ def _known(fn: Any) -> list[torch.Tensor]:
         code = code_of(fn)
         if isinstance(code, types.CodeType) and not _captures.get(code, True):
             return []  # none in another closure of the same code
-        return [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and type(t) is not Traced]
+        return [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 

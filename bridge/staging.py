@@ -78,17 +78,13 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     """
     found = capture.scan(fn, *[x for x in call.leaves if isinstance(x, torch.nn.Module)])
     arguments = {id(x) for x in call.arrays}
-    candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and _crosses(t)]
+    candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
     while True:
         program, missing = _trace(fn, call, candidates, list(found.modules.values()))
         if not missing:
             return program
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
         candidates = candidates + [(t, capture.Place(t, None)) for t in missing]
-
-
-def _crosses(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:

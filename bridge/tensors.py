@@ -112,6 +112,11 @@ def _signature(t: torch.Tensor) -> int:
     return _signatures.setdefault((t.shape, t.dtype, t.device), len(_signatures))
 
 
+def crosses(t: torch.Tensor) -> bool:
+    """Whether a tensor found in a closure or module can be an input of a computation: an ordinary one that has values."""
+    return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+
+
 def shares(source: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether source has t's own memory."""
     return source.data_ptr() == t.data_ptr() and t.numel() > 0

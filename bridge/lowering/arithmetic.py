@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .elementwise import trunc
-from .pointwise import align, binary, choose, fused, like, number
+from .pointwise import align, binary, choose, define_slopes, fused, like, number
 from .promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
 from .registry import lowering
 
@@ -105,11 +106,16 @@ def _divide(a: Any, b: Any) -> Any:
     return lax.div(a, b)
 
 
-@_divide.defjvp
+@functools.partial(_divide.defjvp, symbolic_zeros=True)
 def _divide_jvp(primals: tuple, tangents: tuple) -> tuple:
     """(da - (a/b) db) / b, where JAX's rule has a * b**-2, which overflows for small b (in float16 below 0.004)."""
-    quotient = _divide(*primals)
-    return quotient, _divide(lax.sub(tangents[0], lax.mul(quotient, tangents[1])), primals[1])
+    quotient, (da, db) = _divide(*primals), tangents
+    if isinstance(db, SymbolicZero):
+        change = like(0, quotient) if isinstance(da, SymbolicZero) else da
+    else:
+        change = lax.neg(lax.mul(quotient, db))
+        change = change if isinstance(da, SymbolicZero) else lax.add(da, change)
+    return quotient, _divide(change, primals[1])
 
 
 _divide_arrays, _divide_by_number = binary(_divide, floating=True), binary(lax.div, floating=True, primitive=True)
@@ -189,17 +195,19 @@ def _float_pow(base: Any, exponent: Any) -> Any:
     return lax.pow(base, exponent)
 
 
-@_float_pow.defjvp
-def _float_pow_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """d/dbase is 0 where the exponent is 0; d/dexponent is 0 at 0 ** (exponent >= 0)."""
-    x, n = primals
-    y = _float_pow(x, n)
-    zero, one = number(0, x.dtype), number(1, x.dtype)
-    still = lax.eq(n, zero)
-    slope_x = choose(still, 0, lax.mul(n, _float_pow(x, choose(still, 1, n) - one)))
+def _pow_by_base(x: Any, n: Any, y: Any) -> Any:
+    still = lax.eq(n, number(0, n.dtype))
+    return choose(still, 0, lax.mul(n, _float_pow(x, lax.sub(choose(still, 1, n), number(1, n.dtype)))))
+
+
+def _pow_by_exponent(x: Any, n: Any, y: Any) -> Any:
+    """0 at 0 ** (exponent >= 0)."""
+    zero = number(0, x.dtype)
     flat = lax.bitwise_and(lax.eq(x, zero), lax.ge(lax.real(n), lax.real(zero)) if is_complex(n) else lax.ge(n, zero))
-    slope_n = choose(flat, 0, lax.mul(y, lax.log(choose(flat, 1, x))))
-    return y, lax.add(lax.mul(tangents[0], slope_x), lax.mul(tangents[1], slope_n))
+    return choose(flat, 0, lax.mul(y, lax.log(choose(flat, 1, x))))
+
+
+define_slopes(_float_pow, _pow_by_base, _pow_by_exponent)
 
 
 def _pow(base: Any, exponent: Any) -> Any:

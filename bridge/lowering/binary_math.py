@@ -9,7 +9,7 @@ from jax import lax
 
 from .arithmetic import aten_mul, aten_pow_of_scalar
 from .elementwise import absolute, isinf, signbit
-from .pointwise import binary, choose, number
+from .pointwise import binary, choose, define_slopes, number
 from .promotion import is_complex
 from .registry import lowering
 
@@ -24,11 +24,7 @@ def _hypot(a: Any, b: Any) -> Any:
     return choose(infinite, math.inf, size)
 
 
-@_hypot.defjvp
-def _hypot_jvp(primals: tuple, tangents: tuple) -> tuple:
-    size = _hypot(*primals)
-    parts = [lax.mul(t, lax.div(x, size)) for x, t in zip(primals, tangents, strict=True)]
-    return size, lax.add(*parts)
+define_slopes(_hypot, lambda a, b, size: lax.div(a, size), lambda a, b, size: lax.div(b, size))
 
 
 def _copysign(a: Any, b: Any) -> Any:
@@ -52,11 +48,7 @@ def _logaddexp(a: Any, b: Any) -> Any:
     return lax.select_n(infinite, lax.add(high, lax.log1p(lax.exp(gap))), high)
 
 
-@_logaddexp.defjvp
-def _logaddexp_jvp(primals: tuple, tangents: tuple) -> tuple:
-    a, b = primals
-    parts = [lax.mul(t, lax.logistic(gap)) for t, gap in zip(tangents, (lax.sub(a, b), lax.sub(b, a)), strict=True)]
-    return _logaddexp(a, b), lax.add(*parts)
+define_slopes(_logaddexp, lambda a, b, y: lax.logistic(lax.sub(a, b)), lambda a, b, y: lax.logistic(lax.sub(b, a)))
 
 
 def _logaddexp2(a: Any, b: Any) -> Any:

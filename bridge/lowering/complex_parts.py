@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .pointwise import align, binary, choose, fused, like, number
+from .pointwise import align, binary, choose, define_slopes, fused, like, number
 from .promotion import cast, default_float, is_complex
 from .registry import lowering
 
@@ -38,16 +38,13 @@ def atan2(y: Any, x: Any) -> Any:
     return lax.atan2(y, x)
 
 
-@atan2.defjvp
-def _atan2_jvp(primals: tuple, tangents: tuple) -> tuple:
-    (y, x), (dy, dx) = primals, tangents
+def _over_square(part: Any, y: Any, x: Any) -> Any:
     square = lax.add(lax.mul(x, x), lax.mul(y, y))
     origin = lax.eq(square, number(0, x.dtype))
-    scale = lax.div(like(1, x), choose(origin, 1, square))
-    slope_y, slope_x = choose(origin, 0, lax.mul(x, scale)), choose(origin, 0, lax.mul(y, scale))
-    return atan2(y, x), lax.sub(lax.mul(slope_y, dy), lax.mul(slope_x, dx))
+    return choose(origin, 0, lax.div(part, choose(origin, 1, square)))
 
 
+define_slopes(atan2, lambda y, x, angle: _over_square(x, y, x), lambda y, x, angle: _over_square(lax.neg(y), y, x))
 aten_atan2 = lowering("aten.atan2")(binary(atan2, floating=True))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .promotion import cast, default_float, is_array, opmath, result_dtype
 
@@ -56,6 +57,20 @@ def like(value: Any, x: Any) -> Any:
 def choose(mask: Any, a: Any, b: Any) -> Any:
     """a where mask, else b; b is an array of mask's shape, a the same or a number."""
     return lax.select_n(mask, b, a if np.shape(a) == b.shape and is_array(a) else like(a, b))
+
+
+def define_slopes(function: Callable, *slopes: Callable) -> None:
+    """Give a custom_jvp function its partial derivatives, one per operand, each a function of (operands..., result).
+
+    An operand that is not differentiated costs nothing, and its infinite or NaN derivative does not meet a zero tangent (0 * inf is NaN).
+    """
+
+    def jvp(primals: tuple, tangents: tuple) -> tuple:
+        result = function(*primals)
+        terms = [lax.mul(slope(*primals, result), t) for slope, t in zip(slopes, tangents, strict=True) if not isinstance(t, SymbolicZero)]
+        return result, functools.reduce(lax.add, terms) if terms else like(0, result)
+
+    function.defjvp(jvp, symbolic_zeros=True)
 
 
 def unary(fn: Callable, wide: bool = False) -> Callable:

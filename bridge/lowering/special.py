@@ -12,9 +12,10 @@ import jax
 import jax.scipy.special as jsp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .chebyshev import ERFCX, clenshaw
-from .pointwise import binary, choose, fused, like, number, unary
+from .pointwise import binary, choose, define_slopes, fused, like, number, unary
 from .promotion import cast, default_float, opmath
 from .registry import lowering
 
@@ -35,15 +36,23 @@ def _erfcx(x: Any) -> Any:
     return choose(lax.ne(x, x), math.nan, lax.select_n(lax.lt(x, number(0, x.dtype)), right, left))
 
 
-@_erfcx.defjvp
-def _erfcx_jvp(primals: tuple, tangents: tuple) -> tuple:
-    y = _erfcx(*primals)
-    slope = lax.sub(_scaled(lax.mul(primals[0], y), 2), number(2 / math.sqrt(math.pi), y.dtype))
-    return y, lax.mul(slope, tangents[0])
+def _erfcx_slope(x: Any, y: Any) -> Any:
+    return lax.sub(_scaled(lax.mul(x, y), 2), number(2 / math.sqrt(math.pi), y.dtype))
+
+
+define_slopes(_erfcx, _erfcx_slope)
 
 
 def _ndtr(x: Any) -> Any:
     return _scaled(lax.erfc(_scaled(x, -math.sqrt(0.5))), 0.5)
+
+
+@jax.custom_jvp
+def _ndtri(x: Any) -> Any:
+    return jsp.ndtri(x)
+
+
+define_slopes(_ndtri, lambda x, y: _scaled(lax.exp(_scaled(lax.mul(y, y), 0.5)), math.sqrt(2 * math.pi)))
 
 
 # -- gamma family -----------------------------------------------------------------------------------------------------
@@ -55,7 +64,13 @@ def _digamma(x: Any) -> Any:
     return choose(negative_integer, math.nan, pole)
 
 
-_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), lax.mul(_polygamma_at(1, primals[0]), tangents[0])))
+@jax.custom_jvp
+def _lgamma(x: Any) -> Any:
+    return lax.lgamma(x)
+
+
+define_slopes(_digamma, lambda x, y: _polygamma_at(1, x))
+define_slopes(_lgamma, lambda x, y: _digamma(x))
 
 
 def _trigamma(x: Any) -> Any:
@@ -104,13 +119,14 @@ def _zeta(x: Any, q: Any) -> Any:
     return choose(inside, math.inf, lax.zeta(x, q))
 
 
-@_zeta.defjvp
+@functools.partial(_zeta.defjvp, symbolic_zeros=True)
 def _zeta_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """In q only: the derivative in x has no closed form (torch has none either)."""
-    x, q = primals
-    y = _zeta(x, q)
+    """In q only: the derivative in x has no closed form, and torch has none either."""
+    (x, q), (dx, dq) = primals, tangents
+    if not isinstance(dx, SymbolicZero):
+        raise NotImplementedError("x: the derivative of zeta(x, q) with respect to x is not implemented")
     slope = lax.neg(lax.mul(x, _zeta(lax.add(x, number(1, x.dtype)), q)))
-    return y, lax.mul(slope, tangents[1])
+    return _zeta(x, q), lax.mul(slope, dq)
 
 
 # -- products with a logarithm ----------------------------------------------------------------------------------------
@@ -122,24 +138,24 @@ def _times_log(log: Any, at: float) -> Any:
         zero = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.eq(y, y))
         return choose(zero, 0, lax.mul(x, log(choose(zero, 1, y))))
 
-    @product.defjvp
-    def jvp(primals: tuple, tangents: tuple) -> tuple:
-        x, y = primals
-        bound = number(at, x.dtype)
-        flat = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.le(y, bound))
-        slope_x = choose(flat, 0, log(choose(flat, 1, y)))
-        slope_y = lax.div(x, lax.sub(y, bound))
-        return product(x, y), lax.add(lax.mul(slope_x, tangents[0]), lax.mul(slope_y, tangents[1]))
+    def by_x(x: Any, y: Any, _: Any) -> Any:
+        flat = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.le(y, number(at, x.dtype)))
+        return choose(flat, 0, log(choose(flat, 1, y)))
 
+    define_slopes(product, by_x, lambda x, y, _: lax.div(x, lax.sub(y, number(at, x.dtype))))
     return product
 
 
+@jax.custom_jvp
 def _entr(x: Any) -> Any:
     """-x log(x); 0 at 0, -inf below."""
     zero = number(0, x.dtype)
     positive = lax.gt(x, zero)
     y = lax.neg(lax.mul(x, lax.log(x)))
     return lax.select_n(positive, choose(lax.lt(x, zero), -math.inf, choose(lax.eq(x, zero), 0, x)), y)
+
+
+define_slopes(_entr, lambda x, y: lax.sub(number(-1, x.dtype), lax.log(x)))
 
 
 @jax.custom_jvp
@@ -149,13 +165,35 @@ def _sinc(x: Any) -> Any:
     return choose(zero, 1, lax.div(lax.sin(angle), angle))
 
 
-@_sinc.defjvp
-def _sinc_jvp(primals: tuple, tangents: tuple) -> tuple:
-    x = primals[0]
-    zero = lax.eq(x, number(0, x.dtype))
-    safe = choose(zero, 1, x)
-    slope = choose(zero, 0, lax.div(lax.sub(lax.cos(_scaled(safe, math.pi)), _sinc(safe)), safe))
-    return _sinc(x), lax.mul(slope, tangents[0])
+def _sinc_slope(x: Any, y: Any) -> Any:
+    """(cos(pi x) - sinc(x)) / x; its power series near 0, where the two cancel."""
+    near = lax.lt(lax.abs(x), number(0.15, x.dtype))
+    small, large = choose(near, x, like(0, x)), choose(near, 1, x)
+    square, term, series = lax.mul(small, small), small, like(0, x)
+    for k in range(1, 8):
+        coefficient = (-1) ** k * 2 * k * math.pi ** (2 * k) / math.factorial(2 * k + 1)
+        series, term = lax.add(series, _scaled(term, coefficient)), lax.mul(term, square)
+    return lax.select_n(near, lax.div(lax.sub(lax.cos(_scaled(large, math.pi)), _sinc(large)), large), series)
+
+
+define_slopes(_sinc, _sinc_slope)
+
+
+@jax.custom_jvp
+def _log_odds(x: Any) -> Any:
+    return lax.log(lax.div(x, lax.sub(number(1, x.dtype), x)))
+
+
+def _log_odds_slope(x: Any, y: Any) -> Any:
+    slope = lax.div(like(1, x), lax.mul(x, lax.sub(number(1, x.dtype), x)))
+    return choose(_below_or_above(x, 0, 1), math.nan, slope)
+
+
+define_slopes(_log_odds, _log_odds_slope)
+
+
+def _below_or_above(x: Any, low: float, high: float) -> Any:
+    return lax.bitwise_or(lax.lt(x, number(low, x.dtype)), lax.gt(x, number(high, x.dtype)))
 
 
 @lowering("aten.logit")
@@ -170,7 +208,7 @@ def _logit(x: Any, eps: float | None) -> Any:
     if eps is not None:
         low, high = number(eps, wide.dtype), number(1 - eps, wide.dtype)
         wide = choose(lax.gt(wide, high), high, choose(lax.lt(wide, low), low, wide))
-    return cast(lax.log(lax.div(wide, lax.sub(number(1, wide.dtype), wide))), x.dtype)
+    return cast(_log_odds(wide), x.dtype)
 
 
 # name -> function of one floating array
@@ -179,13 +217,13 @@ _UNARY = {
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": lax.erf_inv,
-    "lgamma": lax.lgamma,
+    "lgamma": _lgamma,
     "sinc": _sinc,
     "special_entr": _entr,
     "special_erfcx": _erfcx,
     "special_log_ndtr": jsp.log_ndtr,
     "special_ndtr": _ndtr,
-    "special_ndtri": jsp.ndtri,
+    "special_ndtri": _ndtri,
 }
 # name -> function of two floating arrays; Python numbers may stand for either
 _BINARY = {

@@ -13,7 +13,7 @@ from jax import lax
 from . import chebyshev as tables
 from .chebyshev import clenshaw
 from .elementwise import sign
-from .pointwise import choose, like, number, unary
+from .pointwise import choose, define_slopes, like, number, unary
 from .registry import lowering
 
 
@@ -182,15 +182,8 @@ _SLOPES = {
 }
 
 
-def _define_slope(function: Any, slope: Any) -> None:
-    @function.defjvp
-    def jvp(primals: tuple, tangents: tuple) -> tuple:
-        y = function(*primals)
-        return y, lax.mul(slope(primals[0], y), tangents[0])
-
-
 for _function, _slope in _SLOPES.items():
-    _define_slope(_function, _slope)
+    define_slopes(_function, _slope)
 
 
 # -- Airy -------------------------------------------------------------------------------------------------------------

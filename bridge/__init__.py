@@ -1,8 +1,10 @@
 """torch <-> JAX: tensors, trees, devices, modules, and running torch code on JAX values.
 
-Knows tensors, modules and operators; knows no transform of torch.func's by name.
+Knows tensors, modules and operators; knows no transform of torch.func's by name.  Flax modules are in ``bridge.flax``, files in
+``bridge.checkpoints``.
 """
-from bridge.lowering.registry import lowering as _lowering
+from bridge.modules import buffers, call, load, params
+from bridge.registering import register_lowering
 from bridge.tensors import to_jax, to_torch
 
-__all__ = ["to_jax", "to_torch"]
+__all__ = ["buffers", "call", "load", "params", "register_lowering", "to_jax", "to_torch"]

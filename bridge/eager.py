@@ -22,6 +22,12 @@ _seen: dict[Any, Any] = {}
 _never: set[Any] = set()
 
 
+def forget() -> None:
+    """Compile every piece anew from now on: a lowering has changed."""
+    _seen.clear()
+    _never.clear()
+
+
 class NotPure(Exception):
     """Raised inside a compiled piece by what must not be compiled into it (drawing a random key)."""
 

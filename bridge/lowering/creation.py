@@ -16,6 +16,7 @@ from jax import lax
 
 from bridge import dtypes
 from bridge.lowering import promotion
+from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 
 
@@ -33,10 +34,12 @@ def _shape(size) -> tuple[int, ...]:
 
 
 def _fill(shape, value, dtype):
-    if promotion.is_array(value):
-        return lax.broadcast_in_dim(promotion.cast(value, dtype), _shape(shape), ())
     # by way of numpy, which casts (complex to real, negative to unsigned) as C does
-    return lax.full(_shape(shape), value if isinstance(value, float | int) else np.asarray(value).astype(dtype), dtype)
+    value = promotion.cast(value, dtype) if promotion.is_array(value) else _as(np.asarray(value), dtype)
+    return _filled(value, _shape(shape))
+
+
+_filled = fused("shape")(lambda value, shape: lax.broadcast_in_dim(value, shape, ()))
 
 
 _ZEROS = ("aten.zeros", "aten.empty.memory_format", "aten.empty_permuted", "aten.empty_strided", "aten._efficientzerotensor")
@@ -217,6 +220,11 @@ def _compare(m: int, n: int, offset: int, comparison):
 def _triangle(x, diagonal: int, comparison, name: str):
     if x.ndim < 2:
         raise RuntimeError(f"{name}: input tensor must have at least 2 dimensions")
+    return _masked(x, diagonal, comparison)
+
+
+@fused("diagonal", "comparison")
+def _masked(x, diagonal, comparison):
     mask = _compare(*x.shape[-2:], diagonal, comparison)
     if x.ndim > 2:
         mask = lax.broadcast_in_dim(mask, x.shape, (x.ndim - 2, x.ndim - 1))

@@ -16,7 +16,7 @@ from bridge.lowering.registry import lowering
 
 
 def _rows(table_shape, index, mode) -> Place:
-    return Place(table_shape, (0,), (index,), (mode,), False)
+    return Place(table_shape, (0,), (index,), (mode,))
 
 
 def _spread(per_index, rows):
@@ -152,21 +152,19 @@ def _largest(weight, rows, index, target, place: Place, bags: int):
     """The largest entries of each bag, column by column, and the row of weight that each came from (the first, where they tie)."""
     fixed = lax.stop_gradient(rows)
     lowest = lax.full((bags, weight.shape[1]), -np.inf, weight.dtype)
-    top = lax.scatter_max(lowest, place.indices, fixed, lax.ScatterDimensionNumbers((1,), (0,), (0,)), mode=CHECKED)
+    numbers, start = lax.ScatterDimensionNumbers((1,), (0,), (0,)), lax.reshape(target, (*target.shape, 1))
+    top = lax.scatter_max(lowest, start, fixed, numbers, mode=CHECKED)
     is_top = lax.eq(fixed, place.read(top))
     position = lax.broadcasted_iota(np.int64, rows.shape, 0)
     last = lax.full(top.shape, rows.shape[0], np.int64)
-    first = lax.scatter_min(
-        last, place.indices, lax.select(is_top, position, lax.full_like(position, rows.shape[0])),
-        lax.ScatterDimensionNumbers((1,), (0,), (0,)), mode=CHECKED,
-    )  # fmt: skip
+    first = lax.scatter_min(last, start, lax.select(is_top, position, lax.full_like(position, rows.shape[0])), numbers, mode=CHECKED)
     column = lax.broadcasted_iota(np.int64, first.shape, 1)
     empty = lax.eq(first, last)
     if not rows.shape[0]:
         return lax.full(first.shape, 0, rows.dtype), lax.full_like(first, 0)
     first = lax.select(empty, lax.full_like(first, 0), first)
-    values = Place(rows.shape, (0, 1), (first, column), (SAFE, SAFE), False).read(rows)
-    best = Place(index.shape, (0,), (first,), (SAFE,), False).read(lax.convert_element_type(index, np.int64))
+    values = Place(rows.shape, (0, 1), (first, column), (SAFE, SAFE)).read(rows)
+    best = Place(index.shape, (0,), (first,), (SAFE,)).read(lax.convert_element_type(index, np.int64))
     return lax.select(empty, lax.full_like(values, 0), values), lax.select(empty, lax.full_like(best, 0), best)
 
 
@@ -190,7 +188,7 @@ def aten__embedding_bag_dense_backward(
         zeros = lax.full((num_weights, grad.shape[1]), 0, grad.dtype)
         column = lax.broadcasted_iota(maximum_indices.dtype, maximum_indices.shape, 1)
         taken = lax.select(_spread(lax.gt(bag_size, lax.full_like(bag_size, 0)), grad), grad, lax.full_like(grad, 0))
-        return Place(zeros.shape, (0, 1), (maximum_indices, column), (SAFE, SAFE), False).write(zeros, taken, add=True)
+        return Place(zeros.shape, (0, 1), (maximum_indices, column), (SAFE, SAFE)).write(zeros, taken, add=True)
     if mode == MEAN:
         grad = grad / _spread(promotion.cast(lax.max(bag_size, lax.full_like(bag_size, 1)), grad.dtype), grad)
     rows = _rows(grad.shape, offset2bag, SAFE).read(grad)

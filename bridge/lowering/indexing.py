@@ -17,6 +17,7 @@ from jax import lax
 from bridge import dtypes
 from bridge.lowering import promotion
 from bridge.lowering.creation import constant
+from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.shape import aten_expand
 
@@ -41,8 +42,7 @@ def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] =
     values = known(index)
     if values is None:
         if wrap:
-            # one literal of the index's own type: no promotion, and no broadcast when it is a scalar
-            index = lax.select(lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index)
+            index = _from_end(index, n)
         return index, CHECKED
     if not values.size:
         return index, SAFE
@@ -52,46 +52,66 @@ def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] =
     return (constant(np.where(values < 0, values + n, values)) if low < 0 else index), SAFE
 
 
-class Place:
-    """Where an advanced index reads and writes: dims of x taken by indices of one shape, the rest kept whole."""
+@fused("n")
+def _from_end(index, n):
+    return lax.select(lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index)
 
-    def __init__(self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool):
-        self.shape, self.dims = tuple(shape), tuple(dims)
-        batch = indices[0].shape
-        columns = [lax.reshape(i, (*batch, 1)) for i in indices]
-        self.indices = columns[0] if len(columns) == 1 else lax.concatenate(columns, len(batch))
+
+class Place:
+    """Where an advanced index reads and writes: dims of an array of that shape taken by indices of one shape, the rest kept whole."""
+
+    def __init__(self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool = False):
+        self.dims, self.indices = tuple(dims), tuple(indices)
         self.mode = SAFE if all(m is SAFE for m in modes) else CHECKED
         # the indices' dimensions come where the first indexed one was, or in front where the indexed ones are not adjacent
-        at = 0 if front else self.dims[0]
+        batch = self.indices[0].shape
+        self.at = 0 if front else self.dims[0]
         rest = [n for d, n in enumerate(shape) if d not in self.dims]
-        self.result = (*rest[:at], *batch, *rest[at:])
-        self.window = tuple(d for d in range(len(self.result)) if not at <= d < at + len(batch))
+        self.result = (*rest[: self.at], *batch, *rest[self.at :])
 
     def read(self, x):
         if not math.prod(self.result):
             return lax.full(self.result, 0, x.dtype)
-        numbers = lax.GatherDimensionNumbers(self.window, self.dims, self.dims)
-        sizes = tuple(1 if d in self.dims else n for d, n in enumerate(self.shape))
-        return lax.gather(x, self.indices, numbers, sizes, mode=self.mode)
+        return _read(x, self.indices, dims=self.dims, at=self.at, mode=self.mode)
 
     def write(self, x, values, *, add: bool = False):
         """x with values (of the result's shape) put, or added, there."""
         if not math.prod(self.result):
             return x
-        numbers = lax.ScatterDimensionNumbers(self.window, self.dims, self.dims)
-        if add:
-            # a sum of bools is their disjunction
-            scatter = lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max
-            return scatter(x, self.indices, values, numbers, mode=self.mode)
-        # PyTorch leaves open which of several writes to one place wins, and its gradient gives each the whole cotangent:
-        # that is JAX's rule for unique indices
-        return lax.scatter(x, self.indices, values, numbers, mode=self.mode, unique_indices=True)
+        return _write(x, self.indices, values, dims=self.dims, at=self.at, mode=self.mode, add=add)
+
+
+def _start(indices: Sequence[Any], at: int, rank: int):
+    """The indices as one array of index vectors, and the dimensions of the result that are not theirs."""
+    batch = indices[0].shape
+    columns = [lax.reshape(i, (*batch, 1)) for i in indices]
+    start = columns[0] if len(columns) == 1 else lax.concatenate(columns, len(batch))
+    return start, tuple(d for d in range(rank - len(indices) + len(batch)) if not at <= d < at + len(batch))
+
+
+@fused("dims", "at", "mode")
+def _read(x, indices, *, dims, at, mode):
+    start, window = _start(indices, at, x.ndim)
+    sizes = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    return lax.gather(x, start, lax.GatherDimensionNumbers(window, dims, dims), sizes, mode=mode)
+
+
+@fused("dims", "at", "mode", "add")
+def _write(x, indices, values, *, dims, at, mode, add):
+    start, window = _start(indices, at, x.ndim)
+    numbers = lax.ScatterDimensionNumbers(window, dims, dims)
+    if add:
+        # a sum of bools is their disjunction
+        return (lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)(x, start, values, numbers, mode=mode)
+    # PyTorch leaves open which of several writes to one place wins, and its gradient gives each the whole cotangent:
+    # that is JAX's rule for unique indices
+    return lax.scatter(x, start, values, numbers, mode=mode, unique_indices=True)
 
 
 def along(x, dim: int, index, error: str, *, wrap: bool = False) -> Place:
     """The place of one index on one dimension."""
     index, mode = in_range(index, x.shape[dim], error, dim=dim, wrap=wrap)
-    return Place(x.shape, (dim,), (index,), (mode,), False)
+    return Place(x.shape, (dim,), (index,), (mode,))
 
 
 def _is_mask(index) -> bool:
@@ -188,19 +208,26 @@ def _put_masked(x, at: int, mask, values, accumulate: bool):
         return None
     if not count:
         return x
-    mask = mask if mask.dtype == np.bool_ else lax.ne(mask, lax.full_like(mask, 0))
-    if count == 1:
-        lead = values.shape[: max(values.ndim - tail - 1, 0)]
-        spread = lax.reshape(values, (*lead, *(1,) * mask.ndim, *values.shape[-tail:])) if values.ndim > tail and tail else values
-        if not tail and values.ndim:
-            spread = lax.reshape(values, (*lead, *(1,) * mask.ndim))
-        spread = _fit(spread, x.shape)
-    else:
-        # the k-th true element of the mask takes the k-th value; too few values read as NaN
+    if count != 1:
         values = _fit(values, (*x.shape[:at], count, *x.shape[last:]))
-        spread = lax.reshape(Place(values.shape, (at,), (mask_rank(mask),), (CHECKED,), False).read(values), x.shape)
-    chosen = lax.broadcast_in_dim(mask, x.shape, tuple(range(at, last)))
-    return lax.add(x, lax.select(chosen, spread, lax.full_like(x, 0))) if accumulate else lax.select(chosen, spread, x)
+    else:
+        # the one value, or row of values, lies along the mask's dimensions
+        lead = values.shape[: max(values.ndim - tail - 1, 0)]
+        ones = (1,) * mask.ndim if values.ndim > tail else ()
+        values = _fit(lax.reshape(values, (*lead, *ones, *values.shape[values.ndim - min(tail, values.ndim) :])), x.shape)
+    return _choose(x, mask, values, at, count, accumulate)
+
+
+@fused("at", "count", "accumulate")
+def _choose(x, mask, values, at, count, accumulate):
+    mask = mask if mask.dtype == np.bool_ else lax.ne(mask, lax.full_like(mask, 0))
+    if count != 1:
+        # the k-th true element of the mask takes the k-th value; too few values read as NaN
+        values = lax.reshape(Place(values.shape, (at,), (mask_rank(mask),), (CHECKED,)).read(values), x.shape)
+    chosen = lax.broadcast_in_dim(mask, x.shape, tuple(range(at, at + mask.ndim)))
+    if not accumulate:
+        return lax.select(chosen, values, x)
+    return lax.select(chosen, lax.bitwise_or(x, values) if x.dtype == np.bool_ else lax.add(x, values), x)
 
 
 def mask_rank(mask):
@@ -264,12 +291,17 @@ def aten_index_fill(x, dim, index, value):
         raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
     dim = promotion.wrap_dim(dim, x.ndim)
     base = _as_vector(x)
-    # by way of a mask, so that an index given twice counts once in value's gradient
-    hit = lax.full(base.shape[dim : dim + 1], False, np.bool_)
     index, mode = in_range(_flat_index(index), base.shape[dim], OUT_OF_BOUNDS, dim=dim, wrap=True)
-    place = Place(hit.shape, (0,), (index,), (mode,), False)
-    hit = lax.broadcast_in_dim(place.write(hit, lax.full(place.result, True, np.bool_)), base.shape, (dim,))
-    return lax.reshape(lax.select(hit, aten_expand(promotion.cast(value, x.dtype), base.shape), base), x.shape)
+    return lax.reshape(_fill_at(base, index, promotion.cast(value, x.dtype), dim, mode), x.shape)
+
+
+@fused("dim", "mode")
+def _fill_at(x, index, value, dim, mode):
+    # by way of a mask, so that an index given twice counts once in value's gradient
+    hit = lax.full((x.shape[dim],), False, np.bool_)
+    place = Place(hit.shape, (0,), (index,), (mode,))
+    hit = place.write(hit, lax.full(place.result, True, np.bool_))
+    return lax.select(lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.broadcast_in_dim(value, x.shape, ()), x)
 
 
 _TRIED = "out of range: tried to access index {index} on a tensor of {size} elements."

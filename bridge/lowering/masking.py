@@ -12,6 +12,7 @@ from bridge import dtypes
 from bridge.lowering import promotion
 from bridge.lowering.creation import constant
 from bridge.lowering.indexing import CHECKED, Place, known, mask_rank
+from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.shape import aten_expand
 
@@ -37,6 +38,11 @@ def aten_where(condition, x, other):
         raise RuntimeError(f"where expected condition to be a boolean tensor, but got {dtypes.to_torch(condition.dtype)}")
     if not promotion.is_array(x) or not promotion.is_array(other) or x.dtype != other.dtype:
         x, other = promotion.promote(x, other)
+    return _where(condition, x, other)
+
+
+@fused()
+def _where(condition, x, other):
     return lax.select(*_common(condition, x, other))
 
 
@@ -51,10 +57,19 @@ def aten_masked_fill(x, mask, value):
         value = promotion.cast(value, x.dtype)
     else:
         _check_fits(value, x.dtype)
+        value = _number(value, x.dtype)
+    return _masked_fill(x, mask, value)
+
+
+@fused()
+def _masked_fill(x, mask, value):
     mask, x = _common(mask, x)
-    if promotion.is_array(value):
-        return lax.select(mask, lax.broadcast_in_dim(value, x.shape, ()), x)
-    return lax.select(mask, lax.full_like(x, value if promotion.is_complex(x) else np.asarray(value).astype(x.dtype)), x)
+    return lax.select(mask, lax.broadcast_in_dim(value, x.shape, ()), x)
+
+
+def _number(value, dtype) -> np.ndarray:
+    value = np.asarray(value)
+    return (value if promotion.is_complex(dtype) else value.real).astype(dtype)
 
 
 def _check_fits(value, dtype) -> None:
@@ -83,7 +98,12 @@ def aten_masked_scatter(x, mask, source):
         raise RuntimeError("Number of elements of source < number of ones in mask")
     if not source.size or not x.size:
         return x
-    taken = Place((source.size,), (0,), (mask_rank(mask),), (CHECKED,), False).read(lax.reshape(source, (source.size,)))
+    return _masked_scatter(x, mask, source)
+
+
+@fused()
+def _masked_scatter(x, mask, source):
+    taken = Place((source.size,), (0,), (mask_rank(mask),), (CHECKED,)).read(lax.reshape(source, (source.size,)))
     return lax.select(mask, lax.reshape(taken, x.shape), x)
 
 
@@ -102,7 +122,7 @@ def aten_masked_select(x, mask):
         raise RuntimeError(f"masked_select: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}")
     mask, x = _common(mask, x)
     where = constant(np.flatnonzero(promotion.concrete(mask)))
-    return Place((x.size,), (0,), (where,), (CHECKED,), False).read(lax.reshape(x, (x.size,)))
+    return Place((x.size,), (0,), (where,), (CHECKED,)).read(lax.reshape(x, (x.size,)))
 
 
 @lowering("aten.nonzero", "aten.argwhere")

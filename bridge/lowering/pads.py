@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from bridge.lowering import promotion
+from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 
 
@@ -26,7 +27,10 @@ def aten_constant_pad_nd(x, pad, value=0):
             )
         config[x.ndim - 1 - i] = (low, high, 0)
     value = promotion.cast(value, x.dtype) if promotion.is_array(value) else np.asarray(value).astype(x.dtype)
-    return lax.pad(x, value, config) if any(c != (0, 0, 0) for c in config) else x
+    return _constant_pad(x, value, tuple(config)) if any(c != (0, 0, 0) for c in config) else x
+
+
+_constant_pad = fused("padding_config")(lax.pad)
 
 
 def _reflect(x, dim: int, low: int, high: int):
@@ -56,14 +60,19 @@ def _pad(x, padding: Sequence[int], extend, name: str):
     if x.ndim not in (dims + 1, dims + 2) or 0 in x.shape[x.ndim - dims - 1 :]:
         raise RuntimeError(f"{name}: expected {dims + 1}D or {dims + 2}D input, none but the batch dimension empty, got {list(x.shape)}")
     for i in range(dims):
-        low, high, dim = int(padding[2 * i]), int(padding[2 * i + 1]), x.ndim - 1 - i
-        n = x.shape[dim]
+        low, high, n = int(padding[2 * i]), int(padding[2 * i + 1]), x.shape[-1 - i]
         if n + low + high < 1:
-            raise RuntimeError(f"input (size {n} at dimension {dim}) is too small: padding ({low}, {high}) leaves nothing of it")
+            raise RuntimeError(f"input (size {n} at dimension {x.ndim - 1 - i}) is too small: padding ({low}, {high}) leaves nothing of it")
+    return _extend(x, tuple(int(p) for p in padding), extend)
+
+
+@fused("padding", "extend")
+def _extend(x, padding, extend):
+    for i in range(len(padding) // 2):
+        low, high, dim = padding[2 * i], padding[2 * i + 1], x.ndim - 1 - i
         parts = extend(x, dim, low, high)
         x = lax.concatenate(parts, dim) if len(parts) > 1 else x
-        cut = (max(-low, 0), x.shape[dim] - max(-high, 0))
-        x = lax.slice_in_dim(x, *cut, axis=dim) if cut != (0, x.shape[dim]) else x
+        x = lax.slice_in_dim(x, max(-low, 0), x.shape[dim] - max(-high, 0), axis=dim)
     return x
 
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from bridge.lowering import promotion
 from bridge.lowering.indexing import OUT_OF_BOUNDS, SAFE, in_range
+from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.shape import (
     aten_expand,
@@ -47,6 +48,7 @@ def _corner(x, shape: Sequence[int], but: int = -1):
     return x if tuple(limit) == x.shape else lax.slice(x, [0] * x.ndim, limit)
 
 
+@fused("dim", "mode")
 def _read(x, dim: int, index, mode):
     """x where index says along dim, and at the element's own place along the others."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
@@ -57,10 +59,9 @@ def _read(x, dim: int, index, mode):
     return lax.gather(_corner(x, index.shape, dim), start, numbers, (1,) * x.ndim, mode=mode)
 
 
+@fused("dim", "mode", "scatter", "unique")
 def _write(x, dim: int, index, values, mode, scatter=lax.scatter, unique: bool = False):
     """x with values written (or added, …) where index says along dim."""
-    if not index.size:
-        return x
     rest = tuple(d for d in range(x.ndim) if d != dim)
     start = lax.reshape(index, (*index.shape, 1))
     if all(x.shape[d] == index.shape[d] for d in rest):
@@ -189,6 +190,7 @@ def _highest(dtype):
     return np.inf if promotion.is_floating(dtype) else np.iinfo(dtype).max
 
 
+@fused("dim", "mode", "include_self")
 def _mean(x, dim, index, src, mode, include_self: bool):
     if x.dtype == np.bool_:
         raise NotImplementedError('"reduce_mean" not implemented for \'Bool\'')
@@ -255,12 +257,18 @@ def aten_slice_scatter(x, src, dim=0, start=None, end=None, step=1):
     src = aten_expand(promotion.cast(src, x.dtype), (*x.shape[:dim], count, *x.shape[dim + 1 :]))
     if not src.size or src.shape == x.shape:
         return src if src.shape == x.shape else x
+    return _overwrite(x, src, dim, start, step)
+
+
+@fused("dim", "start", "step")
+def _overwrite(x, src, dim, start, step):
     if step == 1:
         return lax.dynamic_update_slice(x, src, [np.int64(start if d == dim else 0) for d in range(x.ndim)])
+    n, count = x.shape[dim], src.shape[dim]
+    hit = np.zeros(n, np.bool_)
+    hit[start : start + (count - 1) * step + 1 : step] = True
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (start, n - start - (count - 1) * step - 1, step - 1)
-    hit = np.zeros(n, np.bool_)
-    hit[start:end:step] = True
     return lax.select(lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.pad(src, np.zeros((), x.dtype), config), x)
 
 
@@ -278,11 +286,15 @@ def aten_diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
     dim1, dim2 = promotion.wrap_dim(dim1, x.ndim), promotion.wrap_dim(dim2, x.ndim)
     m, n = x.shape[dim1], x.shape[dim2]
     rest = [d for d in range(x.ndim) if d not in (dim1, dim2)]
-    order = [*rest, dim1, dim2]
     size = diagonal_size(m, n, offset)
     src = aten_expand(promotion.cast(src, x.dtype), (*(x.shape[d] for d in rest), size))
-    if not size:
-        return x
+    return _overwrite_diagonal(x, src, offset, dim1, dim2) if size else x
+
+
+@fused("offset", "dim1", "dim2")
+def _overwrite_diagonal(x, src, offset, dim1, dim2):
+    m, n = x.shape[dim1], x.shape[dim2]
+    order = [*(d for d in range(x.ndim) if d not in (dim1, dim2)), dim1, dim2]
     hit = lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_), x.shape, (dim1, dim2)) if dim1 < dim2 else (
         lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_).T, x.shape, (dim2, dim1))
     )
@@ -317,7 +329,10 @@ def aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
     start, _ = slice_bounds(n, start, end, step)
     config = [(0, 0, 0)] * grad_output.ndim
     config[dim] = (start, n - start - (count - 1) * step - 1, step - 1)
-    return lax.pad(grad_output, np.zeros((), grad_output.dtype), config)
+    return _pad(grad_output, np.zeros((), grad_output.dtype), tuple(config))
+
+
+_pad = fused("padding_config")(lax.pad)
 
 
 @lowering("aten.diagonal_backward")

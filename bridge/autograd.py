@@ -1,14 +1,15 @@
 """torch's autograd through a JAX computation: outputs at the border take part in backward, double backward included."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import tensors, tracing
+from bridge import private, tensors, tracing
 
 
 def conj(v: Any) -> Any:
@@ -154,3 +155,65 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
 
     outs, _ = apply(backward, [*inputs, *cts])
     return outs
+
+
+# -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------
+def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
+    """A transform's outputs inside a trace, connected to what required grad among its inputs and captured tensors.
+
+    For code that calls ``torch.autograd.grad`` inside a transformed function: the graph it walks must not end at an inner transform.
+    """
+    level = tracing.state.level
+    found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
+    mine = {key: t for key, t in level.outer.items() if t.node.level is level}
+    for key in mine:
+        del level.outer[key]
+    found.update(mine)
+    if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
+        return outs
+    return list(private.original("apply")(_Attached, outs, compute, leaves, *found.values()))
+
+
+class _Attached(torch.autograd.Function):
+    """An inner transform as one node of the graph that torch's autograd builds inside a trace."""
+
+    @staticmethod
+    def forward(ctx: Any, outs: list[Any], compute: Any, leaves: Sequence[Any], *watched: Any) -> Any:
+        ctx.compute, ctx.leaves, ctx.kinds = compute, leaves, [inexact(t.node.value) for t in outs]
+        ctx.save_for_backward(*watched)
+        ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        from bridge.calls import Result, apply
+
+        watched = ctx.saved_tensors
+        cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
+        n = len(watched)
+
+        def back(values: list[Any]) -> Result:
+            def pure(*active: Any) -> list[Any]:
+                with _in_place_of(watched, active):
+                    given = {id(t): v for t, v in zip(watched, active, strict=True)}
+                    result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
+                return pick(result.values[: len(ctx.kinds)], ctx.kinds)
+
+            _, pull = jax.vjp(pure, *values[:n])
+            return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
+
+        grads, _ = apply(back, [*watched, *cts])
+        return (None, None, None, *grads)
+
+
+@contextlib.contextmanager
+def _in_place_of(tensors_: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
+    """While entered, the tensors have these values."""
+    before = [(t.node, t.node.value, t.node.seen) for t in tensors_]
+    try:
+        for t, v in zip(tensors_, values, strict=True):
+            t.node.value, t.node.seen = v, t.node.root.version
+        yield
+    finally:
+        for node, value, seen in before:
+            node.value, node.seen = value, seen

@@ -58,11 +58,12 @@ class Traceable:
         where: which leaves are arrays; their values come with each run.
     """
 
-    __slots__ = ("devices", "fn", "leaves", "spec", "where")
+    __slots__ = ("active", "devices", "fn", "leaves", "spec", "where")
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
         self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
+        self.active: frozenset[int] = frozenset()  # which of the arrays a grad transform differentiates: they require grad
         for i in where:
             self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
 
@@ -76,6 +77,8 @@ class Traceable:
         """
         leaves = list(self.leaves)
         arguments = [wrap(v, d, level) for v, d in zip(values, self.devices, strict=True)]
+        for k in self.active:
+            arguments[k].requires_grad_()
         for i, t in zip(self.where, arguments, strict=True):
             leaves[i] = t
         args, kwargs = trees.unflatten(self.spec, leaves)
@@ -111,7 +114,7 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
             outs = operators.stop(outs)
-        return [wrap(v, device) for v in outs], result.meta
+        return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)
     return _outermost(compute, leaves, fn)

@@ -37,7 +37,7 @@ class Level:
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "live", "next_tape", "operator", "overrides", "parent", "probe", "randomness", "recorded",
+        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "live", "next_tape", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded",
         "root", "seeds", "staged", "tape", "writes",
     )
 
@@ -61,6 +61,7 @@ class Level:
         self.lanes: Any = None  # bridge.eager.Lanes, where they stand for this vmap
         self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None
+        self.outer: dict[int, Any] = {}  # tensors of levels around this one that require grad and were read in here
         self.probe: Any = None
 
     def before_write(self, node: Node) -> None:
@@ -103,3 +104,5 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
         state.level = parent
         level.closed = True
         level.undo_writes()
+        if parent is not None and level.outer:
+            parent.outer.update(level.outer)

@@ -47,7 +47,7 @@ def _value(x: Any) -> Any:
     kind = type(x)
     if kind is Traced:
         node = x.node
-        return node.value if node.parent is None and not node.level.closed else value_of(x)
+        return node.value if node.parent is None and node.level is state.level else value_of(x)
     if kind is list or kind is tuple:
         return [_value(v) for v in x]
     return value_of(x) if isinstance(x, torch.Tensor) else x
@@ -56,7 +56,7 @@ def _value(x: Any) -> Any:
 def _operand(t: Traced) -> Any:
     """A traced tensor's value, or, outside of compilation, the view that it is and nobody has read."""
     node = t.node
-    if node.parent is None or node.level.closed:
+    if node.parent is None or node.level is not state.level:
         return _value(t)
     found = unread(node, state.level)
     return read(node, state.level) if found is None else found

@@ -89,6 +89,8 @@ def value_of(t: torch.Tensor) -> Any:
                 "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
                 f"function instead of keeping it elsewhere{at_line()}"
             )
+        if node.level is not level and t.requires_grad:
+            level.outer[id(t)] = t
         if node.parent is None:
             return node.value
         return read(node, level)

@@ -112,6 +112,9 @@ class Differentiated:
     def body(self, values: list[Any], kind: str, finish: Any, found: list[Result], count: Callable[[Any], int]) -> Callable[..., Any]:
         """The function of the differentiated values alone: (outputs to differentiate, everything else)."""
 
+        if kind == "grad":
+            self.traceable.active = frozenset(self.active)
+
         def run(*diff: Any) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None

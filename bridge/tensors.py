@@ -65,7 +65,8 @@ def to_jax(t: torch.Tensor) -> jax.Array:
     array = cached(t)
     if array is not None:
         return array
-    with private.below_python(), jax.enable_x64(True):  # inside a trace too, these are operations on the tensor itself
+    # inside a trace too, also a user's own jax.jit, these are operations on the tensor itself, done now
+    with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
         return _cross(t)
 
 

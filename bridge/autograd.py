@@ -60,6 +60,7 @@ class _Recorded:
                 detached.append(node.detached)
                 out.append(node.value)
         self.meta, self.targets = result.meta, targets
+        self.seen = [t for t, _ in root.captured.values()]
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live]
         self.key = root.key
         self.kinds = [inexact(v) and not (i >= self.count and detached[i - self.count]) for i, v in enumerate(out)]
@@ -104,7 +105,7 @@ class _Border(torch.autograd.Function):
             actives = [tensors.to_jax(t) for t in inputs]
             outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
         floats, others = iter(outs), iter(rest)
-        avoid = {a.unsafe_buffer_pointer() for a in actives if _addressed(a)}
+        avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
         avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
         results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device

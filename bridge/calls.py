@@ -171,8 +171,8 @@ def direct(compute: Computation, leaves: Sequence[Any], key: Any = None) -> tupl
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live]
-    # a result never shares memory with an argument or with another result
-    avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)}
+    # a result never shares memory with an argument, a captured tensor or another result
+    avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = torch_device(leaves)
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])

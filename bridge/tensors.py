@@ -110,6 +110,8 @@ def crossing(t: torch.Tensor) -> tuple[Any, int]:
 
 
 def _signature(t: torch.Tensor) -> int:
+    if t.is_nested:  # has no shape to speak of
+        plain(t)
     return _signatures.setdefault((t.shape, t.dtype, t.device), len(_signatures))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bridge import trees
+from bridge import dtypes, trees
 from bridge.calls import is_array
 
 argnums_t = int | tuple[int, ...]
@@ -33,6 +33,11 @@ def _position(argnum: Any, count: int) -> int:
     if not -count <= argnum < count:
         raise RuntimeError(f"Got argnum={argnum}, but only {count} positional inputs")
     return argnum % count
+
+
+def dtype_of(x: Any) -> torch.dtype:
+    """The torch dtype of a tensor or jax.Array."""
+    return x.dtype if isinstance(x, torch.Tensor) else dtypes.to_torch(x.dtype)
 
 
 def differentiable(leaves: list[Any], api: str) -> None:

@@ -82,7 +82,7 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
     for i, (p, t) in enumerate(zip(flat_primals, flat_tangents, strict=True)):
         if tuple(p.shape) != tuple(t.shape):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
-        if p.dtype != t.dtype:
+        if _args.dtype_of(p) != _args.dtype_of(t):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
     target = Differentiated(func, primals, {}, argnums, _API)
 
@@ -158,15 +158,15 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     outs, (out_spec, n) = apply(compute, target.call.arrays, func)
     push = pushes.pop()
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
-    wanted = [(tuple(p.shape), getattr(p, "device", None), p.dtype) for p in target.diff_leaves]
+    wanted = [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in target.diff_leaves]
 
     def jvp_fn(*tangents: Any) -> Any:
         leaves, spec = trees.flatten(tangents)
         if spec != target.diff_spec:
             raise RuntimeError(f"Expected the tangents {spec} to have the same argspec as the primals {target.diff_spec}")
         for i, (t, (shape, device, dtype)) in enumerate(zip(leaves, wanted, strict=True)):
-            for what, mine, theirs in (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", t.dtype, dtype)):
-                if mine != theirs and (what != "device" or isinstance(t, torch.Tensor)):
+            for what, mine, theirs in (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", _args.dtype_of(t), dtype)):
+                if mine != theirs and (what != "device" or isinstance(mine, torch.device) and isinstance(theirs, torch.device)):
                     raise RuntimeError(
                         f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
                     )

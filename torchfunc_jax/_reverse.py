@@ -221,7 +221,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
     primals_out = outs[:n]
     pull = pulls.pop()
-    shapes = [(tuple(o.shape), o.dtype) for o in primals_out]
+    shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
@@ -257,5 +257,5 @@ def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:
                 f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give cotangents "
                 "of the output's shape"
             )
-        if c.dtype != dtype:
-            raise RuntimeError(f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {c.dtype}; convert it with .to()")
+        if _args.dtype_of(c) != dtype:
+            raise RuntimeError(f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {_args.dtype_of(c)}; convert it with .to()")

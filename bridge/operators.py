@@ -451,6 +451,15 @@ def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
+def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].numel() == args[1].numel()
+
+
+def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    other = args[1]
+    return wrap(jnp.zeros(tuple(other.shape), dtypes.to_jax(other.dtype)), other.device)
+
+
 def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not Traced or type(source) is not Traced:
@@ -461,8 +470,26 @@ def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
+def _linalg_errors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Looks at values where they are known, so it is never part of a compiled piece."""
+    return LOWERINGS[aten._linalg_check_errors.default](_value(args[0]), *args[1:], **kwargs)
+
+
+def _determinant(func: Any) -> Plan:
+    """PyTorch's backward of a determinant reads factors of A or of A^T, depending on the strides of A, which arrays do not have."""
+    run = _pure(func, LOWERINGS[func])
+
+    def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(args, {**kwargs, "contiguous": args[0].is_contiguous()})
+
+    return run_pure
+
+
 _NEVER_VIEW: frozenset[Any] = frozenset()
 _SPECIAL: dict[Any, Plan] = {
+    aten._linalg_check_errors.default: _linalg_errors,
+    aten._linalg_det.default: _determinant(aten._linalg_det.default),
+    aten._linalg_slogdet.default: _determinant(aten._linalg_slogdet.default),
     aten._local_scalar_dense.default: _item,
     aten.copy_.default: _copy_,
     aten.lift_fresh.default: _lift_fresh,
@@ -470,6 +497,8 @@ _SPECIAL: dict[Any, Plan] = {
     aten.detach.default: _detach,
     aten.native_batch_norm.default: _batch_norm,
     aten.is_same_size.default: _same_size,
+    aten._has_same_storage_numel.default: _same_storage,
+    aten._new_zeros_with_same_feature_meta.default: _feature_zeros,
     aten.as_strided.default: _as_strided,
     aten.unbind.int: _split(aten.unbind.int),
     aten.split.Tensor: _split(aten.split.Tensor),

@@ -195,7 +195,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 #: Plans that touch values only by way of ``eager.run``, which knows about lanes.
-_LANE_WISE = frozenset({"run_pure", "run_view", "run_split", "composite", "decomposed"})
+_LANE_WISE = frozenset({"run_pure", "run_view", "run_split", "composite", "decomposed", "_linalg_errors"})
 
 
 _plans: dict[Any, Any] = {}

@@ -15,7 +15,7 @@ _MAX_RANK = 3  # lax.fft transforms at most so many dimensions at once
 
 
 def _complex_dtype(dtype):
-    return {np.dtype(np.float32): np.dtype(np.complex64), np.dtype(np.float64): np.dtype(np.complex128)}.get(np.dtype(dtype), np.dtype(dtype))
+    return np.result_type(dtype, np.complex64)
 
 
 def _checked(self):
@@ -103,11 +103,11 @@ def _padded(x, size: int):
 
 @lowering("aten.fft_fftfreq")
 def aten_fft_fftfreq(n, d=1.0, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """fft_fftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    """fft_fftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
     return jnp.asarray(np.fft.fftfreq(n, d), jdtype(dtype, default_float()))
 
 
 @lowering("aten.fft_rfftfreq")
 def aten_fft_rfftfreq(n, d=1.0, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """fft_rfftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    """fft_rfftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
     return jnp.asarray(np.fft.rfftfreq(n, d), jdtype(dtype, default_float()))

@@ -23,10 +23,8 @@ def _zero_pivot(lu):
 
 
 def _factors(A):
-    """Factors of A as constants: (LU, pivots, permutation).  They are those of A^T for a real A, which is where PyTorch's
-    own backward formulas, run inside a trace, look for them (and A^T is A as LAPACK reads memory)."""
-    A = lax.stop_gradient(A)
-    lu, pivots, permutation = lax.linalg.lu(A if jnp.iscomplexobj(A) else mT(A))
+    """Factors of A as constants: (LU, LAPACK's 1-based pivots, permutation)."""
+    lu, pivots, permutation = lax.linalg.lu(lax.stop_gradient(A))
     return lu, pivots + 1, permutation
 
 
@@ -47,14 +45,12 @@ def _lu_solve(lu, permutation, B, left=True, adjoint=False):
 
 def _solve(A, lu, permutation, B, left=True):
     """A^-1 B, or B A^-1 if not left, by the factors of A, which are taken for constants; differentiable to any order in A and B."""
-    adjoint = jnp.iscomplexobj(A)
 
     def solve(_, b):
-        return _lu_solve(lu, permutation, b, left, not adjoint)
+        return _lu_solve(lu, permutation, b, left)
 
     def transpose_solve(_, b):
-        # the system transposed in the space of b, which is conjugated on both sides for a complex A
-        return jnp.conj(_lu_solve(lu, permutation, jnp.conj(b), left, adjoint))
+        return jnp.conj(_lu_solve(lu, permutation, jnp.conj(b), left, adjoint=True))
 
     batch = jnp.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     B = jnp.broadcast_to(B, batch + B.shape[-2:])
@@ -71,7 +67,7 @@ def _solve_ex(A, B, left):
 
 @lowering("aten._linalg_solve_ex")
 def aten_linalg_solve_ex(A, B, *, left=True, check_errors=False):
-    """_linalg_solve_ex(Tensor A, Tensor B, *, bool left=True, bool check_errors=False) -> (Tensor, Tensor LU, Tensor pivots, Tensor info)"""
+    """_linalg_solve_ex(Tensor A, Tensor B, *, bool left=True, bool check_errors=False) -> (Tensor, Tensor LU, Tensor, Tensor)"""
     check_matrix(A, "linalg.solve", square=True)
     if A.dtype != B.dtype:
         raise RuntimeError(f"linalg.solve: Expected A and B to have the same dtype, but found {A.dtype} and {B.dtype} instead")
@@ -133,11 +129,17 @@ def _det_jvp(primals, tangents):
     return _det(*primals), _det(A, moved, permutation) * _trace_of_solve(A, moved, permutation, dA)
 
 
+def _as_factored(A, contiguous):
+    """The matrix, A or A^T, whose factors PyTorch's own backward of a determinant reads when it runs inside a trace."""
+    return mT(A) if contiguous and not jnp.iscomplexobj(A) else A
+
+
 @lowering("aten._linalg_det")
-@jax.jit
-def aten_linalg_det(A):
+@functools.partial(jax.jit, static_argnames="contiguous")
+def aten_linalg_det(A, *, contiguous=True):
     """_linalg_det(Tensor A) -> (Tensor result, Tensor LU, Tensor pivots)"""
     check_matrix(A, "linalg.det", square=True)
+    A = _as_factored(A, contiguous)
     lu, pivots, permutation = _factors(A)
     return _det(A, lu, permutation), lu, pivots
 
@@ -160,10 +162,11 @@ def _slogdet_jvp(primals, tangents):
 
 
 @lowering("aten._linalg_slogdet")
-@jax.jit
-def aten_linalg_slogdet(A):
+@functools.partial(jax.jit, static_argnames="contiguous")
+def aten_linalg_slogdet(A, *, contiguous=True):
     """_linalg_slogdet(Tensor A) -> (Tensor sign, Tensor logabsdet, Tensor LU, Tensor pivots)"""
     check_matrix(A, "linalg.slogdet", square=True)
+    A = _as_factored(A, contiguous)
     lu, pivots, permutation = _factors(A)
     return *_slogdet(A, lu, permutation), lu, pivots
 
@@ -246,7 +249,7 @@ def aten_linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=Fal
 @lowering("aten.triangular_solve")
 @functools.partial(jax.jit, static_argnames=("upper", "transpose", "unitriangular"))
 def aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
-    """triangular_solve(Tensor self, Tensor A, bool upper=True, bool transpose=False, bool unitriangular=False) -> (Tensor solution, Tensor)"""
+    """triangular_solve(Tensor self, Tensor A, bool upper=True, bool transpose=False, bool unitriangular=False) -> (Tensor, Tensor)"""
     check_matrix(A, "triangular_solve", square=True)
     A, B = broadcast_batch(A, self)
     X = lax.linalg.triangular_solve(A, B, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular)

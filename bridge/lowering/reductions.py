@@ -300,6 +300,18 @@ def aten_count_nonzero(self: Any, dim: Any = None) -> Any:
     return total(cast(truth(self), np.int64), wrap_dims(dim, self.ndim))
 
 
+@lowering("aten.hash_tensor")
+def aten_hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+    """hash_tensor(Tensor self, int[1] dim=[], *, bool keepdim=False, int mode=0) -> Tensor"""
+    if mode != 0:
+        raise RuntimeError(f"hash_tensor: unknown mode {mode}; 0, for xor, is the only one")
+    if not dim and dim != 0:
+        need_any_element(self, "hash_tensor")
+    axes = wrap_dims(dim, self.ndim)
+    wide = cast(lax.stop_gradient(self), np.int64 if is_integral(self) else np.float64)
+    return restore(lax.reduce_xor(lax.bitcast_convert_type(wide, np.uint64), axes), axes, keepdim)
+
+
 def sqrt_or_zero(x: Any) -> Any:
     """Square root whose derivative at 0 is 0 (PyTorch's subgradient of std and of norms), at every order."""
     zero = x == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +34,7 @@ ENSEMBLE_EXAMPLES = """
 
 [cyan]torchfunc-jax ensemble[/cyan]
 
-    The whole demo: 32 members, 30 epochs, beside torch.func.
+    The whole demo: 32 members, 40 epochs, beside torch.func.
 
 [cyan]torchfunc-jax ensemble --members 8 --epochs 5[/cyan]
 
@@ -63,7 +62,7 @@ def _top() -> None:
 @app.command(epilog=ENSEMBLE_EXAMPLES)
 def ensemble(
     members: Annotated[int, typer.Option("--members", "-m", min=1, help="Networks in the ensemble.")] = 32,
-    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the 1,437 training digits.")] = 30,
+    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the 1,437 training digits.")] = 40,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, max=1437, help="Digits in a batch.")] = 64,
     learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Adam's, at the first step; falls to 0.")] = 8e-3,
     seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="Of the split, the initial weights and the batches.")] = 0,
@@ -244,4 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

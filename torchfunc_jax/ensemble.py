@@ -44,7 +44,7 @@ class Settings:
     """
 
     members: int = 32
-    epochs: int = 30
+    epochs: int = 40
     batch_size: int = 64
     learning_rate: float = 8e-3
     seed: int = 0
@@ -116,18 +116,18 @@ def jitter(images: torch.Tensor, draw: torch.Generator, degrees: float = 8, shif
 
 
 class DigitNet(nn.Module):
-    """One member: two 3x3 convolutions with a pooling between, and a linear layer; 9,930 parameters."""
+    """One member: two convolutions and two linear layers; 21,386 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.head = nn.Linear(32 * 4 * 4, 10)
+        self.conv1 = nn.Conv2d(1, 16, 3)  # 8x8 -> 6x6
+        self.conv2 = nn.Conv2d(16, 32, 2, stride=2)  # -> 3x3
+        self.hidden = nn.Linear(32 * 3 * 3, 64)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.relu(self.conv2(x))
-        return self.head(x.flatten(1))
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        return self.head(F.relu(self.hidden(x.flatten(1))))
 
 
 # ---- the ensemble under one system ------------------------------------------------------------------------------------------

@@ -33,9 +33,22 @@ def _shape(size) -> tuple[int, ...]:
     return shape
 
 
+def number(value: Any, dtype: Any) -> np.ndarray:
+    """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError where it does not fit."""
+    if isinstance(value, complex):
+        fits = promotion.is_complex(dtype) or not value.imag
+    elif not promotion.is_integral(dtype) or dtype == np.bool_:
+        fits = True
+    else:
+        info = np.iinfo(dtype)
+        fits = math.isfinite(value) and (info.min if info.min else -info.max) <= value <= info.max
+    if not fits:
+        raise RuntimeError(f"value: {value} cannot be converted to type {dtypes.to_torch(dtype)} without overflow")
+    return _as(np.asarray(value), dtype)
+
+
 def _fill(shape, value, dtype):
-    # by way of numpy, which casts (complex to real, negative to unsigned) as C does
-    value = promotion.cast(value, dtype) if promotion.is_array(value) else _as(np.asarray(value), dtype)
+    value = promotion.cast(value, dtype) if promotion.is_array(value) else number(value, dtype)
     return _filled(value, _shape(shape))
 
 
@@ -102,8 +115,8 @@ def aten_new_full(x, size, fill_value, *, dtype=None, layout=None, device=None, 
 @lowering("aten.scalar_tensor")
 def aten_scalar_tensor(s, *, dtype=None, layout=None, device=None, pin_memory=None):
     """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, ...) -> Tensor"""
-    dtype = promotion.jdtype(dtype, promotion.default_complex() if isinstance(s, complex) else promotion.default_float())
-    return promotion.cast(s, dtype) if promotion.is_array(s) else constant(_as(np.asarray(s), dtype))
+    dtype = promotion.jdtype(dtype, promotion.default_float())
+    return promotion.cast(s, dtype) if promotion.is_array(s) else constant(number(s, dtype))
 
 
 @lowering("aten.arange", "aten.arange.start", "aten.arange.start_step")
@@ -157,8 +170,8 @@ def _linspace_dtype(start, end, dtype: torch.dtype | None) -> np.dtype:
     return promotion.jdtype(dtype, promotion.default_complex() if complex_ends else promotion.default_float())
 
 
-def _linspace(start, end, steps: int, dtype: np.dtype) -> np.ndarray:
-    """In the precision of dtype, counted from both ends, as PyTorch does."""
+def _linspace(start, end, steps: int, dtype: np.dtype, *, rounded: bool) -> np.ndarray:
+    """In the precision of dtype (rounded: the step too), counted from both ends, as PyTorch does."""
     if steps < 0:
         raise RuntimeError("number of steps must be non-negative")
     working = np.dtype(np.float64) if promotion.is_integral(dtype) else promotion.opmath(dtype)
@@ -169,7 +182,7 @@ def _linspace(start, end, steps: int, dtype: np.dtype) -> np.ndarray:
         return np.full(1, start)
     i = np.arange(steps)
     step = (end - start) / working.type(max(steps - 1, 1))
-    if working != dtype and not promotion.is_integral(dtype):
+    if rounded and working != dtype and not promotion.is_integral(dtype):
         step = step.astype(dtype).astype(working)
     return np.where(i < steps // 2, start + step * i.astype(working), end - step * (steps - 1 - i).astype(working))
 
@@ -178,7 +191,7 @@ def _linspace(start, end, steps: int, dtype: np.dtype) -> np.ndarray:
 def aten_linspace(start, end, steps, *, dtype=None, layout=None, device=None, pin_memory=None):
     """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     dtype = _linspace_dtype(start, end, dtype)
-    return constant(_as(_linspace(start, end, steps, dtype), dtype))
+    return constant(_as(_linspace(start, end, steps, dtype, rounded=True), dtype))
 
 
 @lowering("aten.logspace")
@@ -186,7 +199,7 @@ def aten_logspace(start, end, steps, base=10.0, *, dtype=None, layout=None, devi
     """logspace(Scalar start, Scalar end, int steps, float base=10., *, ScalarType? dtype=None, ...) -> Tensor"""
     dtype = _linspace_dtype(start, end, dtype)
     with np.errstate(all="ignore"):
-        return constant(_as(np.power(base, _linspace(start, end, steps, dtype)), dtype))
+        return constant(_as(np.power(base, _linspace(start, end, steps, dtype, rounded=False)), dtype))
 
 
 @lowering("aten.eye", "aten.eye.m")

@@ -1,8 +1,6 @@
 """Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes depend on the data."""
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax import lax
 
 from bridge import dtypes
 from bridge.lowering import promotion
-from bridge.lowering.creation import constant
+from bridge.lowering.creation import constant, number
 from bridge.lowering.indexing import CHECKED, Place, known, mask_rank
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
@@ -56,8 +54,7 @@ def aten_masked_fill(x, mask, value):
             raise RuntimeError(f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
         value = promotion.cast(value, x.dtype)
     else:
-        _check_fits(value, x.dtype)
-        value = _number(value, x.dtype)
+        value = number(value, x.dtype)
     return _masked_fill(x, mask, value)
 
 
@@ -65,24 +62,6 @@ def aten_masked_fill(x, mask, value):
 def _masked_fill(x, mask, value):
     mask, x = _common(mask, x)
     return lax.select(mask, lax.broadcast_in_dim(value, x.shape, ()), x)
-
-
-def _number(value, dtype) -> np.ndarray:
-    value = np.asarray(value)
-    return (value if promotion.is_complex(dtype) else value.real).astype(dtype)
-
-
-def _check_fits(value, dtype) -> None:
-    if isinstance(value, complex):
-        fits = promotion.is_complex(dtype) or not value.imag
-    elif not promotion.is_integral(dtype) or dtype == np.bool_:
-        fits = True
-    else:
-        info = np.iinfo(dtype)
-        # a negative number wraps round in an unsigned type
-        fits = math.isfinite(value) and (info.min if info.min else -info.max) <= value <= info.max
-    if not fits:
-        raise RuntimeError(f"value: {value} cannot be converted to type {dtypes.to_torch(dtype)} without overflow")
 
 
 @lowering("aten.masked_scatter")

@@ -43,11 +43,6 @@ class Geometry(NamedTuple):
         spans = zip(self.image, self.kernel, self.out, self.stride, self.padding, self.dilation, strict=True)
         return [(p, (t - 1) * s + (k - 1) * d + 1 - n - p) for n, k, t, s, p, d in spans]
 
-    def offsets(self) -> list[tuple[int, ...]]:
-        """Where each tap of the kernel starts in the padded image, in the kernel's order."""
-        grids = [[j * d for j in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)]
-        return functools.reduce(lambda found, grid: [(*o, j) for o in found for j in grid], grids, [()])
-
 
 # face: its operands and result, and the axes of theirs that take a batch when only the left, or only the right, is batched
 _FACES = {"y": ("x", "w", "N", "O"), "x": ("y", "w", "N", "C"), "w": ("x", "y", "C", "O")}
@@ -100,33 +95,49 @@ def _native_forward(x: Array, w: Array, geometry: Geometry, precision: lax.Preci
 
 
 # -- as matrix products -------------------------------------------------------------------------------------------------
-def tap_images(x: Array, geometry: Geometry) -> list[Array]:
-    """The image as each element of the kernel sees it: (..., *image) -> one (..., *out) per tap."""
-    lead = x.ndim - len(geometry.image)
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in geometry.paddings()])
-    reach = [(t - 1) * s + 1 for t, s in zip(geometry.out, geometry.stride, strict=True)]
-    return [
-        lax.slice(
-            x,
-            (0,) * lead + offset,
-            (*x.shape[:lead], *(o + r for o, r in zip(offset, reach, strict=True))),
-            (1,) * lead + geometry.stride,
-        )
-        for offset in geometry.offsets()
-    ]
+def spread(x: Array, at: int, geometry: Geometry, first: int = 0) -> Array:
+    """The elements that each window of an image reads: (..., *image) -> (..., *kernel, ..., *out), the kernel's axes put in at ``at``.
+
+    One dimension after the other, from the last to ``first``; with padding in those only.
+    """
+    n = len(geometry.image)
+    for i in reversed(range(first, n)):
+        dim, (low, high) = x.ndim - n + i, geometry.paddings()[i]
+        k, out, s, d = geometry.kernel[i], geometry.out[i], geometry.stride[i], geometry.dilation[i]
+        x = _pad(x, dim, low, high, 0)
+        if k == 1:
+            x = jnp.expand_dims(lax.slice_in_dim(x, 0, (out - 1) * s + 1, s, dim), at)
+        elif s == k and d == 1:  # side by side: a reshape tells them apart
+            x = jnp.moveaxis(x.reshape(*x.shape[:dim], out, k, *x.shape[dim + 1 :]), dim + 1, at)
+        else:
+            x = jnp.stack([lax.slice_in_dim(x, j * d, j * d + (out - 1) * s + 1, s, dim) for j in range(k)], at)
+    return x
 
 
-def untap_images(taps: list[Array], geometry: Geometry) -> Array:
-    """The transpose of tap_images: every tap put back in its place in the image, and summed."""
-    lead = taps[0].ndim - len(geometry.image)
-    total = None
-    for tap, offset in zip(taps, geometry.offsets(), strict=True):
-        config = [(0, 0, 0)] * lead
-        for o, p, t, s, n in zip(offset, geometry.padding, geometry.out, geometry.stride, geometry.image, strict=True):
-            config.append((o - p, n - (o - p) - ((t - 1) * s + 1), s - 1))
-        placed = lax.pad(tap, jnp.zeros((), tap.dtype), config)
-        total = placed if total is None else total + placed
-    return total
+def gather(x: Array, at: int, geometry: Geometry) -> Array:
+    """The transpose of spread: every element put back in its place in the image, and summed."""
+    n = len(geometry.image)
+    for i in range(n):
+        dim, (low, high) = x.ndim - n + i - 1, geometry.paddings()[i]
+        k, out, s, d = geometry.kernel[i], geometry.out[i], geometry.stride[i], geometry.dilation[i]
+        if s == k and d == 1:
+            x = jnp.moveaxis(x, at, dim + 1)
+            x = x.reshape(*x.shape[:dim], out * k, *x.shape[dim + 2 :])
+            x = _pad(x, dim, -low, -high, 0)
+        else:
+            size, reach = geometry.image[i], (out - 1) * s + 1
+            parts = [lax.index_in_dim(x, j, at, keepdims=False) for j in range(k)]
+            placed = [_pad(part, dim, j * d - low, size - (j * d - low) - reach, s - 1) for j, part in enumerate(parts)]
+            x = functools.reduce(lax.add, placed)
+    return x
+
+
+def _pad(x: Array, dim: int, low: int, high: int, interior: int) -> Array:
+    if low == high == interior == 0:
+        return x
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (low, high, interior)
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -144,12 +155,20 @@ def _outward(x: Array) -> Array:
     return x.reshape(1, *x.shape[:2], *x.shape[3:]) if x.shape[2] == 1 else jnp.moveaxis(x, 2, 0)
 
 
-def _columns(x: Array, geometry: Geometry) -> Array:
-    """Images (n, G, C, *image) as a matrix (G, taps * C, n * out)."""
-    n, g, c = x.shape[:3]
+def _columns(x: Array, geometry: Geometry) -> list[Array]:
+    """Images (n, G, C, *image) as a matrix (G, taps * C, n * out), in one piece or one for each row of the kernel.
+
+    Pieces need one pass less over the columns, and as many more over the product: they pay where they are deep.
+    """
     x = _inward(x)
-    taps = [tap.reshape(g, c, n * math.prod(geometry.out)) for tap in tap_images(x, geometry)]
-    return jnp.concatenate(taps, 1) if len(taps) > 1 else taps[0]
+    g, c, n = x.shape[:3]
+    depth, width = c * math.prod(geometry.kernel[1:]), n * math.prod(geometry.out)
+    if depth < 64 or geometry.kernel[0] == 1 or geometry.stride[0] > 1:
+        return [spread(x, 1, geometry).reshape(g, -1, width)]
+    x = spread(x, 1, geometry, first=1)
+    dim, out, d = x.ndim - len(geometry.image), geometry.out[0], geometry.dilation[0]
+    x = _pad(x, dim, *geometry.paddings()[0], 0)
+    return [lax.slice_in_dim(x, j * d, j * d + out, 1, dim).reshape(g, depth, width) for j in range(geometry.kernel[0])]
 
 
 def _images_to_rows(y: Array) -> Array:
@@ -183,19 +202,21 @@ def _product_y(x: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
     rows = _kernel_to_rows(w)
 
     def some(x: Array) -> Array:
-        y = _dot(rows, _columns(x, geometry), (2, 1)).astype(x.dtype)
+        columns = _columns(x, geometry)
+        parts = zip(jnp.split(rows, len(columns), 2), columns, strict=True)
+        y = functools.reduce(lax.add, [_dot(a, b, (2, 1)) for a, b in parts]).astype(x.dtype)
         return _outward(y.reshape(*y.shape[:2], x.shape[0], *geometry.out))
 
     return _mapped(some, chunk, x)
 
 
 def _product_x(y: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
-    rows, taps = _kernel_to_rows(w), math.prod(geometry.kernel)
+    rows = _kernel_to_rows(w)
 
     def some(y: Array) -> Array:
         columns = _dot(rows, _images_to_rows(y), (1, 1))
-        columns = columns.reshape(w.shape[0], taps, w.shape[2], y.shape[0], *geometry.out)
-        x = untap_images([columns[:, k] for k in range(taps)], geometry)
+        columns = columns.reshape(w.shape[0], *geometry.kernel, w.shape[2], y.shape[0], *geometry.out)
+        x = gather(columns, 1, geometry)
         return _outward(x.astype(y.dtype))
 
     return _mapped(some, chunk, y)
@@ -203,7 +224,8 @@ def _product_x(y: Array, w: Array, geometry: Geometry, chunk: int) -> Array:
 
 def _product_w(x: Array, y: Array, geometry: Geometry, chunk: int) -> Array:
     def some(x: Array, y: Array) -> Array:
-        return _dot(_images_to_rows(y), _columns(x, geometry), (2, 2))
+        rows = _images_to_rows(y)
+        return jnp.concatenate([_dot(rows, columns, (2, 2)) for columns in _columns(x, geometry)], 2)
 
     parts = x.shape[0] // chunk
     if parts == 1:
@@ -217,27 +239,24 @@ def _product_w(x: Array, y: Array, geometry: Geometry, chunk: int) -> Array:
 
 
 def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Array:
-    """One channel in and one out in each group: no matrices here, but one element-wise pass over the taps."""
-    wide = opmath(left.dtype)
-    spread = (..., *(None,) * len(geometry.image))
-    if face == "w":
-        axes = (1, *range(4, right.ndim))
-        y = right.astype(wide)
-        sums = [jnp.sum(tap.astype(wide) * y, axes) for tap in tap_images(left, geometry)]  # (B, G, 1)
-        return jnp.stack(sums, -1).reshape(*sums[0].shape, 1, *geometry.kernel).astype(left.dtype)
-    weights = right.astype(wide).reshape(*right.shape[:4], -1)
-    weights = [weights[:, None, :, :, 0, k][spread] for k in range(weights.shape[-1])]  # (B, 1, G, 1, 1...)
+    """One channel in and one out in each group: no matrices here, but element-wise products with the shifted images."""
+    wide, n = opmath(left.dtype), len(geometry.image)
+    left, right = left.astype(wide), right.astype(wide)
+    if face == "w":  # (B, N, G, 1, *kernel, *out) with (B, N, G, 1, *out)
+        spread_y = jnp.expand_dims(right, range(4, 4 + n))
+        w = jnp.sum(spread(left, 4, geometry) * spread_y, (1, *range(4 + n, 4 + 2 * n)))
+        return w.reshape(*w.shape[:2], 1, 1, *geometry.kernel)
+    weights = jnp.expand_dims(right.reshape(right.shape[0], 1, right.shape[1], 1, *geometry.kernel), range(4 + n, 4 + 2 * n))
     if face == "x":
-        return untap_images([left.astype(wide) * w for w in weights], geometry).astype(left.dtype)
-    parts = [tap.astype(wide) * w for tap, w in zip(tap_images(left, geometry), weights, strict=True)]
-    return functools.reduce(lax.add, parts).astype(left.dtype)
+        return gather(jnp.expand_dims(left, range(4, 4 + n)) * weights, 4, geometry)
+    return jnp.sum(spread(left, 4, geometry) * weights, range(4, 4 + n))
 
 
 def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None) -> Array:
     names = _FACES[face]
     sizes = dict(zip(_AXES[names[0]], left.shape, strict=False)) | dict(zip(_AXES[names[1]], right.shape, strict=False))
     if sizes["C"] == sizes["O"] == 1:
-        return _depthwise(face, left, right, geometry)
+        return _depthwise(face, left, right, geometry).astype(left.dtype)
     # as many images at a time as keep their columns in cache; then as many kernels
     columns = sizes["G"] * sizes["C"] * math.prod(geometry.kernel) * math.prod(geometry.out) * left.dtype.itemsize
     images = _divisor(sizes["N"], _CACHE_BYTES // columns)

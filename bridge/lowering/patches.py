@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from bridge.lowering.convolving import Geometry, tap_images, untap_images
+from bridge.lowering.convolving import Geometry, gather, spread
 from bridge.lowering.pooling import expand
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
@@ -43,8 +43,7 @@ def aten_im2col(
 
 @fused("geometry")
 def _im2col(x: Array, geometry: Geometry) -> Array:
-    patches = jnp.stack(tap_images(x, geometry), x.ndim - 2)
-    return patches.reshape(*x.shape[:-3], x.shape[-3] * math.prod(geometry.kernel), math.prod(geometry.out))
+    return spread(x, x.ndim - 2, geometry).reshape(*x.shape[:-3], x.shape[-3] * math.prod(geometry.kernel), math.prod(geometry.out))
 
 
 @lowering("aten.col2im")
@@ -69,9 +68,8 @@ def aten_col2im(
 
 @fused("geometry")
 def _col2im(x: Array, geometry: Geometry) -> Array:
-    taps = math.prod(geometry.kernel)
-    columns = x.reshape(*x.shape[:-2], x.shape[-2] // taps, taps, *geometry.out)
-    return untap_images([columns[..., k, :, :] for k in range(taps)], geometry)
+    columns = x.reshape(*x.shape[:-2], x.shape[-2] // math.prod(geometry.kernel), *geometry.kernel, *geometry.out)
+    return gather(columns, x.ndim - 1, geometry)
 
 
 @lowering("aten.pixel_shuffle")

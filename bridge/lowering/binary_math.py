@@ -9,7 +9,7 @@ from jax import lax
 
 from .arithmetic import aten_mul, aten_pow_of_scalar
 from .elementwise import absolute, isinf, signbit
-from .pointwise import binary, choose, define_slopes, number
+from .pointwise import binary, choose, define_slopes, like, number
 from .promotion import is_complex
 from .registry import lowering
 
@@ -56,10 +56,18 @@ def _logaddexp2(a: Any, b: Any) -> Any:
     return lax.div(_logaddexp(lax.mul(a, ln2), lax.mul(b, ln2)), ln2)
 
 
+@jax.custom_jvp
+def _nextafter(a: Any, b: Any) -> Any:
+    return lax.nextafter(a, b)
+
+
+define_slopes(_nextafter, lambda a, b, y: like(1, a), lambda a, b, y: like(0, b))
+
+
 lowering("aten.hypot")(binary(_hypot, floating=True))
 lowering("aten.copysign.Tensor", "aten.copysign.Scalar")(binary(_copysign, floating=True))
 lowering("aten.heaviside")(binary(_heaviside))
-lowering("aten.nextafter")(binary(lax.nextafter))
+lowering("aten.nextafter")(binary(_nextafter))
 lowering("aten.logaddexp")(binary(_logaddexp, floating=True))
 lowering("aten.logaddexp2")(binary(_logaddexp2, floating=True))
 

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 from jax import lax
@@ -114,9 +115,23 @@ def _polygamma(n: int, x: Any) -> Any:
 
 @jax.custom_jvp
 def _zeta(x: Any, q: Any) -> Any:
-    pole = lax.bitwise_and(lax.le(q, number(0, q.dtype)), lax.eq(q, lax.floor(q)))
-    inside = lax.bitwise_and(pole, lax.gt(x, number(1, x.dtype)))
-    return choose(inside, math.inf, lax.zeta(x, q))
+    """Hurwitz zeta, the sum of (q + k)**-x; for q <= 0, x a whole number: inf at whole q, else shifted to q > 0 term by term."""
+    zero = number(0, q.dtype)
+    negative = lax.bitwise_and(lax.le(q, zero), lax.gt(x, number(1, x.dtype)))
+    pole = lax.eq(q, lax.floor(q))
+    far = lax.lt(q, number(-1e6, q.dtype))  # further out a loop would not end in reasonable time
+    shifts = lax.bitwise_and(negative, lax.bitwise_not(lax.bitwise_or(pole, far)))
+
+    def step(state: tuple) -> tuple:
+        a, total = state
+        below = lax.lt(a, zero)
+        return lax.select_n(below, a, a + 1), lax.add(total, choose(below, lax.pow(a, lax.neg(x)), like(0, a)))
+
+    start = (choose(shifts, q, choose(negative, 1, q)), like(0, q))
+    shifted, total = lax.while_loop(lambda state: jnp.any(lax.bitwise_and(shifts, lax.lt(state[0], zero))), step, start)
+    value = lax.add(total, lax.zeta(x, shifted))
+    undefined = lax.bitwise_or(far, lax.ne(x, lax.floor(x)))
+    return choose(lax.bitwise_and(negative, pole), math.inf, choose(lax.bitwise_and(negative, undefined), math.nan, value))
 
 
 @functools.partial(_zeta.defjvp, symbolic_zeros=True)
@@ -167,7 +182,8 @@ def _sinc(x: Any) -> Any:
 
 def _sinc_slope(x: Any, y: Any) -> Any:
     """(cos(pi x) - sinc(x)) / x; its power series near 0, where the two cancel."""
-    near = lax.lt(lax.abs(x), number(0.15, x.dtype))
+    size = lax.abs(x)
+    near = lax.lt(size, number(0.15, size.dtype))
     small, large = choose(near, x, like(0, x)), choose(near, 1, x)
     square, term, series = lax.mul(small, small), small, like(0, x)
     for k in range(1, 8):

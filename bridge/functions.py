@@ -18,7 +18,8 @@ import torch.utils.checkpoint
 from bridge import private, trees
 from bridge.autograd import conj, inexact
 from bridge.levels import Level, push, state
-from bridge.tracing import Traced, assign, value_of, wrap
+from bridge.lowering.registry import LOWERINGS
+from bridge.tracing import Traced, assign, dispatch, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -48,6 +49,9 @@ def apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return private.original("apply")(cls, *args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _rematerialized(args[0], args[2:], {})
+    op = private.operator_without_formula(cls)
+    if op in LOWERINGS:  # a torch.library operator without derivative: its lowering has one
+        return dispatch(op, args[:-1], args[-1].keyword_only_args)
     return _Call(cls, args).run()
 
 

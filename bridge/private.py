@@ -62,6 +62,16 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+def operator_without_formula(cls: Any) -> Any:
+    """The torch.library operator whose generated autograd kernel a Function is, where nobody registered a derivative; else None."""
+    forward = vars(cls).get("forward")
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    if not cls.__name__.startswith("GeneratedBackwardFor_") or code is None:
+        return None
+    names = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__func__.__closure__ or (), strict=True)}
+    return names.get("op") if getattr(names.get("info"), "_backward_fn", True) is None else None
+
+
 def _traces_of(value: Any) -> Iterator[Any]:
     while hasattr(value, "_trace"):
         yield value._trace

@@ -225,7 +225,7 @@ def as_array(t: torch.Tensor) -> jax.Array:
     """
     array = tensors.to_jax(t.detach())
     wanted = jax.dtypes.canonicalize_dtype(array.dtype)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
         return jnp.array(array, dtype=wanted, copy=True).block_until_ready()
 
 

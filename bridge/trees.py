@@ -197,6 +197,29 @@ def count(spec: Spec | None) -> int:
     return spec.children if isinstance(spec.children, int) else sum(count(c) for c in spec.children)
 
 
+class Field(str):
+    """A step into a namedtuple, as against the key of a dict."""
+
+
+def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
+    """The way to each leaf: keys, fields and positions.
+
+    Example:
+        >>> from bridge import trees
+        >>> trees.paths(trees.flatten({"w": [1, 2], "b": 3})[1])
+        [('w', 0), ('w', 1), ('b',)]
+    """
+    if spec is LEAF:
+        return [()]
+    children = _children(spec)
+    steps: Any = range(len(children))
+    if spec.kind in (dict, OrderedDict):
+        steps = spec.context
+    elif len(getattr(spec.kind, "_fields", ())) == len(children):
+        steps = map(Field, spec.kind._fields)
+    return [(step, *below) for step, child in zip(steps, children, strict=True) for below in paths(child)]
+
+
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with fn applied to every leaf.
 

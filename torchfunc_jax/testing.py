@@ -287,26 +287,16 @@ def _differences(what: str, theirs: Any, ours: Any, options: _Options, largest: 
     if spec_a != spec_b:
         yield f"{what} has another structure: torch.func {spec_a or '*'}, torchfunc_jax {spec_b or '*'}"
         return
-    for path, x, y in zip(_paths(spec_a, ""), a, b, strict=True):
+    for path, x, y in zip(trees.paths(spec_a), a, b, strict=True):
         both = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
         difference = _tensors(x, y, what, options, largest) if both else _others(x, y)
         if difference:
-            yield f"{what}{path} differs in {difference}"
+            yield f"{what}{_shown_path(path)} differs in {difference}"
 
 
-def _paths(spec: Any, prefix: str) -> Iterator[str]:
-    """How one would write each leaf of a tree: [0]['weight'].field"""
-    if spec is trees.LEAF:
-        yield prefix
-        return
-    children = (trees.LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
-    if isinstance(spec.kind, type) and issubclass(spec.kind, dict) and spec.context is not None:
-        names = [f"[{key!r}]" for key in spec.context] if isinstance(spec.context, tuple) else []
-    else:
-        names = [f".{field}" for field in getattr(spec.kind, "_fields", ())]
-    names = names if len(names) == len(children) else [f"[{i}]" for i in range(len(children))]
-    for name, child in zip(names, children, strict=True):
-        yield from _paths(child, prefix + name)
+def _shown_path(path: tuple[Any, ...]) -> str:
+    """The way to a leaf as one would write it: [0]['weight'].field"""
+    return "".join(f".{step}" if isinstance(step, trees.Field) else f"[{step!r}]" for step in path)
 
 
 def _others(x: Any, y: Any) -> str | None:

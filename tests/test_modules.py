@@ -1,0 +1,398 @@
+"""nn.Module <-> JAX: states out and in, modules as functions, as Flax modules and in Flax's layouts, files, and added lowerings."""
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import linen, nnx
+from torch import nn
+
+import bridge
+import torchfunc_jax
+from bridge import checkpoints
+from bridge.flax import NNX, Linen, from_variables, to_variables
+
+
+def close(a: Any, b: Any) -> None:
+    np.testing.assert_allclose(np.asarray(a), b.detach().numpy() if isinstance(b, torch.Tensor) else np.asarray(b), rtol=2e-5, atol=2e-5)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [net, tied, nn.Tanh])
+def test_params_and_buffers(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    for state, expected in ((bridge.params(model), model.named_parameters()), (bridge.buffers(model), model.named_buffers())):
+        expected = dict(expected)
+        assert list(state) == list(expected)
+        for name, array in state.items():
+            assert isinstance(array, jax.Array)
+            close(array, expected[name])
+
+
+def test_they_are_copies() -> None:
+    model = nn.Linear(64, 64)
+    params = bridge.params(model)
+    before = np.array(params["weight"])
+    nn.init.zeros_(model.weight)
+    close(params["weight"], before)
+
+
+def test_64_bit_types_follow_the_configuration() -> None:
+    model = nn.BatchNorm1d(2).double()
+    assert bridge.params(model)["weight"].dtype == jnp.float32 and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int32
+    with jax.enable_x64(True):
+        assert bridge.params(model)["weight"].dtype == jnp.float64 and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int64
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray, lambda a: torch.tensor(np.array(a))])
+def test_load_writes_into_the_same_tensors(kind: Callable[[Any], Any]) -> None:
+    model = net()
+    weight, optimizer = model[0].weight, torch.optim.SGD(model.parameters(), 1.0)
+    params = {name: kind(np.asarray(p) + 1) for name, p in bridge.params(model).items()}
+    buffers = {name: kind(np.asarray(b) + 2) for name, b in bridge.buffers(model).items()}
+    assert bridge.load(model, params, buffers) is model
+    assert model[0].weight is weight is optimizer.param_groups[0]["params"][0] and weight.requires_grad
+    for name, p in model.named_parameters():
+        close(params[name], p)
+    for name, b in model.named_buffers():
+        close(buffers[name], b)
+    assert model[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_load_and_tied_weights() -> None:
+    model = tied()
+    params = bridge.params(model)
+    assert list(params) == ["0.weight", "0.bias", "2.bias"]
+    bridge.load(model, {**params, "0.weight": jnp.eye(3)})
+    assert model[2].weight is model[0].weight
+    close(jnp.eye(3), model[2].weight)
+    bridge.load(model, {"2.weight": 2 * jnp.eye(3)}, strict=False)
+    close(2 * jnp.eye(3), model[0].weight)
+    bridge.load(model, {**params, "2.weight": params["0.weight"]})
+    with pytest.raises(RuntimeError, match=r"'0.weight' and '2.weight' are one tensor"):
+        bridge.load(model, {**params, "2.weight": jnp.zeros((3, 3))})
+
+
+def test_load_refuses_and_changes_nothing() -> None:
+    model = net()
+    params, before = bridge.params(model), copy.deepcopy(model.state_dict())
+    zeros = {name: jnp.zeros_like(p) for name, p in params.items()}
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({**zeros, "9.weight": jnp.zeros(1)}, RuntimeError, "params: the module has no '9.weight'; it has '0.weight'"),
+        ({name: v for name, v in zeros.items() if name != "4.bias"}, RuntimeError, "params: '4.bias' missing"),
+        ({**zeros, "4.bias": jnp.zeros(3)}, RuntimeError, r"params: '4.bias' has shape \(2,\) in the module, got \(3,\)"),
+        ({**zeros, "4.bias": [0.0, 0.0]}, TypeError, "list"),
+    ]
+    for wrong, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            bridge.load(model, wrong)
+    with pytest.raises(RuntimeError, match=r"buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked' missing"):
+        bridge.load(model, zeros, {})
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+# -- modules as functions ----------------------------------------------------------------------------------------------------------
+def test_call_is_pure_and_gives_the_buffers_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    params, buffers, before = bridge.params(model), bridge.buffers(model), copy.deepcopy(model.state_dict())
+    out, after = jax.jit(lambda p, b, x: bridge.call(model, p, b, (x,)))(params, buffers, X)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert {k: v.dtype for k, v in after.items()} == {k: v.dtype for k, v in buffers.items()}
+    close(out, model(torch.tensor(X)))
+    for name, b in model.named_buffers():
+        close(after[name], b)
+
+
+def test_call_under_jax_transforms() -> None:
+    model = tied()
+    params = bridge.params(model)
+    loss = lambda p, x: (bridge.call(model, p, {}, (x,))[0] ** 2).sum()
+    model(torch.tensor(X)).square().sum().backward()
+    gradient = jax.jit(jax.grad(loss))(params, X)
+    for name, p in model.named_parameters():
+        close(gradient[name], p.grad)
+    per_sample = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, X)
+    close(per_sample["0.weight"].sum(0), model[0].weight.grad)
+
+
+def test_call_mode_and_key() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)).eval())
+    x = jnp.ones((50, 50))
+    run = jax.jit(lambda key, training: bridge.call(model, {}, {}, (x,), training=training, rng=key)[0], static_argnums=1)
+    a, b = jax.random.split(jax.random.key(0))
+    close(run(a, False), x)
+    assert (run(a, True) == run(a, True)).all() and (run(a, True) != run(b, True)).any()
+    assert (run(a, True) == 0).mean() == pytest.approx(0.75, abs=0.05) and (run(a, None) == 0).mean() == pytest.approx(0.5, abs=0.05)
+    assert model.training and not model[1].training
+
+
+@pytest.mark.parametrize(
+    ("params", "message"), [({"bias": jnp.zeros(3)}, r"'bias' of shape \(3,\).*\(2,\)"), ({"b": jnp.zeros(2)}, "'b'.*'weight'")]
+)
+def test_call_refuses(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        bridge.call(nn.Linear(3, 2), params, {}, (X,))
+
+
+# -- Flax --------------------------------------------------------------------------------------------------------------------------
+def test_linen() -> None:
+    torch_model = net().eval()
+    model = Linen(torch_model)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    assert set(variables["params"]) == {name for name, _ in torch_model.named_parameters()}
+    close(jax.jit(model.apply)(variables, X), torch_model(torch.tensor(X)))
+    gradient = jax.grad(lambda p: model.apply({**variables, "params": p}, X).sum())(variables["params"])
+    torch_model(torch.tensor(X)).sum().backward()
+    for name, p in torch_model.named_parameters():
+        close(gradient[name], p.grad)
+
+
+def test_linen_updates_buffers_and_draws_from_its_key() -> None:
+    torch_model = net()
+    model = Linen(torch_model, deterministic=True)
+    variables = model.init(jax.random.key(0), X)
+    step = jax.jit(lambda v, key: model.apply(v, X, deterministic=False, mutable=["buffers"], rngs={"dropout": key}))
+    (a, after), (b, _), (c, _) = step(variables, jax.random.key(1)), step(variables, jax.random.key(1)), step(variables, jax.random.key(2))
+    assert (a == b).all() and (a != c).any()
+    torch_model(torch.tensor(X))
+    for name, buffer in torch_model.named_buffers():
+        close(after["buffers"][name], buffer)
+    close(model.apply(variables, X), model.apply(variables, X))
+    bridge.load(torch_model, variables["params"], after["buffers"])
+
+
+class Around(linen.Module):
+    """A Flax module with a torch module in it."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(2)(Linen(nn.Linear(3, 4), name="torch")(x))
+
+
+def test_linen_inside_linen() -> None:
+    variables = Around().init(jax.random.key(0), X)
+    assert jax.tree.map(jnp.shape, variables["params"]["torch"]) == {"weight": (4, 3), "bias": (4,)}
+    assert Around().apply(variables, X).shape == (4, 2)
+
+
+def test_nnx() -> None:
+    torch_model = net()
+    model = NNX(torch_model, rngs=nnx.Rngs(dropout=1))
+    assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))} == {name for name, _ in torch_model.named_parameters()}
+    run = nnx.jit(lambda model, x: model(x))
+    first, second = run(model, X), run(model, X)
+    assert (first != second).any()
+    assert int(model.buffers["1.num_batches_tracked"][...]) == 2 and torch_model[1].num_batches_tracked == 0
+    model.eval()
+    assert model.deterministic and torch_model.training
+    model.save_to()
+    close(run(model, X), torch_model.eval()(torch.tensor(X)))
+
+
+def test_nnx_trains_as_torch_does() -> None:
+    torch_model = tied()
+    model = NNX(torch_model)
+    x, target = jnp.asarray(X), jnp.ones((4, 3))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda m: ((m(x) - target) ** 2).mean())(model))
+
+    torch_optimizer = torch.optim.SGD(torch_model.parameters(), 0.1)
+    for _ in range(3):
+        step(model, optimizer)
+        torch_optimizer.zero_grad()
+        (torch_model(torch.tensor(X)) - 1).square().mean().backward()
+        torch_optimizer.step()
+    for name, p in torch_model.named_parameters():
+        close(model.params[name][...], p)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], bool]] = {
+    "Linear": (lambda: nn.Linear(3, 2), linen.Dense(2), (5, 3), False),
+    "Linear without bias": (lambda: nn.Linear(3, 2, bias=False), linen.Dense(2, use_bias=False), (5, 3), False),
+    "Conv1d": (lambda: nn.Conv1d(3, 4, 3), linen.Conv(4, (3,), padding="VALID"), (2, 3, 8), True),
+    "Conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2), linen.Conv(6, (3, 2), 1, "VALID", feature_group_count=2), (2, 4, 7, 8), True),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 2), linen.Conv(3, (2, 2, 2), padding="VALID"), (1, 2, 4, 4, 4), True),
+    "LayerNorm": (lambda: nn.LayerNorm(6), linen.LayerNorm(epsilon=1e-5), (3, 6), False),
+    "RMSNorm": (lambda: nn.RMSNorm(6, eps=1e-6), linen.RMSNorm(), (3, 6), False),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), linen.GroupNorm(num_groups=2, epsilon=1e-5), (3, 4, 5), True),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), linen.BatchNorm(use_running_average=True, epsilon=1e-5), (3, 4, 5, 5), True),
+}
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for t in model.state_dict().values():
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_flax_layouts(name: str) -> None:
+    make, flax_layer, shape, channels_first = LAYERS[name]
+    model = randomized(make())
+    variables = to_variables(model)
+    x = torch.randn(shape)
+    theirs = x.movedim(1, -1) if channels_first else x
+    out = flax_layer.apply(variables, jnp.asarray(theirs.numpy()))
+    expected = model(x)
+    np.testing.assert_allclose(out, (expected.movedim(1, -1) if channels_first else expected).detach().numpy(), rtol=1e-4, atol=1e-5)
+    other = from_variables(make(), variables)
+    torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
+    torch.testing.assert_close(other.eval()(x), expected)
+
+
+def test_nested_modules_in_flax_layouts() -> None:
+    model = randomized(nn.Sequential(nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4))))
+    variables = to_variables(model)
+    assert variables["params"]["0"]["embedding"].shape == (5, 4) and set(variables["batch_stats"]["1"]["2"]) == {"mean", "var"}
+    other = from_variables(randomized(copy.deepcopy(model)), variables)
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
+    del variables["params"]["1"]["0"]["bias"]
+    with pytest.raises(RuntimeError, match="params/1/0/bias missing"):
+        from_variables(other, variables)
+    with pytest.raises(RuntimeError, match=r"params/kernel of shape \(3, 2\), got \(2, 3\)"):
+        from_variables(nn.Linear(3, 2), {"params": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(2)}})
+
+
+@pytest.mark.parametrize("model", [nn.LSTM(2, 2), nn.ConvTranspose1d(2, 2, 2), nn.PReLU()], ids=lambda m: type(m).__name__)
+def test_layers_flax_has_not(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match=f"no layer like {type(model).__name__}"):
+        to_variables(nn.Sequential(model))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------------
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def trees() -> dict[str, Any]:
+    with jax.enable_x64(True):
+        wide = jnp.array([1.5, 2.5], jnp.float64), jnp.array(2**40, jnp.int64)
+    params = bridge.params(net())
+    return {
+        "params": params,
+        "optimizer": optax.adam(0.1).init(params),
+        "state_dict": dict(net().state_dict()),
+        "types": Pair(
+            [jnp.ones(2, jnp.bfloat16), np.arange(3, dtype=np.uint8)],
+            {"a/b%c": torch.tensor([True, False]), "no": None, "wide": wide},
+        ),
+        "alone": jnp.ones((2, 3)),
+        "torch": [torch.ones(2, dtype=torch.bfloat16, requires_grad=True), torch.tensor(3), torch.randn(2, 3).t()],
+    }
+
+
+@pytest.mark.parametrize("file", ["new/state.safetensors", "new/state"])
+@pytest.mark.parametrize("name", trees())
+def test_checkpoints(name: str, file: str, tmp_path: Path) -> None:
+    tree = trees()[name]
+    path = checkpoints.save(tmp_path / file, tree)
+    found = checkpoints.load(path, like=tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
+        if isinstance(a, torch.Tensor):
+            assert a.requires_grad == b.requires_grad
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        else:
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    checkpoints.save(tmp_path / file, {"other": jnp.zeros(1)})  # replaces it
+    assert list(checkpoints.load(path)) == ["other"]
+
+
+def test_safetensors_are_read_by_others(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = net()
+    checkpoints.save(tmp_path / "a.safetensors", dict(model.state_dict()))
+    torch.testing.assert_close(load_file(tmp_path / "a.safetensors"), dict(model.state_dict()))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "state"])
+def test_checkpoints_refuse(file: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    with pytest.raises(FileNotFoundError, match="state"):
+        checkpoints.load(path)
+    with pytest.raises(TypeError, match=r"expected arrays, got <class 'str'> at 'a.0'"):
+        checkpoints.save(path, {"a": ["text"]})
+    with pytest.raises(ValueError, match=r"two leaves are called 'a.b'"):
+        checkpoints.save(path, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+    with pytest.raises(ValueError, match="expected 'safetensors' or 'orbax', got 'pickle'"):
+        checkpoints.save(path, {}, format="pickle")
+    assert not path.exists()
+    checkpoints.save(path, {"a": jnp.ones(2)})
+    with pytest.raises(RuntimeError, match=r"\['b'\] that was not saved, and lacks \['a'\]"):
+        checkpoints.load(path, like={"b": jnp.ones(2)})
+    with pytest.raises(RuntimeError, match=r"'a' has shape \(3,\), but \(2,\) was saved"):
+        checkpoints.load(path, like={"a": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(("file", "package"), [("state.safetensors", "safetensors.numpy"), ("state", "orbax.checkpoint")])
+def test_checkpoints_without_the_package(file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'torchfunc-jax\[checkpoints\]'"):
+        checkpoints.save(tmp_path / file, {"a": jnp.ones(2)})
+
+
+# -- lowerings of one's own --------------------------------------------------------------------------------------------------------
+@torch.library.custom_op("test_modules::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+def test_register_lowering() -> None:
+    x = torch.tensor([1.0, 2.0])
+    for factor in (1.0, 2.0):  # a second registration replaces the first, also where the operator has run before
+
+        @bridge.register_lowering("test_modules.cube", torch.ops.test_modules.cube.default)
+        def lowered(x: jax.Array, factor: float = factor) -> jax.Array:
+            return factor * x**3
+
+        for _ in range(3):
+            for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f))):
+                torch.testing.assert_close(transform(cube)(x), factor * x**3)
+        torch.testing.assert_close(torchfunc_jax.grad(lambda x: cube(x).sum())(x), factor * 3 * x**2)
+
+
+@pytest.mark.parametrize(
+    ("operators", "message"),
+    [
+        ((), "operators: expected at least one"),
+        (("aten.no_such_operator",), "has no operator 'aten.no_such_operator'"),
+        (("aten.sin", "aten.sin.other"), "has no operator 'aten.sin.other'"),
+        (("sin",), "expected 'namespace.operator.overload'"),
+        ((torch.sin,), "expected a name or an OpOverload"),
+        ((torch.ops.aten.sin,), "expected a name or an OpOverload"),
+    ],
+)
+def test_register_lowering_refuses(operators: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bridge.register_lowering(*operators)

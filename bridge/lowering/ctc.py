@@ -1,0 +1,137 @@
+"""Connectionist temporal classification (https://www.cs.toronto.edu/~graves/icml_2006.pdf), with PyTorch's gradient.
+
+PyTorch's derivative takes the log probabilities to come out of a log_softmax: probability less posterior, not minus the posterior.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.promotion import concrete, fused
+from bridge.lowering.registry import lowering
+
+Array = jax.Array
+_NEVER = -1e30  # log of zero, but finite: the derivative of logaddexp at -inf is not a number
+
+
+def _paths(log_probs: Array, labels: Array, input_lengths: Array, target_lengths: Array, blank: int) -> tuple[Array, Array]:
+    """Negative log likelihoods (N,), and the log forward variables (T, N, 2 S + 1), for labels (N, S)."""
+    batch, steps = labels.shape[0], log_probs.shape[0]
+    with_blanks = jnp.full((batch, 2 * labels.shape[1] + 1), blank, labels.dtype).at[:, 1::2].set(labels)
+    at = jnp.clip(with_blanks, 0, log_probs.shape[2] - 1)
+    emitted = jnp.take_along_axis(log_probs, jnp.broadcast_to(at, (steps, *at.shape)), 2)
+    emitted = jnp.maximum(emitted, _NEVER)
+    # a path may go from one label to the next over the blank between them, unless they are the same
+    place = jnp.arange(at.shape[1])
+    earlier = jnp.pad(with_blanks, ((0, 0), (2, 0)), constant_values=blank)[:, : at.shape[1]]
+    skips = (place % 2 == 1) & (place > 1) & (with_blanks != earlier)
+
+    def back(alpha: Array, by: int) -> Array:
+        return jnp.pad(alpha, ((0, 0), (by, 0)), constant_values=_NEVER)[:, : alpha.shape[1]]
+
+    def step(alpha: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        t, emitted = now
+        total = jnp.logaddexp(alpha, back(alpha, 1))
+        total = jnp.logaddexp(total, jnp.where(skips, back(alpha, 2), _NEVER))
+        new = jnp.where((t < input_lengths)[:, None], jnp.maximum(total + emitted, _NEVER), alpha)
+        return new, new
+
+    first = jnp.where((place == 0) | ((place == 1) & (target_lengths[:, None] > 0)), emitted[0], _NEVER)
+    last, rest = lax.scan(step, first, (jnp.arange(1, steps), emitted[1:]))
+    end = jnp.take_along_axis(last, 2 * target_lengths[:, None], 1)[:, 0]
+    label = jnp.take_along_axis(last, jnp.maximum(2 * target_lengths[:, None] - 1, 0), 1)[:, 0]
+    likelihood = jnp.logaddexp(end, jnp.where(target_lengths > 0, label, _NEVER))
+    likelihood = jnp.where(input_lengths > 0, likelihood, jnp.where(target_lengths > 0, _NEVER, 0))
+    return -likelihood, jnp.concatenate([first[None], rest])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _loss(
+    log_probs: Array, labels: Array, input_lengths: Array, target_lengths: Array, blank: int, zero_infinity: bool
+) -> tuple[Array, Array]:
+    """Losses (N,), infinite where no path fits, whose derivative is then 0 if zero_infinity; and forward variables (N, T, 2 S + 1)."""
+    loss, alpha = _paths(log_probs, labels, input_lengths, target_lengths, blank)
+    impossible = loss > -_NEVER / 2
+    return jnp.where(impossible, jnp.inf, loss), jnp.swapaxes(jnp.where(alpha < _NEVER / 2, -jnp.inf, alpha), 0, 1)
+
+
+@_loss.defjvp
+def _loss_jvp(blank: int, zero_infinity: bool, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    log_probs, _, input_lengths, _ = primals
+    loss, alpha = _loss(*primals, blank, zero_infinity)
+    raw, pull = jax.vjp(lambda x: _paths(x, *primals[1:], blank)[0], log_probs)
+    posterior = -pull(jnp.ones_like(raw))[0]
+    steps = jnp.arange(log_probs.shape[0])[:, None]
+    slope = jnp.where((steps < input_lengths)[..., None], jnp.exp(log_probs) - posterior, 0)
+    slope = jnp.where((raw > -_NEVER / 2)[:, None], 0 if zero_infinity else jnp.nan, slope)
+    return (loss, alpha), (jnp.sum(slope * tangents[0], (0, 2)), jnp.zeros_like(alpha))
+
+
+@fused("blank", "zero_infinity")
+def _ctc(
+    log_probs: Array, labels: Array, input_lengths: Array, target_lengths: Array, blank: int, zero_infinity: bool
+) -> tuple[Array, Array]:
+    return _loss(log_probs, labels, input_lengths, target_lengths, blank, zero_infinity)
+
+
+def _lengths(name: str, value: Any, batch: int, most: int | None) -> Any:
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value, np.int64)
+    if value.shape != (batch,):
+        raise RuntimeError(f"{name} must be of size batch_size {batch}, got {list(value.shape)}")
+    if most is not None and not isinstance(value, jax.core.Tracer) and value.size and (np.asarray(value) > most).any():
+        raise RuntimeError(f"Expected {name} to have value at most {most}, but got value {np.asarray(value).max()}")
+    return value
+
+
+def _padded(targets: Array, target_lengths: Any, batch: int) -> Array:
+    """Targets as (N, S); those of all samples in one row need lengths that are known."""
+    if targets.ndim == 2:
+        return targets
+    sizes = target_lengths if isinstance(target_lengths, np.ndarray) else concrete(target_lengths)
+    place = np.arange(int(sizes.max(initial=0)))
+    rows = np.cumsum(sizes)[:, None] - sizes[:, None] + place
+    return targets[np.where(place < sizes[:, None], rows, 0)] if targets.size else jnp.zeros((batch, 0), targets.dtype)
+
+
+@lowering("aten._ctc_loss", "aten._ctc_loss.Tensor")
+def aten__ctc_loss(
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Sequence[int] | Array,
+    target_lengths: Sequence[int] | Array,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Array, Array]:
+    """_ctc_loss(Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, int blank=0, bool zero_infinity=False)
+    -> (Tensor, Tensor)"""
+    steps, batch, classes = log_probs.shape
+    if not 0 <= blank < classes:
+        raise RuntimeError(f"blank must be in label range: expected 0 <= blank < {classes}, got {blank}")
+    lengths = _lengths("input_lengths", input_lengths, batch, steps)
+    sizes = _lengths("target_lengths", target_lengths, batch, targets.shape[1] if targets.ndim == 2 else None)
+    return _ctc(log_probs, _padded(targets, sizes, batch), jnp.asarray(lengths), jnp.asarray(sizes), blank, bool(zero_infinity))
+
+
+@lowering("aten._ctc_loss_backward", "aten._ctc_loss_backward.Tensor")
+def aten__ctc_loss_backward(
+    grad: Array,
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Sequence[int] | Array,
+    target_lengths: Sequence[int] | Array,
+    neg_log_likelihood: Array,
+    log_alpha: Array,
+    blank: int,
+    zero_infinity: bool = False,
+) -> Array:
+    """_ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths,
+    Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor"""
+    loss = lambda x: aten__ctc_loss(x, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    return jax.vjp(loss, log_probs)[1](grad)[0]

@@ -44,7 +44,8 @@ TITLES = {
 }
 
 
-say = functools.partial(print, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def make_calls(work: Workload, systems: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:

@@ -1,0 +1,66 @@
+"""The benchmarks measure what they say: every system computes the same, and the results and the table have what was measured."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import readme
+import run
+from workloads import WORKLOADS
+
+SLOW = {"many_params", "per_sample_cnn", "per_sample_gpt", "hessian_mlp", "ensemble_step"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WORKLOADS])
+def test_every_system_computes_the_same(name: str) -> None:
+    calls = run.make_calls(WORKLOADS[name](), ["torch.func", "native", "jit", "eager"], torch.device("cpu"))
+    truth = calls.pop("torch.func")()
+    for system, call in calls.items():
+        assert run.distance(call(), truth) < 1e-4, system
+
+
+def test_results_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--only", "tiny_call", "--seconds", "0.05", "--systems", "torch.func,native,jit", "--json", "--output", str(tmp_path)])
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert printed == written and written["machine"]["torch"] == torch.__version__
+    row = written["workloads"]["tiny_call"]
+    for one in row.values():
+        low, high = one["ms_quartiles"]
+        assert 0 < low <= one["ms"] <= high and one["calls"] > 1 and one["first_s"] > 0
+    table = run.markdown_table(written)
+    assert f"({row['jit']['ms'] / row['native']['ms']:.2f}x)" in table and written["machine"]["cpu"] in table
+
+
+def test_a_system_that_is_wrong_or_fails_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> torch.Tensor:
+        raise RuntimeError("broken on purpose")
+
+    calls = {"torch.func": lambda: torch.ones(2), "native": lambda: torch.zeros(2), "jit": broken}
+    monkeypatch.setattr(run, "make_calls", lambda *_: dict(calls))
+    result = run.measure(WORKLOADS["tiny_call"](), list(calls), 0.01, torch.device("cpu"))
+    assert list(result) == ["torch.func"]
+    said = capsys.readouterr().err
+    assert "native: wrong by 1.0e+00" in said and "jit: RuntimeError: broken on purpose" in said
+
+
+def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- demo:start -->\nold\n<!-- demo:end -->\nafter\n")
+    monkeypatch.setattr(readme, "README", page)
+    readme.update("demo", "new")
+    assert page.read_text() == "before\n<!-- demo:start -->\nnew\n<!-- demo:end -->\nafter\n"
+    with pytest.raises(SystemExit, match="benchmarks:start"):
+        readme.update("benchmarks", "table")
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--only", "weather"])
+    assert "unknown: weather; expected some of tiny_call" in capsys.readouterr().err

@@ -109,6 +109,8 @@ class _Border(torch.autograd.Function):
         avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
         results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
+        read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
+        ctx.versions, ctx.every_version = kept_by(pull, read), versions(read)
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
         ctx.set_materialize_grads(True)
@@ -117,10 +119,12 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs = ctx.saved_tensors  # raises where one was changed in place since
+        check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
         met = {id(t) for t in ctx.recorded.met}  # what was known of and not used gets no gradient, rather than zeros
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # the computation is run again, from the tensors as they are now
+            check_unchanged(ctx.every_version)
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
             with tracing.root():
@@ -128,6 +132,27 @@ class _Border(torch.autograd.Function):
             needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
             grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, *grads)
+
+
+def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """The torch tensors among the leaves, each with the number of writes to it so far."""
+    return [(t, t._version) for t in leaves if isinstance(t, torch.Tensor) and not t.is_inference()]
+
+
+def kept_by(pull: Any, leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """``versions`` of the tensors whose memory a pullback reads."""
+    kept = {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
+    return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in kept])
+
+
+def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """RuntimeError, in torch's words, where one of the tensors was written to since."""
+    for t, version in before:
+        if t._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: [{t.type()} {list(t.shape)}] "
+                f"is at version {t._version}; expected version {version} instead."
+            )
 
 
 def _addressed(a: Any) -> bool:

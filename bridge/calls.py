@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from bridge import autograd, capture, operators, tensors, tracing, trees
@@ -94,13 +95,14 @@ class Traceable:
         return result
 
 
-def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[list[Any], Any]:
+def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
     Args:
         compute: maps the leaves' JAX values to a Result; may be run more than once.
         leaves: torch tensors (also traced ones) and jax.Arrays.
         fn: the user's function, under which tensors captured by closure are remembered.
+        lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
 
     Returns:
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
@@ -117,7 +119,7 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None) -> tuple[
         return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)
-    return _outermost(compute, leaves, fn)
+    return _outermost(compute, leaves, fn, lasting)
 
 
 def _outputs(result: Result) -> list[Any]:
@@ -142,9 +144,9 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
     return _outputs(result), result.meta
 
 
-def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[list[Any], Any]:
+def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
     if not torch.is_grad_enabled():
-        return direct(compute, leaves)[:2]
+        return direct(compute, leaves, None, lasting)[:2]
     known, key = _known(fn), None
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
@@ -152,7 +154,7 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[li
         if wanted or known:
             outs, meta, met, key = autograd.differentiable(compute, leaves, known, key)
         else:
-            outs, meta, met, key = direct(compute, leaves, key)
+            outs, meta, met, key = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
@@ -162,12 +164,14 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any) -> tuple[li
         known = captured
 
 
-def direct(compute: Computation, leaves: Sequence[Any], key: Any = None) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
+def direct(
+    compute: Computation, leaves: Sequence[Any], key: Any = None, lasting: bool = False
+) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
     """Run a computation at the border without recording it for torch's autograd; see ``autograd.differentiable``."""
     with tracing.root() as root:
-        root.key = key
+        root.key, root.lasting = key, lasting
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        result = compute(values)
+        result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live]
@@ -175,6 +179,8 @@ def direct(compute: Computation, leaves: Sequence[Any], key: Any = None) -> tupl
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = torch_device(leaves)
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
+    if lasting:
+        outs = [t.clone() for t in outs]
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
     return outs, result.meta, met, root.key
 

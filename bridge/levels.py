@@ -34,11 +34,12 @@ class Level:
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
         live: in the root: ids of those among them that were used while torch's grad mode was on.
         recorded: in the root: torch's autograd may go back through what is traced.
+        lasting: in the root: values are used after the call has returned, so they share no memory with torch tensors.
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "live", "next_tape", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded",
-        "root", "seeds", "staged", "tape", "writes",
+        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
+        "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -57,6 +58,7 @@ class Level:
         self.staged = False
         self.live: set[int] = set()
         self.recorded = False
+        self.lasting = False
         self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
         self.lanes: Any = None  # bridge.eager.Lanes, where they stand for this vmap
         self.next_tape: Any = None  # the tape of the grad level about to be entered

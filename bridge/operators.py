@@ -184,7 +184,9 @@ def _view(func: Any) -> Plan:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    node = Node(constant(value_of(base)), state.level, node_of(base), View(aten.detach.default, constant, (), {}))
+    with torch.no_grad():  # a tensor from outside that is only met detached takes no part in torch's autograd
+        value, parent = value_of(base), node_of(base)
+    node = Node(constant(value), state.level, parent, View(aten.detach.default, constant, (), {}))
     node.seen = node.root.version
     t = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     t.node = node

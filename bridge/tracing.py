@@ -105,7 +105,9 @@ def lift(t: torch.Tensor) -> Node:
     entry = root.captured.get(id(t))
     if entry is None:
         value = root.overrides.get(id(t))
-        node = Node(tensors.to_jax(t) if value is None else value, root)
+        if value is None:
+            value = jax.numpy.copy(tensors.to_jax(t)) if root.lasting else tensors.to_jax(t)
+        node = Node(value, root)
         root.captured[id(t)] = entry = (t, node)
     return entry[1]
 
@@ -225,4 +227,5 @@ def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
     value = private.innermost_removed(value_of(t), recurse)
     if isinstance(value, jax.core.Tracer):
         return wrap(value, t.device)
-    return tensors.to_torch(value, t.device)
+    with private.below_python():  # a tensor to look at, not one of the trace
+        return tensors.to_torch(value, t.device)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private, trees
+from bridge import autograd, private, trees
 from bridge.calls import Result, apply, is_array
 from bridge.levels import state
 from bridge.tracing import value_of
@@ -155,9 +155,10 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n) = apply(compute, target.call.arrays, func)
+    outs, (out_spec, n) = apply(compute, target.call.arrays, func, lasting=True)
     push = pushes.pop()
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+    versions = autograd.versions(target.call.arrays) if recorded else []
     wanted = [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in target.diff_leaves]
 
     def jvp_fn(*tangents: Any) -> Any:
@@ -171,6 +172,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
                         f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
                     )
         if recorded:
+            autograd.check_unchanged(versions)
             return jvp(func, primals, tangents)[1]
 
         def forward(values: list[Any]) -> Result:

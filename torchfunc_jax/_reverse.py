@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import calls, eager, private, trees
+from bridge import autograd, calls, eager, private, trees
 from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
@@ -218,11 +218,12 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         pulls[:] = [pull]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
+    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True)
     primals_out = outs[:n]
     pull = pulls.pop()
     shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+    versions = autograd.versions(target.call.arrays) if recorded else []
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         leaves, spec = trees.flatten(cotangents)
@@ -232,6 +233,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
                 f"cotangents: {spec}, primal output: {out_spec}"
             )
         _check_cotangents(leaves, shapes)
+        autograd.check_unchanged(versions)
 
         def back(values: list[Any]) -> Result:
             if not recorded:

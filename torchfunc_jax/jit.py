@@ -204,7 +204,7 @@ class _Compiled:
     def captured(self) -> list[torch.Tensor] | None:
         """The captured tensors as they are now; None where this program does not fit any more."""
         for m, training, hooks in self.guards:
-            if m.training is not training or (m._forward_hooks or m._forward_pre_hooks or hooks) and _mode(m) != (training, hooks):
+            if m.training is not training or ((m._forward_hooks or m._forward_pre_hooks or hooks) and _mode(m) != (training, hooks)):
                 return None
         try:
             return [p.get() for p in self.program.places]
@@ -297,6 +297,9 @@ class _Program(torch.autograd.Function):
         results = [tensors.to_torch(next(floats) if kind else next(others), compiled.device, avoid) for kind in kinds]
         ctx.compiled, ctx.arguments, ctx.captured, ctx.seeds, ctx.pull = compiled, arguments, captured, seeds, pull
         ctx.active, ctx.active_captured, ctx.kinds = active, active_captured, kinds
+        written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in compiled.program.written}
+        read = [t for t in (*arguments, *captured) if id(t) not in written]
+        ctx.versions, ctx.every_version = autograd.kept_by(pull, read), autograd.versions(read)
         ctx.save_for_backward(*diff)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, kinds, strict=True) if not kind])
         return tuple(results)
@@ -304,8 +307,10 @@ class _Program(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         diff = ctx.saved_tensors  # raises where one was changed in place since
+        autograd.check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
         if torch.is_grad_enabled():
+            autograd.check_unchanged(ctx.every_version)  # the program is run again, on the tensors as they are now
             grads = _again(ctx, diff, cts)
         else:
             _, back = ctx.compiled.pair(ctx.active, ctx.active_captured)

@@ -1,0 +1,289 @@
+"""torch's autograd through the border: backward, double backward, optimizers, beside torch.func and plain PyTorch."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import same
+from torch import nn
+
+import torchfunc_jax
+from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, stack_module_state, vjp, vmap
+
+MODES = {"eager": lambda f: f, "compiled": jit}
+both = pytest.mark.parametrize("mode", MODES)
+
+
+def data(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+# name: a function of (transforms, x [2, 3], w [3]) -> tensor(s); w is captured by closure
+FUNCTIONS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "vmap": lambda T, x, w: T.vmap(lambda a: (a * w).sin())(x),
+    "vmap of two outputs": lambda T, x, w: T.vmap(lambda a: {"s": a.sin() * w, "c": (a * w).cos().sum()})(x),
+    "grad": lambda T, x, w: T.grad(lambda a: (a**3 * w).sum())(x),
+    "grad of captured only": lambda T, x, w: T.grad(lambda a: (a * w.exp()).sum())(x.detach()),
+    "grad_and_value": lambda T, x, w: T.grad_and_value(lambda a: (a**3 * w).sum())(x),
+    "grad aux": lambda T, x, w: T.grad(lambda a: ((a**3 * w).sum(), a * w), has_aux=True)(x),
+    "vjp": lambda T, x, w: T.vjp(lambda a: a.exp() * w, x)[1](x * w),
+    "vjp output": lambda T, x, w: T.vjp(lambda a: a.exp() * w, x)[0],
+    "jvp": lambda T, x, w: T.jvp(lambda a: a.exp() * w, (x,), (x * w,)),
+    "jacrev": lambda T, x, w: T.jacrev(lambda a: (a**2).sum(0) * w)(x),
+    "jacfwd": lambda T, x, w: T.jacfwd(lambda a: (a**2).sum(0) * w)(x),
+    "hessian": lambda T, x, w: T.hessian(lambda a: (a**4).sum() * w.prod())(x[0]),
+    "per-sample": lambda T, x, w: T.vmap(T.grad(lambda a: (a**3 * w).sum()))(x),
+    "nested": lambda T, x, w: T.vmap(lambda a: T.jvp(T.grad(lambda b: (b**3 * w).sum()), (a,), (w,))[1])(x),
+}
+
+
+@both
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_backward_to_inputs_and_captured_tensors(name: str, mode: str) -> None:
+    x, w = data(2, 3), data(3)
+    f = FUNCTIONS[name]
+
+    def gradients(out: Any) -> list[torch.Tensor | None]:
+        leaves = [o for o in torch.utils._pytree.tree_leaves(out) if o.requires_grad]
+        assert leaves
+        weights = [torch.arange(1.0, o.numel() + 1, dtype=o.dtype).reshape(o.shape) for o in leaves]
+        return torch.autograd.grad(leaves, [x, w], weights, allow_unused=True)
+
+    expected = f(torch.func, x, w)
+    found = MODES[mode](lambda a: f(torchfunc_jax, a, w))(x)
+    same(found, expected)
+    for mine, theirs, t in zip(gradients(found), gradients(expected), (x, w), strict=True):
+        same(torch.zeros_like(t) if mine is None else mine, torch.zeros_like(t) if theirs is None else theirs)
+
+
+@both
+@pytest.mark.parametrize("name", ["vmap", "grad", "vjp", "jvp", "jacrev", "nested"])
+def test_gradcheck_and_gradgradcheck(name: str, mode: str) -> None:
+    x, w = data(2, 3), data(3)
+    fn = MODES[mode](lambda a, b: FUNCTIONS[name](torchfunc_jax, a, b))
+    assert torch.autograd.gradcheck(fn, (x, w), fast_mode=True)
+    assert torch.autograd.gradgradcheck(fn, (x, w), fast_mode=True)
+
+
+@both
+def test_complex_gradients(mode: str) -> None:
+    z = torch.randn(3, dtype=torch.complex128, requires_grad=True)
+    fn = MODES[mode](vmap(lambda a: a * a.conj() + a.exp()))
+    assert torch.autograd.gradcheck(fn, (z,))
+    same(torch.autograd.grad(fn(z).abs().sum(), z), torch.autograd.grad((z * z.conj() + z.exp()).abs().sum(), z))
+
+
+@both
+def test_outputs_require_grad_exactly_when_torchs_do(mode: str) -> None:
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    fn = MODES[mode](vmap(lambda a: a * 2))
+    assert not fn(x).requires_grad
+    assert fn(x.clone().requires_grad_()).requires_grad
+    captured = MODES[mode](vmap(lambda a: a * w, in_dims=0))
+    assert captured(x).requires_grad
+    with torch.no_grad():
+        assert not captured(x).requires_grad
+    if mode == "eager":
+        assert not vmap(lambda a: a * w.detach())(x).requires_grad
+    integers = MODES[mode](vmap(lambda a: (a * w).argmax()))
+    assert not integers(x).requires_grad
+
+
+@both
+def test_no_grad_inside_the_function(mode: str) -> None:
+    x, w = data(2, 3), data(3)
+
+    def fn(a: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            c = a * a * w
+        return a - c
+
+    out = MODES[mode](vmap(fn))(x)
+    same(out, (x - x * x * w))
+    same(torch.autograd.grad(out.sum(), x)[0], torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_function_runs_once_a_call_also_where_it_captures_tensors_that_require_grad() -> None:
+    runs, w = [], torch.randn(3, requires_grad=True)
+    model = nn.Linear(3, 2)
+
+    def fn(a: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return model(a * w)
+
+    for n in range(1, 4):
+        vmap(fn)(torch.randn(2, 3)).sum().backward()
+        assert len(runs) == n
+
+
+def test_what_a_call_does_not_use_gets_no_gradient() -> None:
+    def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda a: model(a))(x)
+
+    first, second, x = nn.Linear(3, 1), nn.Linear(3, 1), torch.randn(2, 3)
+    for model, other in ((first, second), (second, first), (first, second)):
+        first.zero_grad(), second.zero_grad()
+        predict(model, x).sum().backward()
+        same(model.weight.grad, x.sum(0)[None])
+        assert other.weight.grad is None
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_manual_seed_repeats_the_first_call_too(randomness: str) -> None:
+    w = torch.randn(3, requires_grad=True)
+    fn = vmap(lambda a: a * w + torch.rand(3), randomness=randomness)
+    results = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        results.append(fn(torch.ones(4, 3)))
+    same(results[1], results[0])
+    same(results[2], results[0])
+
+
+@both
+def test_gradient_penalty(mode: str) -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(6, 4)
+
+    def penalty(transforms: Any, wrap: Any) -> list[torch.Tensor]:
+        critic.zero_grad()
+        slopes = wrap(transforms.vmap(transforms.grad(lambda a: critic(a).sum())))(x)
+        ((slopes.norm(dim=1) - 1) ** 2).mean().backward()
+        return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in critic.parameters()]
+
+    same(penalty(torchfunc_jax, MODES[mode]), penalty(torch.func, lambda f: f), rtol=1e-4, atol=1e-6)
+
+
+@both
+def test_double_backward_gradient_penalty(mode: str) -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(6, 4, requires_grad=True)
+
+    def penalty(call: Any) -> list[torch.Tensor]:
+        critic.zero_grad()
+        (slopes,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        ((slopes.norm(dim=1) - 1) ** 2).mean().backward()
+        return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in critic.parameters()]
+
+    same(penalty(MODES[mode](vmap(critic))), penalty(critic), rtol=1e-4, atol=1e-6)
+
+
+@both
+def test_adam_trains_an_ensemble_as_under_torch_func(mode: str) -> None:
+    def train(transforms: Any, wrap: Any) -> list[float]:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(4)]
+        x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+        params, buffers = transforms.stack_module_state(models)
+        optimizer = torch.optim.Adam(params.values(), lr=1e-2)
+
+        def loss(p: Any, b: Any) -> torch.Tensor:
+            return F.cross_entropy(transforms.functional_call(models[0], (p, b), (x,)), y)
+
+        step = wrap(transforms.vmap(loss))
+        losses = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            total = step(params, buffers).sum()
+            total.backward()
+            optimizer.step()
+            losses.append(total.item())
+        return losses
+
+    expected = train(torch.func, lambda f: f)
+    assert expected[-1] < expected[0]
+    assert train(torchfunc_jax, MODES[mode]) == pytest.approx(expected, rel=1e-5)
+
+
+@both
+def test_a_module_trains_as_in_plain_torch(mode: str) -> None:
+    def train(wrap: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        x, y = torch.randn(16, 4), torch.randn(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        call = wrap(model)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = F.mse_loss(call(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return [*losses, *model[1].running_mean.tolist(), *model[1].running_var.tolist(), float(model[1].num_batches_tracked)]
+
+    wrap = jit if mode == "compiled" else torchfunc_jax.functionalize
+    assert train(wrap) == pytest.approx(train(lambda m: m), rel=2e-4, abs=1e-5)
+
+
+@both
+def test_a_saved_tensor_modified_in_place_raises(mode: str) -> None:
+    x = torch.randn(3, requires_grad=True)
+    inner = x * 1
+    out = MODES[mode](vmap(lambda a: a.exp() * a))(inner)
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@both
+def test_retain_graph_and_accumulation(mode: str) -> None:
+    x = torch.randn(3, requires_grad=True)
+    out = MODES[mode](vmap(lambda a: a**2))(x)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    same(x.grad, 4 * x)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@both
+def test_hooks_and_mixed_graphs(mode: str) -> None:
+    x = torch.randn(3, requires_grad=True)
+    seen = []
+    y = x * 3
+    y.register_hook(lambda g: seen.append(g.clone()))
+    out = MODES[mode](vmap(torch.sin))(y) ** 2
+    out.sum().backward()
+    same(seen, [2 * y.sin() * y.cos()])
+    same(x.grad, 6 * y.sin() * y.cos())
+
+
+def test_pullbacks_take_part_too() -> None:
+    x, ct = data(3), data(3)
+    _, pull = vjp(lambda a: a.exp(), x)
+    _, push = linearize(lambda a: a.exp(), x)
+    for result in (pull(ct)[0], push(ct)):
+        same(torch.autograd.grad(result.sum(), [x, ct]), (ct * x.exp(), x.exp()))
+
+
+def test_jacobians_of_parameters_take_part() -> None:
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for transform, reference in ((jacrev, torch.func.jacrev), (jacfwd, torch.func.jacfwd), (hessian, torch.func.hessian)):
+        mine, theirs = (t(lambda a: model(a).tanh().sum())(x[0]) for t in (transform, reference))
+        same(torch.autograd.grad(mine.sum(), model.weight), torch.autograd.grad(theirs.sum(), model.weight))
+
+
+def test_stacked_state_is_new_leaves() -> None:
+    models = [nn.BatchNorm1d(3) for _ in range(2)]
+    params, buffers = stack_module_state(models)
+    assert all(p.is_leaf and p.requires_grad for p in params.values())
+    assert not any(b.requires_grad for b in buffers.values())
+    x = torch.randn(4, 3)
+    out = vmap(lambda p: functional_call(models[0].eval(), p, (x,)))(params)
+    grad_and_value(lambda p: vmap(lambda q: q["weight"].sum())(p).sum())(params)
+    out.sum().backward()
+    assert params["weight"].grad is not None and models[0].weight.grad is None
+
+
+def test_jvp_and_grad_of_a_tensor_that_requires_grad_agree_with_torch_func() -> None:
+    x = data(3)
+    for f in (lambda T: T.jvp(torch.exp, (x,), (x,))[1], lambda T: T.grad(lambda a: (a**3).sum())(x)):
+        same(torch.autograd.grad(f(torchfunc_jax).sum(), x), torch.autograd.grad(f(torch.func).sum(), x))
+    same(grad(lambda a: jvp(torch.exp, (a,), (a,))[1].sum())(x), torch.func.grad(lambda a: torch.func.jvp(torch.exp, (a,), (a,))[1].sum())(x))

@@ -3,6 +3,8 @@
 #   make demo                    32 CNNs on handwritten digits, torch.func and torchfunc-jax side by side
 #   make test                    the tests, without the slow ones
 #   make bench                   the benchmarks; their table goes into README.md
+#   make notebooks               run the notebooks and keep their output in them
+#   make lint                    ruff and mypy
 #   make demo PYTHON=python3.12  another interpreter
 #   make demo ARGS="--members 8 --epochs 5 --json"
 #
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench lint clean
+.PHONY: help demo test test-all bench notebooks lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -34,6 +36,9 @@ test-all: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)
 
+notebooks: $(VENV)/.test
+	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -44,5 +49,5 @@ clean:
 # One stamp per extra: .venv/.demo, .venv/.test, .venv/.lint
 $(VENV)/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@

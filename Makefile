@@ -22,7 +22,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 .PHONY: help demo test test-all bench notebooks lint clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/torchfunc-jax ensemble $(ARGS)

@@ -112,13 +112,19 @@ def _cholesky(upper, A):
     return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
+def _mirrored(x):
+    """The Hermitian part of a lower triangle; what is imaginary on the diagonal stays, as in PyTorch."""
+    below = jnp.tril(x, -1)
+    return (below + mH(below)) / 2 + jnp.eye(x.shape[-1], dtype=x.dtype) * x
+
+
 @_cholesky.defjvp
 def _cholesky_jvp(upper, primals, tangents):
     # L^-1 dA L^-H = X + X^H with X = L^-1 dL lower triangular (https://arxiv.org/abs/1602.07527)
     (A,), (dA,) = primals, tangents
     L = _cholesky(upper, A)
     solve = functools.partial(lax.linalg.triangular_solve, L, lower=True)
-    X = solve(solve(with_cotangent(dA, hermitian_part), left_side=True), left_side=False, transpose_a=True, conjugate_a=True)
+    X = with_cotangent(solve(solve(dA, left_side=True), left_side=False, transpose_a=True, conjugate_a=True), _mirrored)
     return L, matmul(L, jnp.tril(X) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bridge.lowering.linalg import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report
+from bridge.lowering.linalg import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report, with_cotangent
 from bridge.lowering.registry import lowering
 
 
@@ -246,11 +246,25 @@ def aten_linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=Fal
     return lax.linalg.triangular_solve(A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _triangular_solve(upper, transpose, unit, A, B):
+    return lax.linalg.triangular_solve(A, B, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit)
+
+
+@_triangular_solve.defjvp
+def _triangular_solve_jvp(upper, transpose, unit, primals, tangents):
+    # as PyTorch has it for this older function, a tangent of A is taken to be triangular
+    (A, B), (dA, dB) = primals, tangents
+    X = _triangular_solve(upper, transpose, unit, A, B)
+    dA = with_cotangent(dA, lambda ct: jnp.triu(ct, int(unit)) if upper else jnp.tril(ct, -int(unit)))
+    rest = dB - matmul(mT(dA) if transpose else dA, X)
+    return X, lax.linalg.triangular_solve(A, rest, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit)
+
+
 @lowering("aten.triangular_solve")
 @functools.partial(jax.jit, static_argnames=("upper", "transpose", "unitriangular"))
 def aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
     """triangular_solve(Tensor self, Tensor A, bool upper=True, bool transpose=False, bool unitriangular=False) -> (Tensor, Tensor)"""
     check_matrix(A, "triangular_solve", square=True)
     A, B = broadcast_batch(A, self)
-    X = lax.linalg.triangular_solve(A, B, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular)
-    return X, A
+    return _triangular_solve(upper, transpose, unitriangular, A, B), A

@@ -141,6 +141,13 @@ class Piece:
         return run
 
 
+def _known_scalars(values: Any) -> bool:
+    """Whether the arrays among the operands are numbers known while jit traces: what is computed from them is known too, and may
+    be looked at (PyTorch's own C++ does so, in cov for one)."""
+    arrays = [v for v in values if isinstance(v, jax.Array)]
+    return bool(arrays) and all(v.ndim == 0 and not isinstance(v, jax.core.Tracer) for v in arrays)
+
+
 def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """lower(*args, **kwargs), compiled as one piece where that is possible and pays.
 
@@ -148,7 +155,14 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     """
     level = state.level
     if level.root.staged:
-        return lower(*_read(args), **kwargs)
+        values = _read(args)
+        if _known_scalars(values):
+            try:
+                with jax.ensure_compile_time_eval():
+                    return lower(*values, **kwargs)
+            except jax.errors.JAXTypeError:  # a key is not known
+                pass
+        return lower(*values, **kwargs)
     tape, lanes = level.tape, level.lanes
     arrays: list[Any] = []
     try:

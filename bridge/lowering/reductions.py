@@ -175,7 +175,8 @@ def _full_extremum(x: Any, name: str) -> Any:
     need_order(x, name)
     axes = tuple(range(x.ndim))
     reduce = lax.reduce_max if name == "max" else lax.reduce_min
-    return reduce(x, axes) if axes else x
+    # unlike amax, whose derivative is NaN at a NaN, max() passes it to the NaNs
+    return spread_ties(x, reduce(lax.stop_gradient(x), axes), axes) if axes else x
 
 
 @lowering("aten.max")
@@ -308,6 +309,7 @@ def aten_hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: i
     if not dim and dim != 0:
         need_any_element(self, "hash_tensor")
     axes = wrap_dims(dim, self.ndim)
+    need_elements(self, axes, "hash_tensor")
     wide = cast(lax.stop_gradient(self), np.int64 if is_integral(self) else np.float64)
     return restore(lax.reduce_xor(lax.bitcast_convert_type(wide, np.uint64), axes), axes, keepdim)
 

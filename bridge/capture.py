@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _DEPTH = 4  # objects within objects that are looked into
+_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial)  # what they hold is no deeper than they are
 _SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -60,7 +61,7 @@ def _visit(x: Any, place: Place, found: Found, seen: set[int], depth: int) -> No
     if depth == 0:
         return
     for child, where in _children(x):
-        _visit(child, where, found, seen, depth if isinstance(x, types.FunctionType) else depth - 1)
+        _visit(child, where, found, seen, depth if isinstance(x, _TRANSPARENT) else depth - 1)
 
 
 def _visit_module(module: torch.nn.Module, found: Found, seen: set[int], depth: int) -> None:
@@ -104,6 +105,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             yield value, Place(x.args, i)
         for key, value in x.keywords.items():
             yield value, Place(x.keywords, key)
+    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled
+        yield x.__wrapped__, Place(x.__dict__, "__wrapped__")
     elif isinstance(x, dict):
         for key, value in x.items():
             yield value, Place(x, key)

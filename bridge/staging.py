@@ -19,6 +19,7 @@ from bridge.calls import Call
 from bridge.levels import push
 
 _SEEDS = 8  # torch generators one program may draw from, the default one included
+NO_SEEDS = np.zeros(_SEEDS, np.int64)  # for programs that draw from none
 _PACK_FROM, _PACK_SIZE = 4, 4096  # outputs of one shape from how many on, and up to which size, cross as one array
 
 

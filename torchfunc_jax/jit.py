@@ -155,7 +155,7 @@ class Jitted:
         program = staging.stage(self._unwrapped, call)
         with jax.enable_x64(True):
             run = jax.jit(staging.forward(program, None))
-            return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], program.seeds())
+            return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], staging.NO_SEEDS)
 
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
         """The program for these arguments as a jaxpr, to be read."""
@@ -176,7 +176,7 @@ class _Compiled:
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = staging.Packing.of(avals) if torch_out and len(avals) >= 8 else None
         self.random = program.draws or bool(program.generators)
-        self.no_seeds = program.seeds() * 0
+        self.no_seeds = staging.NO_SEEDS
         self.forward = self._jit(staging.forward(program, self.packing))
         self.recorded: dict[Any, Any] = {}
         self.device = self._device(call)

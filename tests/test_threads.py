@@ -1,0 +1,112 @@
+"""Eight threads calling different transforms, jitted and not, at once."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+from agreement import same
+from torch import nn
+
+import torchfunc_jax
+from bridge.levels import state
+from torchfunc_jax import jit
+
+THREADS, ROUNDS = 8, 4
+
+
+def together(work: Callable[[int], None]) -> None:
+    """Run work(0), work(1), … at the same time; raise what any of them raised."""
+    barrier, errors = threading.Barrier(THREADS), []
+
+    def run(n: int) -> None:
+        try:
+            barrier.wait()
+            work(n)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(THREADS)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise errors[0]
+
+
+WORK: list[Callable[[Any, torch.Tensor, nn.Module], Any]] = [
+    lambda T, x, m: T.vmap(torch.sin)(x),
+    lambda T, x, m: T.grad(lambda a: (a**3).sum())(x),
+    lambda T, x, m: T.jacrev(lambda a: a[0].exp())(x),
+    lambda T, x, m: T.vmap(T.grad(lambda a: a.sin().prod()))(x),
+    lambda T, x, m: T.jvp(lambda a: a.cumsum(0), (x,), (x,)),
+    lambda T, x, m: T.vmap(lambda a: T.functional_call(m, {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, (a,)))(x),
+    lambda T, x, m: T.hessian(lambda a: (a[0] ** 3).sum())(x),
+    lambda T, x, m: T.vjp(lambda a: a.softmax(-1), x)[1](x),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_different_transforms_at_once(compiled: bool, shared: bool) -> None:
+    common = nn.Linear(4, 2)
+    before = [(id(p), p.detach().clone()) for p in common.parameters()]
+    inputs = [torch.randn(3, 4) for _ in range(THREADS)]
+    models = [common if shared else nn.Linear(4, 2) for _ in range(THREADS)]
+    expected = [WORK[n](torch.func, inputs[n].clone(), nn.Linear(4, 2)) for n in range(THREADS)]
+
+    def work(n: int) -> None:
+        fn = lambda a: WORK[n](torchfunc_jax, a, models[n])
+        fn = jit(fn) if compiled else fn
+        for _ in range(ROUNDS):
+            same(fn(inputs[n]), expected[n], rtol=1e-4, atol=1e-5)
+
+    together(work)
+    assert [id(p) for p in common.parameters()] == [i for i, _ in before]
+    same([p.detach() for p in common.parameters()], [p for _, p in before])
+    assert state.level is None and not jax.config.jax_enable_x64
+
+
+def test_one_compiled_function_from_all_threads() -> None:
+    runs = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return (x * 2).sin()
+
+    compiled = jit(fn)
+
+    def work(n: int) -> None:
+        for r in range(ROUNDS):
+            x = torch.full((5,), float(n * ROUNDS + r))
+            same(compiled(x), (x * 2).sin())
+
+    together(work)
+    assert len(runs) == 1
+
+
+def test_backward_in_every_thread() -> None:
+    def work(n: int) -> None:
+        x, w = torch.randn(3, 4), torch.randn(4, requires_grad=True)
+        for wrap in (lambda f: f, jit):
+            out = wrap(torchfunc_jax.vmap(lambda a: (a * w).sin()))(x)
+            same(torch.autograd.grad(out.sum(), w)[0], ((x * w).cos() * x).sum(0))
+
+    together(work)
+
+
+def test_a_failing_thread_does_not_disturb_the_others() -> None:
+    def work(n: int) -> None:
+        x = torch.randn(3, 4)
+        for _ in range(ROUNDS):
+            if n % 2:
+                with pytest.raises(RuntimeError, match="scalar Tensor"):
+                    torchfunc_jax.grad(torch.sin)(x)
+            else:
+                same(torchfunc_jax.grad(lambda a: a.sin().sum())(x), x.cos())
+
+    together(work)

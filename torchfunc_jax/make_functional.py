@@ -57,7 +57,8 @@ def _set(mod: nn.Module, name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value)}")
     owner, attribute = _place(mod, name)
-    for store in (owner._parameters, owner._buffers):
+    stores: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+    for store in stores:
         if attribute in store:
             store[attribute] = value
             return

@@ -63,7 +63,7 @@ def parity(
     """
     from torchfunc_jax.testing import parity as run
 
-    fn = _load(function, "MODULE:FUNCTION")
+    fn: Any = _load(function, "MODULE:FUNCTION")
     fn = fn() if inspect.isclass(fn) else fn
     args = _load(inputs, "--inputs")() if inputs else _random(shape or [], dtype, seed)
     args = args if isinstance(args, tuple) else (args,)

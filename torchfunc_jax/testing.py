@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -115,11 +116,12 @@ def parity(
     checks = []
     for transform in transforms:
         name, make = _named(transform)
-        theirs = _run(lambda f, make=make: make(ORIGINAL, f), fn, args, kwargs, seed)
+        run = functools.partial(_run, make, fn, args, kwargs, seed)
+        theirs = run(ORIGINAL)
         with patch() if name == "call" else nullcontext():
-            runs = [("eager", _run(lambda f, make=make: make(torchfunc_jax, f), fn, args, kwargs, seed))]
+            runs = [("eager", run(torchfunc_jax))]
             if jit:
-                runs.append(("jit", _run(lambda f, make=make: torchfunc_jax.jit(make(torchfunc_jax, f)), fn, args, kwargs, seed)))
+                runs.append(("jit", run(torchfunc_jax, torchfunc_jax.jit)))
         checks += [Check(name, mode, *_compare(theirs, ours, options)) for mode, ours in runs]
     return checks
 
@@ -225,14 +227,14 @@ def _parsed(node: ast.AST) -> Callable[[Any, Any], Any]:
 
 
 # -- running -----------------------------------------------------------------------------------------------------------------------
-def _run(transform: Callable[[Any], Any], fn: Any, args: Any, kwargs: Any, seed: int) -> _Outcome:
+def _run(make: Any, fn: Any, args: Any, kwargs: Any, seed: int, api: Any, compiled: Callable[[Any], Any] = lambda f: f) -> _Outcome:
     if isinstance(fn, nn.Module):
         fn = copy.deepcopy(fn)
     inputs = _fresh((args, kwargs or {}))
     outcome = _Outcome()
     torch.manual_seed(seed)
     try:
-        outcome.output = transform(fn)(*inputs[0], **inputs[1])
+        outcome.output = compiled(make(api, fn))(*inputs[0], **inputs[1])
     except Exception as error:
         outcome.error = error
         return outcome

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.lowering.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
+from bridge.lowering.promotion import cast, concrete, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
 from bridge.lowering.registry import lowering
 from bridge.random import next_key
 
@@ -330,13 +330,14 @@ def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
     if not replacement and num_samples > weights.shape[-1]:
         raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    if isinstance(weights, jax.core.Tracer):
+    try:
+        values = concrete(weights).astype(np.float64)
+    except jax.errors.JAXTypeError:
         return
-    values = np.asarray(weights, np.float64)
     if not (np.isfinite(values).all() and (values >= 0).all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if ((values > 0).sum(-1) < (1 if replacement else num_samples)).any():
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0, or fewer non-zero ones than samples asked for)")
+    if (values.sum(-1) <= 0).any():
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
 
 
 @lowering("aten.multinomial")

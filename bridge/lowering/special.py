@@ -131,8 +131,10 @@ def _zeta(x: Any, q: Any) -> Any:
     shifted, total = lax.while_loop(lambda state: jnp.any(lax.bitwise_and(shifts, lax.lt(state[0], zero))), step, start)
     value = lax.add(total, lax.zeta(x, shifted))
     undefined = lax.bitwise_or(far, lax.ne(x, lax.floor(x)))
+    one = number(1, x.dtype)
     value = choose(lax.bitwise_and(negative, undefined), math.nan, value)
-    return choose(lax.bitwise_or(lax.eq(x, number(1, x.dtype)), lax.bitwise_and(negative, pole)), math.inf, value)
+    value = choose(lax.bitwise_or(lax.eq(x, one), lax.bitwise_and(negative, pole)), math.inf, value)
+    return choose(lax.lt(x, one), math.nan, value)
 
 
 @functools.partial(_zeta.defjvp, symbolic_zeros=True)

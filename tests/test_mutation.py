@@ -1,0 +1,421 @@
+"""In-place operators, views, assignment, out= and aliasing inside transforms: each program beside plain PyTorch."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import fresh, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchfunc_jax
+from torchfunc_jax import functionalize, grad, jit, vmap
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {}
+
+
+def program(fn: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Declare a program of one [3, 4] tensor, which it does not change, that is differentiable wherever it is floating."""
+    PROGRAMS[fn.__name__] = fn
+    return fn
+
+
+@program
+def add_in_place(x):
+    y = x.clone()
+    y.add_(1).mul_(x)
+    y -= 2
+    y /= 3
+    return y
+
+
+@program
+def write_to_a_row(x):
+    y = x * 1
+    y[0] = x[1]
+    y[1] += 2
+    y[-1, 1:] *= x[0, 1:]
+    return y
+
+
+@program
+def write_forms(x):
+    y = torch.zeros(3, 4, dtype=x.dtype)
+    y[:, 1] = x[:, 0]
+    y[..., 2:] = x[..., :2]
+    y[None, 0] = 5.0
+    y[1:, ::2] = x[0, 0]
+    y[[0, 2], [1, 3]] = x[0, :2]
+    y[torch.tensor([1, 1])] = x[2]
+    return y
+
+
+@program
+def write_by_mask(x):
+    y = x.clone()
+    y[torch.tensor([True, False, True])] = 0.0
+    y.masked_fill_(torch.eye(3, 4, dtype=torch.bool), -1.0)
+    return y
+
+
+@program
+def a_view_sees_its_base(x):
+    y = x.clone()
+    v = y.view(-1)
+    t = y.t()
+    y[0, 0] = 7.0
+    return v * 1, t * 1
+
+
+@program
+def a_base_sees_its_view(x):
+    y = x.clone()
+    y.view(-1)[3:].mul_(2)
+    y.t()[1].add_(1)
+    y.unsqueeze(0).transpose(0, 1).squeeze(1)[2] = 3.0
+    return y
+
+
+@program
+def views_of_views(x):
+    y = x.clone()
+    a = y.view(2, 6)[:, 1:5]
+    b = a.reshape(2, 2, 2).permute(2, 0, 1) if a.is_contiguous() else a.unflatten(1, (2, 2)).permute(2, 0, 1)
+    b[1].fill_(0.5)
+    b[0, 1] += y[0, :2]
+    return y, a * 1, b * 1
+
+
+@program
+def diagonal_and_unfold(x):
+    y = x.clone()
+    y.diagonal().mul_(3)
+    y.diagonal(1)[0] = x[0, 0]
+    return y
+
+
+@program
+def chunks(x):
+    y = x.clone()
+    a, b = y.chunk(2, dim=1)
+    a.add_(b)
+    first, *rest = y.unbind(0)
+    first.mul_(2)
+    rest[1].sub_(first)
+    left, right = y.split([1, 3], dim=1)
+    right *= left
+    return y
+
+
+@program
+def expand_then_write_the_base(x):
+    y = x[0].clone()
+    e = y.expand(3, 4)
+    y.add_(1)
+    return e * x
+
+
+@program
+def reshape_that_copies(x):
+    y = x.clone()
+    copy = y.t().reshape(-1)
+    copy.zero_()
+    return y, copy
+
+
+@program
+def contiguous_is_itself(x):
+    y = x.clone()
+    y.contiguous().add_(1)
+    y.t().contiguous().add_(1)
+    return y
+
+
+@program
+def as_strided(x):
+    y = x.clone()
+    y.as_strided((2, 2), (4, 2), 1).fill_(9.0)
+    return y, y.as_strided((2, 3), (1, 2)) * 1
+
+
+@program
+def out_arguments(x):
+    y = torch.empty(3, 4, dtype=x.dtype)
+    with torch.no_grad():
+        torch.add(torch.ones(3, 4, dtype=x.dtype), 2, out=y)
+    return y + x
+
+
+@program
+def fill_and_copy(x):
+    y = torch.empty_like(x)
+    y.fill_(2.0)
+    y[0].copy_(x[1])
+    z = torch.ones(3, 4, dtype=torch.float32)
+    z.copy_(x)
+    return y, z
+
+
+@program
+def scatter_in_place(x):
+    y = x.clone()
+    index = torch.tensor([[0, 1, 2, 0]])
+    y.scatter_(0, index, x[:1])
+    y.scatter_add_(0, index, x[1:2])
+    y.index_add_(1, torch.tensor([3]), x[:, :1])
+    y.index_copy_(0, torch.tensor([1]), x[:1])
+    y.index_fill_(1, torch.tensor([2]), 4.0)
+    return y
+
+
+@program
+def index_put(x):
+    y = x.clone()
+    y.index_put_((torch.tensor([0, 0, 1]), torch.tensor([1, 1, 2])), x[0, :3], accumulate=True)
+    return y
+
+
+@program
+def activations_in_place(x):
+    y = x.clone()
+    torch.nn.functional.relu_(y[0])
+    y[1].clamp_(-0.5, 0.5)
+    y[2].sigmoid_()
+    return y
+
+
+@program
+def dtype_is_kept(x):
+    y = torch.arange(12).reshape(3, 4)
+    y += 1
+    y[0] = 3.7
+    y.mul_(2)
+    return y, x * y
+
+
+@program
+def shape_changes_in_place(x):
+    y = x.clone()
+    y.t_()
+    y.unsqueeze_(0)
+    y.squeeze_()
+    y.transpose_(0, 1)
+    return y.add_(1)
+
+
+@program
+def swap_rows(x):
+    y = x.clone()
+    y[[0, 1]] = y[[1, 0]]
+    y[0], y[1] = y[1].clone(), y[0].clone()
+    return y
+
+
+@program
+def a_loop_that_fills(x):
+    y = torch.zeros(5, 4, dtype=x.dtype)
+    y[0] = x[0]
+    for i in range(1, 5):
+        y[i] = y[i - 1] * 0.5 + x[i % 3]
+    return y
+
+
+@program
+def detach_shares_memory(x):
+    y = x.clone()
+    y.detach().add_(1)
+    return y
+
+
+@program
+def real_and_imaginary(x):
+    z = torch.complex(x, x * 2)
+    v = torch.view_as_real(z.clone())
+    v[..., 0] = 1.0
+    w = z.clone()
+    w.imag.mul_(2)
+    return v, w.real, w.imag
+
+
+@program
+def aliases_in_outputs(x):
+    y = x * 2
+    return y, y.view(-1), y[0], y
+
+
+@program
+def cumulative_and_sorted(x):
+    y = x.clone()
+    y.cumsum_(1)
+    y[1] = y[1].sort()[0]
+    return y.flip(0).clone().tril_()
+
+
+@program
+def random_free_factories(x):
+    y = x.new_zeros(2, 4)
+    y[1] = x[1]
+    z = torch.full_like(x, 3.0)
+    z[:2] += y
+    return z
+
+
+def reference(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+    return fn(x.detach().clone())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("wrap", [functionalize, jit], ids=["eager", "compiled"])
+def test_a_program_computes_what_it_computes_in_torch(name: str, wrap: Any) -> None:
+    fn, x = PROGRAMS[name], torch.randn(3, 4)
+    before = x.clone()
+    same(wrap(fn)(x), reference(fn, x))
+    same(x, before)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "compiled"])
+def test_under_vmap(name: str, wrap: Any) -> None:
+    fn, x = PROGRAMS[name], torch.randn(2, 3, 4)
+    results = [reference(fn, lane) for lane in x]
+    expected = torch.utils._pytree.tree_map(lambda *lanes: torch.stack(lanes), *results)
+    same(wrap(vmap(fn))(x), expected)
+
+
+#: Programs that torch's own autograd refuses to differentiate.
+REFUSED = {"chunks", "activations_in_place"}
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in REFUSED])
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "compiled"])
+def test_under_grad(name: str, wrap: Any) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = PROGRAMS[name](x)
+        return sum(((t.real if t.is_complex() else t) ** 2).sum().to(x.dtype) for t in torch.utils._pytree.tree_leaves(out))
+
+    x = torch.randn(3, 4)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf, allow_unused=True)
+    same(wrap(grad(loss))(x), torch.zeros_like(x) if expected is None else expected, rtol=1e-4, atol=1e-5)
+
+
+# -- what a function does to its arguments --------------------------------------------------------------------------------------------
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "whole": lambda x, y: x.add_(y),
+    "row": lambda x, y: x.__setitem__(0, y[1]),
+    "view": lambda x, y: x.view(-1)[2:5].zero_(),
+    "both": lambda x, y: (x.mul_(2), y.sub_(x)),
+    "swap": lambda x, y: (x.copy_(y.clone()), y.fill_(1.0))[0],
+    "out": lambda x, y: torch.mul(x, 2, out=y),
+    "twice": lambda x, y: x.add_(1) + x.add_(1),
+    "returned view": lambda x, y: x.add_(1)[0],
+    "detached": lambda x, y: x.detach().add_(1),
+    "data": lambda x, y: x.data.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("wrap", [functionalize, jit, vmap, lambda f: jit(vmap(f))], ids=["eager", "jit", "vmap", "jit-vmap"])
+def test_written_arguments(name: str, wrap: Any) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = WRITES[name](x, y)
+        return out if isinstance(out, torch.Tensor) else x * 1
+
+    lanes = wrap not in (functionalize, jit)
+    shape = (2, 3, 4) if lanes else (3, 4)
+    mine = torch.randn(shape), torch.randn(shape)
+    theirs = fresh(mine)
+    expected = torch.stack([fn(a, b) for a, b in zip(*theirs, strict=True)]) if lanes else fn(*theirs)
+    same(wrap(fn)(*mine), expected)
+    same(mine, theirs)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded base"])
+def test_written_arguments_of_any_layout(layout: str) -> None:
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        base = torch.randn(6, 8)
+        return base, {"transposed": base.t(), "sliced": base[1::2, ::3], "expanded base": base.view(-1)[4:28].view(4, 6)}[layout]
+
+    for wrap in (functionalize, jit):
+        base, x = make()
+        other, y = make()
+        wrap(lambda a: a[0].add_(1))(x)
+        y[0].add_(1)
+        same(base, other)
+
+
+def test_version_counters_move_so_that_autograd_notices() -> None:
+    x = torch.randn(3, requires_grad=True)
+    y = x * 1
+    out = y.exp()
+    version = out._version
+    functionalize(lambda a: a.mul_(2))(out)
+    assert out._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y_grad = torch.autograd.grad(out.sum(), x)
+        assert y_grad is None
+
+
+def test_writing_to_an_expanded_tensor_raises_as_in_torch() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x[:1].expand(3, 4).add_(x)
+
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError) as theirs:
+        fn(x.clone())
+    for wrap in (functionalize, jit):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            wrap(fn)(x)
+    assert "single memory location" in str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda x: x.clone().add_(torch.ones(2, 3, 4)), "broadcast shape"),
+        (lambda x: torch.ones(3, dtype=torch.int64).add_(1.5), "can't be cast"),
+        (lambda x: x.clone()[0].copy_(torch.ones(5)), "must match"),
+    ],
+)
+def test_refused_writes(fn: Callable[[torch.Tensor], Any], words: str) -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match=words):
+        fn(x)
+    for wrap in (functionalize, jit, torchfunc_jax.vmap):
+        with pytest.raises(RuntimeError, match=words):
+            wrap(fn)(x if wrap is not torchfunc_jax.vmap else x.expand(2, 3, 4))
+
+
+STEPS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "view": lambda ts: ts.append(ts[-1].reshape(-1) if ts[-1].is_contiguous() else ts[-1]),
+    "row": lambda ts: ts.append(ts[-1][0] if ts[-1].dim() and ts[-1].shape[0] else ts[-1]),
+    "tail": lambda ts: ts.append(ts[-1][1:] if ts[-1].dim() else ts[-1]),
+    "step": lambda ts: ts.append(ts[-1][::2] if ts[-1].dim() else ts[-1]),
+    "transpose": lambda ts: ts.append(ts[-1].t() if ts[-1].dim() == 2 else ts[-1]),
+    "unsqueeze": lambda ts: ts.append(ts[-1].unsqueeze(0)),
+    "base": lambda ts: ts.append(ts[0]),
+    "clone": lambda ts: ts.append(ts[-1].clone()),
+    "add": lambda ts: ts[-1].add_(1),
+    "scale": lambda ts: ts[-1].mul_(-2),
+    "fill first": lambda ts: ts[-1][..., :1].fill_(5.0) if ts[-1].dim() else ts[-1].fill_(5.0),
+    "write base": lambda ts: ts[0][0].sub_(3),
+    "middle": lambda ts: ts[len(ts) // 2].mul_(0.5),
+}
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=9))
+def test_any_sequence_of_views_and_writes(steps: list[str]) -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        tensors = [x.clone()]
+        for step in steps:
+            STEPS[step](tensors)
+        return [t * 1 for t in tensors]
+
+    x = torch.arange(12.0).reshape(3, 4)
+    same(functionalize(fn)(x), fn(x))
+    batch = torch.stack([x, x + 1])
+    same([t[1] for t in vmap(fn)(batch)], fn(x + 1))

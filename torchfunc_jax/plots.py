@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator
 
 OURS, THEIRS, INK, FAINT, RIGHT, WRONG = "#1f6fb2", "#e07b39", "#222222", "#c9ced6", "#2f8f5b", "#c0392b"
@@ -22,13 +23,12 @@ def page(report: dict[str, Any]) -> Figure:
     Returns:
         matplotlib.figure.Figure: to show or to save.
     """
-    figure = Figure(figsize=(13, 9), dpi=130, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    top, bottom = figure.add_gridspec(2, 1, height_ratios=[1, 0.86])
-    left, right = top.subgridspec(1, 2, width_ratios=[1.45, 1])
-    losses(figure.add_subplot(left), report)
-    calibration(figure, right, report)
-    least_sure(figure, bottom, report)
+    figure = Figure(figsize=(13, 9), dpi=130, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    rows = figure.add_gridspec(2, 1, height_ratios=[1, 0.86])
+    top = rows[0].subgridspec(1, 2, width_ratios=[1.45, 1])
+    losses(figure.add_subplot(top[0]), report)
+    calibration(figure, top[1], report)
+    least_sure(figure, rows[1], report)
     settings, vote = report["settings"], report["systems"]["torchfunc_jax"]["test_accuracy"]["vote"]
     figure.suptitle(
         f"{settings['members']} CNNs on handwritten digits: the vote is right on {vote:.1%} of {report['test_images']} test digits",
@@ -46,7 +46,7 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
         width = max(1, min(15, values.shape[1] // 10))
         smooth = np.stack([np.convolve(member, np.ones(width) / width, "valid") for member in values])
         steps = np.arange(smooth.shape[1]) + (width + 1) / 2
-        dashed = {} if name == "torchfunc_jax" else {"linestyle": (0, (4, 4))}
+        dashed: dict[str, Any] = {} if name == "torchfunc_jax" else {"linestyle": (0, (4, 4))}
         axes.plot(steps, smooth.T, color=COLORS[name], linewidth=0.7, alpha=0.35, **dashed)
         axes.plot(steps, smooth.mean(0), color=COLORS[name], linewidth=2.4, label=f"{name}, mean member", **dashed)
     axes.set_yscale("log")
@@ -63,9 +63,9 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
 
 def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     """How often the vote is right against how sure it is, and how many digits there are at each confidence."""
-    upper, lower = where.subgridspec(2, 1, height_ratios=[3, 1.1], hspace=0.02)
-    axes = figure.add_subplot(upper)
-    counts = figure.add_subplot(lower, sharex=axes)
+    parts = where.subgridspec(2, 1, height_ratios=[3, 1.1], hspace=0.02)
+    axes = figure.add_subplot(parts[0])
+    counts = figure.add_subplot(parts[1], sharex=axes)
     axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.5, zorder=0)
     axes.text(0.3, 0.33, "as sure as right", color="#9aa1ab", rotation=38, rotation_mode="anchor", fontsize=8)
     markers = {"torchfunc_jax": ("o", 8, OURS), "torch.func": ("o", 13, "none")}
@@ -89,24 +89,24 @@ def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> N
     counts.set_ylim(0.5, 4 * max(ours["count"]))
     counts.set_xlabel("confidence of the vote")
     counts.set_ylabel("digits")
-    axes.set(xlim=(0, 1.03), ylim=(-0.03, 1.05), ylabel="part that is right")
+    axes.set(xlim=(0, 1.03), ylim=(-0.06, 1.06), ylabel="part that is right")
     axes.tick_params(labelbottom=False)
     _title(axes, "Calibration of the vote", "error: expected calibration error")
-    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
     _bare(axes)
     _bare(counts)
 
 
 def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     """The twelve test digits on which the vote is least sure, with its probability for each digit."""
-    title, grid = where.subgridspec(2, 1, height_ratios=[0.02, 1], hspace=0.0)
-    heading = figure.add_subplot(title)
+    parts = where.subgridspec(2, 1, height_ratios=[0.02, 1], hspace=0.0)
+    heading = figure.add_subplot(parts[0])
     heading.axis("off")
     _title(heading, "The digits that the ensemble is least sure of", "bars: members that vote for each digit; green: the right one")
-    rows = grid.subgridspec(2, 6)
+    rows = parts[1].subgridspec(2, 6)
     for k, digit in enumerate(report["least_sure"]):
-        picture, bars = rows[k // 6, k % 6].subgridspec(1, 2, width_ratios=[1.25, 1], wspace=0.02)
-        image = figure.add_subplot(picture)
+        cell = rows[k // 6, k % 6].subgridspec(1, 2, width_ratios=[1.25, 1], wspace=0.02)
+        image = figure.add_subplot(cell[0])
         image.imshow(digit["pixels"], cmap="gray_r", vmin=0, vmax=1)
         image.set(xticks=[], yticks=[])
         vote = int(np.argmax(digit["probability"]))
@@ -115,7 +115,7 @@ def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> No
         image.set_xlabel(f"{max(digit['probability']):.0%} sure", fontsize=8, color=INK)
         for spine in image.spines.values():
             spine.set_color(FAINT)
-        votes = figure.add_subplot(bars)
+        votes = figure.add_subplot(cell[1])
         colors = [RIGHT if i == digit["label"] else WRONG if i == vote else "#8892a0" for i in range(10)]
         votes.barh(range(10), digit["votes"], color=colors, height=0.75)
         votes.set(xlim=(0, report["settings"]["members"]), yticks=range(10), xticks=[], ylim=(9.6, -0.6))

@@ -1,6 +1,7 @@
 """Drop-in use: ``patch()`` puts this library's functions where programs look for torch.func's and functorch's."""
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from types import SimpleNamespace, TracebackType
@@ -25,11 +26,14 @@ _CHANGED = frozenset({"torch", "torch.func", "functorch", "functorch.experimenta
 _LEFT_ALONE = frozenset({"torch", "functorch", "bridge", "torchfunc_jax"})
 
 
+@functools.cache
 def _replacements() -> dict[int, tuple[Any, Any]]:
-    """id of torch's object -> (torch's object, ours)."""
+    """id of torch's object -> (torch's object, ours); read before anything is patched."""
     found: dict[int, tuple[Any, Any]] = {}
     for name in _NAMES:
-        ours = getattr(torchfunc_jax, name)
+        ours = getattr(torchfunc_jax, name, None)
+        if ours is None:  # a later torch's, not known here
+            continue
         for source in _SOURCES:
             theirs = vars(source).get(name, ours)
             if theirs is not ours:
@@ -37,7 +41,6 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
     return found
 
 
-_REPLACEMENTS = _replacements()  # torch's own objects, read before anything is patched
 #: torch.func as it is without a patch.
 ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.func.__all__}, chunk_vmap=functorch.experimental.chunk_vmap)
 _lock = threading.RLock()
@@ -62,9 +65,10 @@ def _apply() -> None:
 
 
 def _change(namespace: dict[str, Any]) -> None:
+    table = _replacements()
     for name, value in list(namespace.items()):
-        if id(value) in _REPLACEMENTS:
-            theirs, ours = _REPLACEMENTS[id(value)]
+        if id(value) in table:
+            theirs, ours = table[id(value)]
             _changes.append((namespace, name, theirs, ours))
             namespace[name] = ours
 

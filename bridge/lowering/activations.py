@@ -170,6 +170,12 @@ def aten_softshrink(x: Array, lambd: float = 0.5) -> Array:
     return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, x * 0))
 
 
+@lowering("aten.hardshrink_backward", "aten.softshrink_backward")
+def aten_hardshrink_backward(grad: Array, x: Array, lambd: float) -> Array:
+    """hardshrink_backward(Tensor grad_out, Tensor self, Scalar lambd) -> Tensor"""
+    return jnp.where((x >= -lambd) & (x <= lambd), 0, grad)
+
+
 @lowering("aten.glu")
 @fused("dim")
 def aten_glu(x: Array, dim: int = -1) -> Array:

@@ -1,6 +1,7 @@
 """Loss functions: negative log likelihood, and the element-wise losses whose derivative or speed a decomposition misses."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.lowering.activations import log_softmax
+from bridge.lowering.matmul import precision
 from bridge.lowering.promotion import cast, fused, opmath, promote
 from bridge.lowering.registry import lowering
 
@@ -95,7 +98,7 @@ def _cross_entropy_terms(p: Array, target: Array) -> Array:
 def _cross_entropy_terms_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (p, target), (dp, dtarget) = primals, tangents
     slope = (p - target) / jnp.maximum((1 - p) * p, 1e-12)  # finite at 0 and 1, as PyTorch has it
-    target_slope = jnp.maximum(jnp.log1p(-p), -100) - jnp.maximum(jnp.log(p), -100)
+    target_slope = jnp.log1p(-p) - jnp.log(p)
     return _cross_entropy_terms(p, target), slope * dp + target_slope * dtarget
 
 
@@ -185,3 +188,66 @@ def _nll_loss(
     total = jnp.sum(weights)
     loss = jnp.sum(loss)
     return cast(loss / total if reduction == _MEAN else loss, x.dtype), cast(total, x.dtype)
+
+
+# -- linear layer and cross entropy in one (torch 2.13 on) ------------------------------------------------------------------
+with contextlib.suppress(ImportError):  # defines the operators
+    import torch.nn.modules.linear_cross_entropy  # noqa: F401
+
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
+
+
+@lowering("torch_nn._linear_cross_entropy_batch_chunked_no_reduction")
+def torch_nn__linear_cross_entropy_batch_chunked_no_reduction(
+    x: Array, linear_weight: Array, target: Array, linear_bias: Array | None, weight: Array | None, ignore_index: int, *_plan: Any
+) -> Array:
+    """_linear_cross_entropy_batch_chunked_no_reduction(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias,
+    Tensor? weight, int ignore_index, int batch_chunk_size, str acc_policy, ScalarType acc_dtype) -> Tensor"""
+    return _linear_cross_entropy(x, linear_weight, linear_bias, target, weight, _NONE, ignore_index)
+
+
+def _linear_cross_entropy(
+    x: Array, linear_weight: Array, linear_bias: Array | None, target: Array, weight: Array | None, reduction: int, ignore_index: int
+) -> Array:
+    wide = opmath(x.dtype)
+    logits = lax.dot_general(x, linear_weight, (((1,), (1,)), ((), ())), precision(x.dtype), wide)
+    if linear_bias is not None:
+        logits = logits + cast(linear_bias, wide)
+    weight = weight if weight is None else cast(weight, wide)
+    return cast(_checked_nll(log_softmax(logits, 1), target, weight, reduction, ignore_index, 1)[0], x.dtype)
+
+
+@lowering("torch_nn._linear_cross_entropy_batch_chunked")
+def torch_nn__linear_cross_entropy_batch_chunked(
+    x: Array,
+    linear_weight: Array,
+    target: Array,
+    linear_bias: Array | None,
+    weight: Array | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    batch_chunk_size: int,
+    acc_policy: str,
+    acc_dtype: Any,
+    allow_retain_graph: bool,
+    compute_input_grad: bool,
+    compute_linear_weight_grad: bool,
+    compute_linear_bias_grad: bool,
+) -> tuple[Array, Array, Array, Array]:
+    """_linear_cross_entropy_batch_chunked(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight,
+    str reduction, int ignore_index, float label_smoothing, ...) -> (Tensor loss, Tensor, Tensor, Tensor)
+
+    The gradients it returns beside the loss are for PyTorch's own backward; they are empty unless asked for."""
+    if label_smoothing > 0:
+        raise NotImplementedError("linear_cross_entropy does not support label smoothing")
+    sources = (x, linear_weight) if linear_bias is None else (x, linear_weight, linear_bias)
+
+    def loss(x: Array, linear_weight: Array, linear_bias: Array | None = None) -> Array:
+        return _linear_cross_entropy(x, linear_weight, linear_bias, target, weight, _REDUCTIONS[reduction], ignore_index)
+
+    value, pull = jax.vjp(loss, *sources)
+    wanted = (compute_input_grad, compute_linear_weight_grad, compute_linear_bias_grad)
+    grads = pull(jnp.ones_like(value)) if any(wanted) else ()
+    empty = [jnp.zeros((0,) * rank, x.dtype) for rank in (2, 2, 1)]
+    return (value, *(grads[i] if wanted[i] else empty[i] for i in range(3)))

@@ -190,7 +190,9 @@ def aten_linalg_lstsq(self, b, rcond=None, *, driver=None):
     if driver not in ("gels", "gelsy", "gelsd", "gelss"):
         raise RuntimeError(f"torch.linalg.lstsq: parameter `driver` should be one of (gels, gelsy, gelsd, gelss), got {driver!r}")
     m, n = self.shape[-2:]
-    vector = b.ndim == 1 or (b.ndim == self.ndim - 1 and b.shape == self.shape[:-1])
+    if not 0 <= self.ndim - b.ndim <= 1:
+        raise RuntimeError("torch.linalg.lstsq: input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1")
+    vector = b.ndim < self.ndim
     rhs = b[..., None] if vector else b
     inverse, rank, values = _pinv_with(self, 0.0, _default_rtol(self) if rcond is None else rcond, False)
     solution = matmul(inverse, rhs)

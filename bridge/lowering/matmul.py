@@ -30,11 +30,14 @@ def precision(dtype: Any) -> lax.Precision | None:
 
 
 def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any = None) -> Any:
-    """dot_general with torch's checks.  XLA sums float16 and bfloat16 products in float32 without being asked."""
+    """dot_general with torch's checks; the caller puts a TypeError in torch's own words.
+
+    float16 and bfloat16 products are summed in float32 by XLA without being asked.
+    """
     if a.dtype != b.dtype:
-        raise RuntimeError(f"expected both operands of the product to have the same dtype, but got {a.dtype} and {b.dtype}")
+        raise TypeError(f"expected both operands of the product to have the same dtype, but got {a.dtype} and {b.dtype}")
     if (a.ndim, b.ndim) != ndims:
-        raise RuntimeError(f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} and {b.shape}")
+        raise TypeError(f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} and {b.shape}")
     return lax.dot_general(a, b, dims, precision(a.dtype), out_dtype)
 
 

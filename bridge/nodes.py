@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -101,18 +102,38 @@ def read(node: Node, level: Any) -> Any:
     return value
 
 
-def write(node: Node, value: Any, level: Any, detached: bool = False) -> None:
-    """Replace a node's value, in its root and so in every view of it."""
+def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool = False) -> None:
+    """Replace a node's value, in its root and so in every view of it.
+
+    detached: torch's autograd does not record the write.  keep: nor does the derivative of what was there before end with it.
+    """
     root = node.root
     if node.parent is None:
         level.before_write(root)
+        if keep and jnp.issubdtype(value.dtype, jnp.inexact):
+            value = eager.run("revalue", revalue, (root.value, value), {})
         root.value = value
         root.version += 1
         root.detached = detached
         return
-    write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached)
+    write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached, keep)
     if node.level is level:
         node.value, node.seen = value, root.version
+
+
+@jax.custom_jvp
+def revalue(old: Any, new: Any) -> Any:
+    """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
+    return new
+
+
+@revalue.defjvp
+def _revalue_jvp(primals: Any, tangents: Any) -> Any:
+    return revalue(*primals), tangents[0]
+
+
+def _detached(base: Any, value: Any) -> Any:
+    return revalue(base, value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
 def _reshape(base: Any, value: Any, *_: Any, **__: Any) -> Any:

@@ -120,6 +120,17 @@ def stop(out: Any) -> Any:
     return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
 
 
+def _reverse_only() -> bool:
+    """Whether grad transforms are in progress, and no forward-mode ones (those do not obey no_grad)."""
+    level, found = state.level, False
+    while level is not None:
+        if level.kind == "jvp":
+            return False
+        found = found or level.kind == "grad"
+        level = level.parent
+    return found
+
+
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
     tape = state.level.tape
@@ -273,7 +284,7 @@ def _store(target: torch.Tensor, value: Any, func: Any) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
-    assign(target, value)
+    assign(target, value, keep=not torch.is_grad_enabled() and _reverse_only())
 
 
 def _overlaps(t: torch.Tensor) -> bool:

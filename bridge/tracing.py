@@ -120,12 +120,12 @@ def node_of(t: torch.Tensor) -> Node:
     return lift(t)
 
 
-def assign(t: torch.Tensor, value: Any, detached: bool | None = None) -> None:
+def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool = False) -> None:
     """Write a value of t's shape and dtype into t, and so into every tensor that shares its memory.
 
-    detached: torch's autograd does not record the write; None: as the grad mode says.
+    detached: torch's autograd does not record the write; None: as the grad mode says.  keep: see ``nodes.write``.
     """
-    write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached)
+    write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached, keep)
 
 
 def concrete(t: torch.Tensor, what: str) -> np.ndarray:

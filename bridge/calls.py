@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, operators, tensors, tracing, trees
+from bridge import autograd, capture, operators, private, tensors, tracing, trees
 from bridge.eager import Untaped
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read, write
@@ -144,7 +144,14 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
     return _outputs(result), result.meta
 
 
+def refuse_recording() -> None:
+    """FX records ATen operators; of a computation in JAX it would keep the result, as a constant."""
+    if private.recorded_by_fx():
+        raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
+
+
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
+    refuse_recording()
     if not torch.is_grad_enabled():
         return direct(compute, leaves, None, lasting)[:2]
     known, key = _known(fn), None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 # A dispatch mode is the only hook below autograd that also sees factory functions; documented as stable in PyTorch's notes on
@@ -60,6 +61,20 @@ no_torch_function = torch._C._disabled_torch_function_impl
 def is_composite(func: Any) -> bool:
     """Whether an operator is made of other operators in C++ (``OpOverload.decompose`` runs it)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def recorded_by_fx() -> bool:
+    """Whether make_fx or torch.export records the operators called now: there is no public way to ask."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def without_memory(t: torch.Tensor) -> str:
+    """What a tensor is that has no memory of its own to cross with; "" for an ordinary one."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return "a tensor of a torch.func transform; use torchfunc_jax for the outer transform too"
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) and isinstance(t, FakeTensor):
+        return "a FakeTensor, which has no values"
+    return ""
 
 
 def operator_without_formula(cls: Any) -> Any:

@@ -135,6 +135,9 @@ def plain(t: torch.Tensor) -> torch.Tensor:
         raise TypeError("tensor: expected a tensor with data, got one on device 'meta'; materialize it with .to_empty(device='cpu')")
     if t.is_nested:
         raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
+    strange = private.without_memory(t)
+    if strange:
+        raise TypeError(f"tensor: expected a tensor with data, got {strange}")
     t = t.detach()
     if t.is_conj():
         t = t.resolve_conj()

@@ -12,6 +12,7 @@ import functorch.experimental
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # `from` imports, as programs have them; the patch must reach these names too
 from torch.func import functional_call, grad, jacrev
@@ -123,6 +124,21 @@ def test_what_torch_computes_by_vmap() -> None:
     expected = make()
     with patch():
         torch.testing.assert_close(make(), expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, torchfunc_jax.jit], ids=["eager", "jit"])
+def test_recorders_are_refused(wrap: Any) -> None:
+    f, x = wrap(torchfunc_jax.vmap(torch.sin)), torch.ones(3)
+    f(x)
+    with pytest.raises(RuntimeError, match=r"make_fx and torch.export cannot record"):
+        functorch.make_fx(f)(x)
+    with FakeTensorMode() as fake, pytest.raises(TypeError, match="got a FakeTensor"):
+        f(fake.from_tensor(x))
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.func.vmap(f)(torch.ones(2, 3))
+    with patch():  # what torch's recorder is given as torch's, it records
+        assert "sin" in functorch.make_fx(patching.ORIGINAL.vmap(torch.sin))(x).code
+    torch.testing.assert_close(f(x), x.sin())
 
 
 # -- undoing -----------------------------------------------------------------------------------------------------------------------

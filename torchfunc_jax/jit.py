@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bridge import autograd, staging, tensors, trees
-from bridge.calls import Call, is_local, write_back
+from bridge.calls import Call, is_local, refuse_recording, write_back
 from bridge.levels import state
 from bridge.tracing import Traced
 
@@ -82,6 +82,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if state.level is not None:  # inside a transform or another jit: part of its program
             return self._func(*args, **kwargs)
+        refuse_recording()
         if self._static:
             args = tuple(_Static(a) if i in self._static else a for i, a in enumerate(args))
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -331,12 +332,27 @@ def _mutation(func: Any) -> Plan:
 
 
 def _resize(target: torch.Tensor, shape: Any) -> None:
+    """Give a tensor another shape in place; elements keep their place in memory, new ones are zero."""
+    shape = tuple(shape)
     if type(target) is not Traced or target.node.parent is not None:
-        raise RuntimeError(f"out: expected a tensor of shape {list(shape)}, got {list(target.shape)}{at_line()}")
+        raise RuntimeError(f"resize_: a view, or a tensor from outside the transform, of shape {list(target.shape)} cannot be resized to {list(shape)}{at_line()}")
+
+    def resized(value: Any, shape: tuple[int, ...]) -> Any:
+        flat, size = value.reshape(-1), math.prod(shape)
+        return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
+
+    value = eager.run("resize", resized, (value_of(target), shape), {})
     with private.below_python():
-        strides = torch.empty(shape, device="meta").stride()
-        target.as_strided_((0,) * len(shape), strides, 0) if 0 in shape else target.resize_(shape)
-    target.node = Node(jnp.zeros(tuple(shape), dtypes.to_jax(target.dtype)), state.level)
+        # a wrapper has no memory to check bounds against: an empty tensor can take any strides, then any sizes
+        target.as_strided_((0,) * len(shape), torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
+    target.node = Node(value, state.level)
+
+
+def _resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    size = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
+    if tuple(size) != tuple(args[0].shape):
+        _resize(args[0], size)
+    return args[0]
 
 
 _IRREGULAR = {
@@ -517,4 +533,6 @@ _SPECIAL: dict[Any, Plan] = {
     aten.split.Tensor: _split(aten.split.Tensor),
     aten.split_with_sizes.default: _split(aten.split_with_sizes.default),
     aten.set_.source_Tensor: _set_data,
+    aten.resize_.default: _resize_,
+    aten.resize_as_.default: _resize_,
 }

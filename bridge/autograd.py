@@ -150,8 +150,8 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
     for t, version in before:
         if t._version != version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: [{t.type()} {list(t.shape)}] "
-                f"is at version {t._version}; expected version {version} instead."
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
             )
 
 

@@ -286,4 +286,4 @@ def test_jvp_and_grad_of_a_tensor_that_requires_grad_agree_with_torch_func() -> 
     x = data(3)
     for f in (lambda T: T.jvp(torch.exp, (x,), (x,))[1], lambda T: T.grad(lambda a: (a**3).sum())(x)):
         same(torch.autograd.grad(f(torchfunc_jax).sum(), x), torch.autograd.grad(f(torch.func).sum(), x))
-    same(grad(lambda a: jvp(torch.exp, (a,), (a,))[1].sum())(x), torch.func.grad(lambda a: torch.func.jvp(torch.exp, (a,), (a,))[1].sum())(x))
+    same(grad(lambda a: jvp(torch.exp, (a,), (a,))[1].sum())(x), x.exp() * (x + 1))

@@ -50,7 +50,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "grad argnums of a float": (lambda T: T.grad(lambda a: a.sum(), argnums=0.0)(x), r"argnums"),
     "grad argnums empty": (lambda T: T.grad(lambda a: a.sum(), argnums=())(x), r"argnums must be non-empty"),
     "grad argnums twice": (lambda T: T.grad(lambda a: a.sum(), argnums=(0, 0))(x), r"argnums elements must be unique"),
-    "grad writes to a captured tensor": (lambda T: T.grad(lambda a: y.clone() is not None and outside.add_(a.sum()).sum())(x), r"in-place operation"),
+    "grad writes to a captured tensor": (lambda T: T.grad(lambda a: outside.add_(a.sum()).sum())(x), r"in-place operation"),
     "vjp of no tensor": (lambda T: T.vjp(lambda a: 3, x), r"return only tensors, got unsupported type <class 'int'>"),
     "vjp of an empty tuple": (lambda T: T.vjp(lambda a: (), x), r"non-empty output"),
     "vjp of an integer output": (lambda T: T.vjp(lambda a: a.long(), x)[1](x.long()), r"(?i)floating-point|grad|dtype"),
@@ -79,7 +79,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hessian integer input": (lambda T: T.hessian(lambda a: a.sum())(x.long()), r"Expected primal to be floating point"),
     # vmap
     "vmap without arguments": (lambda T: T.vmap(lambda: x)(), r"got no inputs"),
-    "vmap no tensor to map over": (lambda T: T.vmap(lambda a, b: a, in_dims=(None, None))(x, 1), r"at least one Tensor to vmap over|no mapped|in_dims"),
+    "vmap no tensor to map over": (lambda T: T.vmap(lambda a, b: a, in_dims=(None, None))(x, 1), r"at least one Tensor to vmap over"),
     "vmap different sizes": (lambda T: T.vmap(torch.add)(x, y), r"same size in the mapped dimension, got sizes \[2, 3\]"),
     "vmap over a number": (lambda T: T.vmap(torch.add)(x, 1.0), r"in_dim=0 for an input but the input is of type <class 'float'>"),
     "vmap over a 0-dim tensor": (lambda T: T.vmap(torch.sin)(x.sum()), r"Tensor of dimensionality 0"),
@@ -92,10 +92,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "vmap returns no tensor": (lambda T: T.vmap(lambda a: 3)(x), r"must only return Tensors, got type <class 'int'>"),
     "vmap returns none": (lambda T: T.vmap(lambda a: None)(x), r"must only return Tensors, got type <class 'NoneType'>"),
     "vmap out_dims out of range": (lambda T: T.vmap(torch.sin, out_dims=3)(x), r"Dimension out of range"),
-    "vmap out_dims too long": (lambda T: T.vmap(torch.sin, out_dims=(0, 0))(x), r"out_dims is not compatible with the structure of `outputs`"),
+    "vmap out_dims too long": (lambda T: T.vmap(torch.sin, out_dims=(0, 0))(x), r"out_dims is not compatible with the structure"),
     "vmap out_dims of another tree": (lambda T: T.vmap(lambda a: {"a": a}, out_dims={"b": 0})(x), r"out_dims is not compatible"),
     "vmap out_dims a float": (lambda T: T.vmap(torch.sin, out_dims=0.5)(x), r"`out_dims` must be an int"),
-    "vmap out_dims None for a mapped output": (lambda T: T.vmap(torch.sin, out_dims=None)(x), r"can not return a BatchedTensor when out_dim is None"),
+    "vmap out_dims None for a mapped output": (lambda T: T.vmap(torch.sin, out_dims=None)(x), r"can not return a BatchedTensor"),
     "vmap chunk_size 0": (lambda T: T.vmap(torch.sin, chunk_size=0)(x), r"chunk_size should be None or greater than 0. \(got 0\)"),
     "vmap chunk_size -1": (lambda T: T.vmap(torch.sin, chunk_size=-1)(x), r"chunk_size should be None or greater than 0. \(got -1\)"),
     "vmap randomness unknown": (lambda T: T.vmap(torch.sin, randomness="some")(x), r"randomness .*Got some"),
@@ -111,7 +111,9 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda T: T.functional_call(model, {"weight": y[:2], "bias": y[0, :2], "other": y}, x, strict=True), r"[Uu]nexpected key.*other"
     ),
     "functional_call missing key, strict": (lambda T: T.functional_call(model, {"weight": y[:2]}, x, strict=True), r"[Mm]issing key.*bias"),
-    "functional_call repeated key": (lambda T: T.functional_call(model, ({"weight": y}, {"weight": y}), x), r"weight.*appeared in multiple dictionaries"),
+    "functional_call repeated key": (
+        lambda T: T.functional_call(model, ({"weight": y}, {"weight": y}), x), r"weight.*appeared in multiple dictionaries"
+    ),
     "functional_call no dict": (lambda T: T.functional_call(model, 3, x), r"parameter_and_buffer_dicts"),
     "functional_call wrong shape": (lambda T: T.functional_call(model, {"weight": torch.ones(2, 5)}, x), r"mat1 and mat2 shapes"),
     "stack_module_state empty": (lambda T: T.stack_module_state([]), r"at least one model, got 0"),
@@ -151,7 +153,7 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.mark.parametrize("name", BAD)
 def test_raises_what_torch_func_raises(name: str) -> None:
     call, message = BAD[name]
-    with pytest.raises(Exception) as reference:  # noqa: B017  which class, is what is asked
+    with pytest.raises(Exception) as reference:
         call(torch.func)
     with pytest.raises(type(reference.value), match=message):
         call(torchfunc_jax)
@@ -162,7 +164,7 @@ def test_raises_what_torch_func_raises(name: str) -> None:
 )
 def test_raises_the_same_compiled(name: str) -> None:
     call, message = BAD[name]
-    with pytest.raises(Exception) as reference:  # noqa: B017
+    with pytest.raises(Exception) as reference:
         call(torch.func)
     with pytest.raises(type(reference.value), match=message):
         torchfunc_jax.jit(lambda: call(torchfunc_jax))()
@@ -191,7 +193,7 @@ def test_values_under_jit(operator: str) -> None:
 
 
 def test_values_are_there_under_grad() -> None:
-    same(torchfunc_jax.grad(lambda a: a[a > 1].sum() * a.nonzero().shape[0])(x), torch.func.grad(lambda a: a[a > 1].sum() * a.nonzero().shape[0])(x))
+    same(torchfunc_jax.grad(lambda a: (a[a > 1] ** 2).sum() * a.nonzero().shape[0])(x), torch.where(x > 1, 2 * x * x.numel(), 0.0))
 
 
 def test_an_operator_without_lowering_names_itself_and_the_line() -> None:
@@ -207,9 +209,9 @@ def test_a_tensor_that_escaped_says_so() -> None:
     kept = []
     torchfunc_jax.vmap(lambda a: kept.append(a) or a)(x)
     assert "escaped" in repr(kept[0])
-    with pytest.raises(EscapedTensorError, match="(?i)return it from the transformed function"):
+    with pytest.raises(EscapedTensorError, match=r"(?i)return it from the transformed function"):
         kept[0] + 1
-    with pytest.raises(EscapedTensorError, match="(?i)return it from the transformed function"):
+    with pytest.raises(EscapedTensorError, match=r"(?i)return it from the transformed function"):
         torchfunc_jax.grad(lambda a: (a * kept[0]).sum())(x[0])
 
 

@@ -53,7 +53,9 @@ class Crate(Box):
 
 
 pytree.register_dataclass(Particle, serialized_type_name="test_trees.Particle")
-pytree.register_pytree_node(Box, lambda b: ([b.inside], b.label), lambda children, label: Box(*children, label), serialized_type_name="test_trees.Box")
+pytree.register_pytree_node(
+    Box, lambda b: ([b.inside], b.label), lambda children, label: Box(*children, label), serialized_type_name="test_trees.Box"
+)
 
 leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.booleans())
 
@@ -152,8 +154,11 @@ def test_other_containers() -> None:
         assert trees.flatten(x)[1] is trees.LEAF
 
 
-@pytest.mark.parametrize("make", [lambda a, b: Pair(a, b), lambda a, b: Particle(a, b), lambda a, b: Box([a, b], "l"), lambda a, b: Crate((a, b), "l")],
-                         ids=["namedtuple", "dataclass", "torch's", "jax's"])
+@pytest.mark.parametrize(
+    "make",
+    [Pair, Particle, lambda a, b: Box([a, b], "l"), lambda a, b: Crate((a, b), "l")],
+    ids=["namedtuple", "dataclass", "torch's", "jax's"],
+)
 def test_every_node_through_the_transforms(make: Any) -> None:
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     tree = make(x, y)

@@ -186,9 +186,11 @@ def aten_mkldnn_rnn_layer(
 ) -> tuple[Array, Array, Array, Array]:
     """mkldnn_rnn_layer(Tensor input, Tensor weight0, Tensor weight1, Tensor weight2, Tensor weight3, Tensor hx_, Tensor cx_,
     bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, bool bidirectional,
-    bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)"""
-    if mode != 2 or batch_first:
-        raise NotImplementedError(f"mkldnn_rnn_layer: expected an LSTM (mode 2) with time first, got mode {mode}")
+    bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)
+
+    Time comes first whatever batch_first says: PyTorch has transposed the input by then."""
+    if mode != 2:
+        raise NotImplementedError(f"mode: mkldnn_rnn_layer is lowered for an LSTM (2) only, got {mode}")
     weights = [weight0, weight1, *((weight2, weight3) if has_biases else ())]
     return (*_one_lstm(x, hx_, cx_, weights, bool(reverse)), jnp.zeros((0,), x.dtype))
 

@@ -5,6 +5,7 @@ Where the values that steer are known (outside of compilation and vmap) the Pyth
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,11 +65,12 @@ def _known(pred: Any) -> bool | None:
     """A predicate's value; None where it is not known."""
     if not isinstance(pred, torch.Tensor):
         return bool(pred)
-    if state.level.root.staged:
-        return None
     without_lanes()
+    value = value_of(pred)
+    if not isinstance(value, jax.core.Tracer):
+        return bool(value)
     try:
-        return bool(lax.stop_gradient(value_of(pred)))
+        return bool(lax.stop_gradient(value))
     except jax.errors.JAXTypeError:
         return None
 
@@ -183,9 +185,32 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], spec, body.device)
 
 
+def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:  # noqa: A002
+    """torch.nn.functional's, without its look at the values of var (an error for negative ones), which are not known here."""
+    if not _traced(input, target, var):
+        return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    if not isinstance(var, torch.Tensor):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.ndim != var.ndim or sum(y for x, y in zip(input.shape, var.shape, strict=True) if x != y) != 1:
+            raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
 _MODULES = {name: f"torch._higher_order_ops.{name}" for name in ("cond", "while_loop", "map", "scan", "associative_scan")}
 
 
 def functions() -> dict[str, Any]:
     """The Python functions that torch offers these operators by."""
-    return {name: getattr(importlib.import_module(module), name) for name, module in _MODULES.items()}
+    found = {name: getattr(importlib.import_module(module), name) for name, module in _MODULES.items()}
+    return found | {"gaussian_nll_loss": torch.nn.functional.gaussian_nll_loss}

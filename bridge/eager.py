@@ -7,6 +7,7 @@ with certain static arguments it runs as it is, so that a program run once compi
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -141,13 +142,6 @@ class Piece:
         return run
 
 
-def _known_scalars(values: Any) -> bool:
-    """Whether the arrays among the operands are numbers known while jit traces: what is computed from them is known too, and may
-    be looked at (PyTorch's own C++ does so, in cov for one)."""
-    arrays = [v for v in values if isinstance(v, jax.Array)]
-    return bool(arrays) and all(v.ndim == 0 and not isinstance(v, jax.core.Tracer) for v in arrays)
-
-
 def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """lower(*args, **kwargs), compiled as one piece where that is possible and pays.
 
@@ -155,14 +149,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     """
     level = state.level
     if level.root.staged:
-        values = _read(args)
-        if _known_scalars(values):
-            try:
-                with jax.ensure_compile_time_eval():
-                    return lower(*values, **kwargs)
-            except jax.errors.JAXTypeError:  # a key is not known
-                pass
-        return lower(*values, **kwargs)
+        return _folded(lower, _read(args), kwargs)
     tape, lanes = level.tape, level.lanes
     arrays: list[Any] = []
     try:
@@ -199,6 +186,33 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     if tracked:
         tape.record(piece, arrays, out)
     return out
+
+
+_FOLDED = 4096  # elements; larger constants are left to XLA rather than held in the program
+
+
+def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """In a program to be compiled: a small computation on constants is done now, so that its values are known (``torch.tensor(3).item()``)."""
+    size = 0
+    for x in args:
+        if isinstance(x, jax.Array):
+            if isinstance(x, jax.core.Tracer):
+                return lower(*args, **kwargs)
+            size += x.size
+        elif type(x) in (list, tuple) and x:
+            if isinstance(x[0], int):
+                size += math.prod(n for n in x if isinstance(n, int) and n > 0)
+            elif any(isinstance(v, jax.core.Tracer) for v in x):
+                return lower(*args, **kwargs)
+            else:
+                size += sum(v.size for v in x if isinstance(v, jax.Array))
+    if size > _FOLDED or any(isinstance(v, jax.Array) for v in kwargs.values()):
+        return lower(*args, **kwargs)
+    try:
+        with jax.ensure_compile_time_eval():
+            return lower(*args, **kwargs)
+    except jax.errors.JAXTypeError:  # a random key is an input of the program
+        return lower(*args, **kwargs)
 
 
 def _read(args: Any) -> Any:

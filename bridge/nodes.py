@@ -144,17 +144,6 @@ def _same(base: Any, value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
-@jax.custom_jvp
-def _unrecorded(base: Any, value: Any) -> Any:
-    """The value written through x.detach() or x.data: x's derivative stays that of what was there, as the write is not recorded."""
-    return value
-
-
-@_unrecorded.defjvp
-def _unrecorded_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return _unrecorded(*primals), tangents[0]
-
-
 def _permute(base: Any, value: Any, dims: Any) -> Any:
     return lax.transpose(value, tuple(np.argsort([d % base.ndim for d in dims])))
 
@@ -212,7 +201,7 @@ _INVERSES: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dims: _reshape,
     aten.unsqueeze.default: _reshape,
     aten.alias.default: _same,
-    aten.detach.default: _unrecorded,
+    aten.detach.default: _detached,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: _transpose,

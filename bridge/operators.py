@@ -196,10 +196,11 @@ def _view(func: Any) -> Plan:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    with torch.no_grad():  # a tensor from outside that is only met detached takes no part in torch's autograd
-        value, parent = value_of(base), node_of(base)
-    node = Node(constant(value), state.level, parent, View(aten.detach.default, constant, (), {}))
-    node.seen = node.root.version
+    if private.by_user():
+        node = Node(constant(value_of(base)), state.level, node_of(base), View(aten.detach.default, constant, (), {}))
+        node.seen = node.root.version
+    else:
+        node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
     t = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     t.node = node
     return t
@@ -456,7 +457,8 @@ def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(t) is Traced:
         return t
     # a tensor just made from Python data: a constant, and not one to be read again at the next call
-    return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
+    with jax.ensure_compile_time_eval():
+        return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
 
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -478,6 +480,14 @@ def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.distributions checks its arguments with this; where values are not known the check is left out, as torch.compile does."""
+    value = _value(args[0])
+    known = not isinstance(value, jax.core.Tracer)
+    with jax.ensure_compile_time_eval():
+        return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
 
 
 def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -526,6 +536,7 @@ _SPECIAL: dict[Any, Plan] = {
     aten.detach.default: _detach,
     aten.native_batch_norm.default: _batch_norm,
     aten.is_same_size.default: _same_size,
+    aten._is_all_true.default: _is_all_true,
     aten._has_same_storage_numel.default: _same_storage,
     aten._new_zeros_with_same_feature_meta.default: _feature_zeros,
     aten.as_strided.default: _as_strided,

@@ -194,3 +194,11 @@ def redirect(on: bool) -> None:
     """Make torch's functions ask ours first; off: as torch made them."""
     for r in _redirects().values():
         r.turn(on)
+
+
+def by_user() -> bool:
+    """Inside the handler of ``detach``: whether it was called for by a program, rather than by torch's autograd to keep or hand out a saved tensor.
+
+    Operators called for come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)

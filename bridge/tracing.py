@@ -47,6 +47,16 @@ class Traced(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec or self.dim() else format(self.item(), spec)
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same memory, without derivatives (torch's own getter looks to the dispatcher like autograd's own use of detach)."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.set_(value)
+
     def tolist(self) -> Any:
         return concrete(self, "tolist()").tolist()
 
@@ -131,8 +141,9 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
 def concrete(t: torch.Tensor, what: str) -> np.ndarray:
     """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
     without_lanes()
+    value = value_of(t)
     try:
-        return np.asarray(jax.lax.stop_gradient(value_of(t)))
+        return np.asarray(jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value)
     except jax.errors.JAXTypeError as error:
         raise unknown_value(what) from error
 

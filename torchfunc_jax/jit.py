@@ -14,6 +14,7 @@ from bridge import autograd, staging, tensors, trees
 from bridge.calls import Call, is_local, refuse_recording, write_back
 from bridge.levels import state
 from bridge.tracing import Traced
+from torchfunc_jax.functional_call import SWAPPING
 
 
 def jit(
@@ -118,7 +119,7 @@ class Jitted:
         return entry.call(leaves, inputs, entry.captured(), grads)
 
     def _compile(self, key: Any, call: Call) -> _Compiled:
-        with self._lock:
+        with SWAPPING, self._lock:  # in this order everywhere: what is traced may call functional_call
             for entry in self._entries.get(key, ()):
                 if entry.captured() is not None:
                     return entry

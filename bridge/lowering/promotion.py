@@ -151,7 +151,7 @@ def jdtype(dtype: torch.dtype | None, default: Any) -> np.dtype:
 
 def concrete(x: Any) -> np.ndarray:
     """The values of an array that are known now, derivatives dropped; raises JAX's concretization error under vmap or jit."""
-    return np.asarray(lax.stop_gradient(x))
+    return np.asarray(lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x)
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

@@ -24,16 +24,20 @@ from bridge.tracing import Traced, assign, dispatch, value_of, wrap
 Function = torch.autograd.Function
 _lock = threading.Lock()
 _users = 0
+_fast_attention = True
 
 
 @contextmanager
 def intercepted() -> Iterator[None]:
     """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
-    global _users
+    global _users, _fast_attention
     with _lock:
         _users += 1
         if _users == 1:
             private.redirect(True)
+            # eval-mode transformers would call one opaque kernel in the place of operators that JAX can see
+            _fast_attention = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
@@ -41,6 +45,7 @@ def intercepted() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 private.redirect(False)
+                torch.backends.mha.set_fastpath_enabled(_fast_attention)
 
 
 def apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:

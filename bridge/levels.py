@@ -38,7 +38,7 @@ class Level:
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
+        "captured", "closed", "depth", "draws", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
         "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
     )
 
@@ -60,6 +60,7 @@ class Level:
         self.recorded = False
         self.lasting = False
         self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
+        self.lane: Any = None  # in a vmap with randomness="different": the number of the lane
         self.lanes: Any = None  # bridge.eager.Lanes, where they stand for this vmap
         self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None

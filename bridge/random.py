@@ -61,15 +61,20 @@ def source(level: Level) -> Level:
 
 
 def _draw(level: Level, generator: torch.Generator | None) -> Any:
-    if level.parent is None:
-        key = _root_key(level, generator)
+    level.draws += 1
+    if generator is not None:  # the generator alone says which numbers, the lanes of the vmaps around which of them
+        key = _root_key(level.root, generator)
+        walk: Level | None = state.level
+        while walk is not None:
+            if walk.lane is not None:
+                key = jax.random.fold_in(key, walk.lane)
+            walk = walk.parent
+    elif level.parent is None:
+        key = _root_key(level, None)
     else:
         if callable(level.key):
             level.key = level.key()
         key = level.key
-        if generator is not None:  # the generator says which run, the level which lane of it
-            key = jax.random.fold_in(_root_key(level.root, generator), jax.random.bits(key, (), "uint32"))
-    level.draws += 1
     return jax.random.fold_in(key, level.draws)
 
 

@@ -234,7 +234,7 @@ def _map(
             with push("vmap", randomness) as level:
                 if randomness == "different":
                     *lanes, lane = lanes
-                    level.key = lambda: lane_key(parent, lane)
+                    level.key, level.lane = (lambda: lane_key(parent, lane)), lane
                 result = traceable.run(level, lanes, finish)
             axes = result.meta[1]
             result.values[: len(axes)] = [

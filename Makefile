@@ -2,6 +2,7 @@
 #
 #   make demo                    32 CNNs on handwritten digits, torch.func and torchfunc-jax side by side
 #   make test                    the tests, without the slow ones
+#   make test-all                all of them: 2,000 random programs, the full demo, every workload
 #   make bench                   the benchmarks; their table goes into README.md
 #   make notebooks               run the notebooks and keep their output in them
 #   make lint                    ruff and mypy
@@ -31,7 +32,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	TORCHFUNC_JAX_PROGRAMS=2000 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)

@@ -38,7 +38,7 @@ class Level:
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
+        "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
         "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
     )
 
@@ -54,6 +54,7 @@ class Level:
         self.closed = False
         self.captured: dict[int, tuple[torch.Tensor, Node]] = {}
         self.overrides: dict[int, Any] = {}
+        self.generators: dict[int, Any] = {}  # in the root: explicit torch generators drawn from, with their keys
         self.seeds: Callable[[Any], Any] | None = None
         self.staged = False
         self.live: set[int] = set()

@@ -86,8 +86,10 @@ def lane_key(parent: Level, lane: Any) -> Any:
 def _root_key(root: Level, generator: torch.Generator | None) -> Any:
     if root.seeds is not None:
         return root.seeds(generator)
-    if generator is not None:
-        return jax.random.key(seed_from(generator))
+    if generator is not None:  # one seed a call, also where a transform has to start again
+        if id(generator) not in root.generators:
+            root.generators[id(generator)] = (generator, jax.random.key(seed_from(generator)))
+        return root.generators[id(generator)][1]
     if root.key is None:
         root.key = jax.random.key(seed_from(None))
     return root.key

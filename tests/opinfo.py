@@ -52,9 +52,6 @@ _SOLVED = frozenset({
 })
 
 RIGHT = "right"
-_EXPLAINED = {
-    DataDependentError: "impossible: the output's shape or the program depends on values, and XLA compiles for known shapes",
-}
 
 
 class NoTruth(Exception):
@@ -286,9 +283,10 @@ def answer(F: Any, p: Problem, q: Question) -> str:
     except TookTooLong:
         return "wrong: took too long"
     except Exception as error:
-        for kind, words in _EXPLAINED.items():
-            if isinstance(error, kind):
-                return words
+        if isinstance(error, DataDependentError):
+            return "impossible: the output's shape, or the program, depends on values, and XLA compiles for known shapes"
+        if "no counterpart" in str(error):
+            return "impossible: " + str(error).partition("dtype: ")[2].partition(";")[0]
         return f"wrong: {type(error).__name__}: " + " ".join(str(error).split())[:160]
     return RIGHT if found is None else "wrong: " + found
 

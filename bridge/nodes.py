@@ -24,7 +24,7 @@ aten = torch.ops.aten
 class Node:
     """A value, or a view of one.  ``level`` is the trace level that made it."""
 
-    __slots__ = ("__weakref__", "detached", "level", "parent", "root", "seen", "value", "version", "view")
+    __slots__ = ("__weakref__", "detached", "level", "maker", "parent", "root", "seen", "value", "version", "view")
 
     def __init__(self, value: Any, level: Any, parent: Node | None = None, view: View | None = None) -> None:
         self.value = value
@@ -34,6 +34,7 @@ class Node:
         self.root = self if parent is None else parent.root
         self.version = 0
         self.seen = -1
+        self.maker: Any = None  # the operator that computed it, where one did
         self.detached = False  # the last write was one that torch's autograd does not record
 
 

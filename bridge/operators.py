@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -490,6 +491,23 @@ def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
 
 
+#: What PyTorch's C++ (cov, istft) expects when it asks ``equal(comparison, True)`` of values that are not known, by the comparison:
+#: weights that are >= 0 and do not sum to 0, degrees of freedom that are not <= 0, window sums that are not < 1e-11.
+_EXPECTED = {aten.ge.Scalar: True, aten.ne.Scalar: True, aten.le.Scalar: False, aten.lt.Scalar: False}
+
+
+def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    a, b = args
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    with contextlib.suppress(DataDependentError):
+        return bool((concrete(a, "torch.equal") == concrete(b, "torch.equal")).all())
+    maker = a.node.maker if type(a) is Traced else None
+    if a.dim() == 0 and a.dtype is torch.bool and maker in _EXPECTED:
+        return _EXPECTED[maker]
+    raise unknown_value("torch.equal")
+
+
 def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return args[0].numel() == args[1].numel()
 
@@ -537,6 +555,7 @@ _SPECIAL: dict[Any, Plan] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.is_same_size.default: _same_size,
     aten._is_all_true.default: _is_all_true,
+    aten.equal.default: _equal,
     aten._has_same_storage_numel.default: _same_storage,
     aten._new_zeros_with_same_feature_meta.default: _feature_zeros,
     aten.as_strided.default: _as_strided,

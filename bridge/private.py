@@ -54,8 +54,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return decomposition_table
 
 
-#: A subclass with this as ``__torch_function__`` is seen by operators only, not by every Python-level torch function: faster.
-no_torch_function = torch._C._disabled_torch_function_impl
+#: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_composite(func: Any) -> bool:

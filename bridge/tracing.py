@@ -28,7 +28,14 @@ class Traced(torch.Tensor):
     """A torch tensor whose values are a JAX array or tracer; shape, dtype, device and strides are torch's own."""
 
     node: Node
-    __torch_function__ = private.no_torch_function
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        rule = _python_rules.get(func)
+        with private.without_torch_function():
+            if rule is not None:
+                return rule(func, args, kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -74,6 +81,45 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
+def _is_unknown_number(x: Any) -> bool:
+    """A traced 0-dim integer: an index whose value PyTorch's C++ would ask for."""
+    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
+
+
+def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[i] with a traced 0-dim integer i: torch would read its value, which need not be known; here it is a gather."""
+    t, index = args
+    parts = index if type(index) is tuple else (index,)
+    if not any(_is_unknown_number(p) for p in parts):
+        return func(t, index)
+    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # beside other tensors it broadcasts like them
+        return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
+    kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
+    dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
+    for p in parts:
+        if p is Ellipsis:
+            dim += t.dim() - expanded
+        elif _is_unknown_number(p):
+            kept = kept.index_select(dim, torch.where(p < 0, p + kept.shape[dim], p).reshape(1)).squeeze(dim)
+        elif not isinstance(p, int) or isinstance(p, bool):
+            dim += 1
+    return kept
+
+
+def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """narrow with a traced start: the length is known, so the slice is a gather of consecutive places."""
+    given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
+    start, t = given["start"], given["input"]
+    if not _is_unknown_number(start):
+        return func(*args, **kwargs)
+    size, length = t.shape[given["dim"]], given["length"]
+    start = torch.where(start < 0, start + size, start)
+    return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
+
+
+_python_rules = {torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow}
+
+
 def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:
     """A traced tensor of that value, a root of its own."""
     try:
@@ -85,7 +131,8 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
     if level.lanes is not None and id(value) in level.lanes.known:
         shape = shape[1:]
     t = _make(Traced, shape, dtype=dtype, device=device)
-    t.node = Node(value, level)
+    t.node = node = Node(value, level)
+    node.maker = level.operator
     return t
 
 

@@ -282,12 +282,6 @@ def aten_is_any_true(self: Any) -> Any:
     return aten_any(self)
 
 
-@lowering("aten.equal")
-def aten_equal(self: Any, other: Any) -> bool:
-    """equal(Tensor self, Tensor other) -> bool"""
-    return self.shape == other.shape and bool((concrete(self) == concrete(other)).all())
-
-
 @lowering("aten.allclose")
 def aten_allclose(self: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool equal_nan=False) -> bool"""

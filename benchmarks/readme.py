@@ -12,14 +12,14 @@ from typing import Any
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def update(name: str, table: str) -> None:
-    """Replace what stands between the markers of this name."""
+def update(name: str, table: str, page: Path = README) -> None:
+    """Replace what stands between the markers of this name in README.md, or another page."""
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-    before, found, rest = README.read_text().partition(start)
+    before, found, rest = page.read_text().partition(start)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise SystemExit(f"README.md has no {start} ... {end}")
-    README.write_text(f"{before}{start}\n{table}\n{end}{after}")
+        raise SystemExit(f"{page.name} has no {start} ... {end}")
+    page.write_text(f"{before}{start}\n{table}\n{end}{after}")
 
 
 def describe(where: dict[str, Any]) -> str:

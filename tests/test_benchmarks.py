@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import overhead
 import readme
 import run
 from workloads import WORKLOADS
@@ -64,3 +65,15 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["--only", "weather"])
     assert "unknown: weather; expected some of tiny_call" in capsys.readouterr().err
+
+
+def test_overhead_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- overhead:start -->\nold\n<!-- overhead:end -->\nafter\n")
+    monkeypatch.setattr(overhead, "PAGE", page)
+    results = overhead.main(["--operators", "3,5", "--seconds", "0.01", "--page", "--output", str(tmp_path)])
+    assert [(row["transform"], row["operators"]) for row in results["rows"]] == [(t, n) for t in overhead.TRANSFORMS for n in (3, 5)]
+    assert results == json.loads(next(tmp_path.glob("overhead-*.json")).read_text())
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert all(f"| `{row['transform']}` | {row['operators']} |" in text for row in results["rows"])

@@ -1,0 +1,146 @@
+"""Times un-jitted transforms by the number of operators in the function, beside torch.func's: what a transform costs per operator.
+
+    python benchmarks/overhead.py                    vmap, grad, vmap(grad) and jvp of 10, 100 and 1,000 operators
+    python benchmarks/overhead.py --page             and put the table into docs/overhead.md
+    python benchmarks/overhead.py --json             the results as JSON on stdout
+    python benchmarks/overhead.py --operators 10,50 --only grad
+
+The operators are element-wise, on 16 numbers, so that next to nothing is spent on computing. Results are compared with torch.func's, and are
+written to benchmarks/results/, a file per machine.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from readme import describe, update
+from run import milliseconds, say, slug
+
+import torchfunc_jax
+from torchfunc_jax._machine import machine
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "overhead.md"
+SYSTEMS = {"plain": "plain PyTorch", "torch.func": "torch.func", "eager": "torchfunc_jax", "jit": "torchfunc_jax.jit"}
+
+
+def chain(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of ``count`` operators."""
+    cycle = (torch.sin, lambda x: x * 1.01, lambda x: x + 0.1, torch.tanh)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for i in range(count - 1):
+            x = cycle[i % 4](x)
+        return x.sum()
+
+    return function
+
+
+def _program(name: str) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
+    """A transform by its name: takes torch.func or torchfunc_jax, then the function."""
+    return {
+        "vmap": lambda api, f: api.vmap(f),
+        "grad": lambda api, f: api.grad(f),
+        "vmap(grad)": lambda api, f: api.vmap(api.grad(f)),
+        "jvp": lambda api, f: lambda x: api.jvp(f, (x,), (torch.ones_like(x),)),
+    }[name]
+
+
+TRANSFORMS = ("vmap", "grad", "vmap(grad)", "jvp")
+
+
+def inputs(name: str) -> torch.Tensor:
+    return torch.linspace(0, 1, 16).reshape(4, 4) if name.startswith("vmap") else torch.linspace(0, 1, 16)
+
+
+def measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]]:
+    """System -> median milliseconds and microseconds per operator, the systems taking turns."""
+    function, x, program = chain(count), inputs(name), _program(name)
+    calls = {
+        "plain": lambda: function(x),
+        "torch.func": lambda f=program(torch.func, function): f(x),
+        "eager": lambda f=program(torchfunc_jax, function): f(x),
+        "jit": lambda f=torchfunc_jax.jit(program(torchfunc_jax, function)): f(x),
+    }
+    firsts = {}
+    for system, call in calls.items():
+        start = time.perf_counter()
+        result = call()
+        firsts[system] = time.perf_counter() - start
+        if system != "plain":
+            truth = calls["torch.func"]()
+            torch.testing.assert_close(result, truth, rtol=1e-3, atol=1e-5, msg=lambda m, s=system: f"{s}, {name} of {count} operators: {m}")
+        call()
+    times: dict[str, list[float]] = {system: [] for system in calls}
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end or len(times["plain"]) < 3:
+        for system, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[system].append(time.perf_counter() - start)
+    medians = {system: statistics.median(values) for system, values in times.items()}
+    return {
+        system: {"ms": 1e3 * middle, "us_per_operator": 1e6 * middle / count, "first_s": firsts[system], "calls": len(times[system])}
+        for system, middle in medians.items()
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| transform | operators | " + " | ".join(SYSTEMS.values()) + " | un-jitted, times torch.func | first call |",
+        "| --- | ---: |" + " ---: |" * (len(SYSTEMS) + 2),
+    ]
+    for row in results["rows"]:
+        one = row["systems"]
+        cells = [f"{milliseconds(one[s]['ms'])} ms" for s in SYSTEMS]
+        ratio, first = one["eager"]["ms"] / one["torch.func"]["ms"], one["eager"]["first_s"]
+        lines.append(f"| `{row['transform']}` | {row['operators']:,} | " + " | ".join(cells) + f" | {ratio:.2f}x | {first:.2f} s |")
+    notes = f"{describe(results['machine'])}. Median time of a call; plain PyTorch calls the function without any transform."
+    load = f"The machine's load average was {results['load']} at the start. " if results["load"] > 1 else ""
+    return "\n".join([*lines, "", notes, f"{load}Every number is in `{results['file']}`."])
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", default="10,100,1000", help="numbers of operators")
+    parser.add_argument("--only", default=",".join(TRANSFORMS), help=f"of {','.join(TRANSFORMS)}")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per row and system")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
+    parser.add_argument("--page", action="store_true", help="put the table into docs/overhead.md")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
+    options = parser.parse_args(argv)
+    names, counts = options.only.split(","), [int(n) for n in options.operators.split(",")]
+    if unknown := set(names) - set(TRANSFORMS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(TRANSFORMS)}")
+    where = machine()
+    path = options.output / f"overhead-{slug(where)}.json"
+    shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    results: dict[str, Any] = {"machine": where, "load": round(os.getloadavg()[0], 1), "file": shown, "rows": []}
+    for name in names:
+        for count in counts:
+            say(f"{name} of {count} operators ...")
+            row = measure(name, count, options.seconds)
+            results["rows"].append({"transform": name, "operators": count, "systems": row})
+            say("  " + "  ".join(f"{s} {milliseconds(one['ms'])} ms" for s, one in row.items()))
+    options.output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.page:
+        update("overhead", table(results), PAGE)
+    if options.json:
+        json.dump(results, sys.stdout)
+    else:
+        print(table(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,8 @@
     python benchmarks/overhead.py --json             the results as JSON on stdout
     python benchmarks/overhead.py --operators 10,50 --only grad
 
-The operators are element-wise, on 16 numbers, so that next to nothing is spent on computing. Results are compared with torch.func's, and are
-written to benchmarks/results/, a file per machine.
+The operators are element-wise, on 16 numbers, so that next to nothing is spent on computing. Results are compared with
+torch.func's, and are written to benchmarks/results/, a file per machine.
 """
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]
         firsts[system] = time.perf_counter() - start
         if system != "plain":
             truth = calls["torch.func"]()
-            torch.testing.assert_close(result, truth, rtol=1e-3, atol=1e-5, msg=lambda m, s=system: f"{s}, {name} of {count} operators: {m}")
+            words = f"{system}, {name} of {count} operators: "
+            torch.testing.assert_close(result, truth, rtol=1e-3, atol=1e-5, msg=lambda m, words=words: words + m)
         call()
     times: dict[str, list[float]] = {system: [] for system in calls}
     end = time.perf_counter() + seconds * len(calls)

@@ -74,6 +74,7 @@ def _layer_norm(x: Array, weight: Array | None, bias: Array | None, ndim: int, e
     axes = tuple(range(x.ndim - ndim, x.ndim))
     y, mean, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
     stats = _stats_dtype(x, weight if weight is not None else bias)
+    mean, rstd = lax.stop_gradient(mean), lax.stop_gradient(rstd)  # PyTorch gives returned statistics no derivative
     return cast(_scale_shift(y, weight, bias, x.shape[x.ndim - ndim :]), x.dtype), cast(mean, stats), cast(rstd, stats)
 
 
@@ -169,7 +170,8 @@ def _batch_norm_train(
     axes, shape = (0, *range(2, x.ndim)), (-1,) + (1,) * (x.ndim - 2)
     wide = cast(x, opmath(x.dtype))
     y, mean, rstd = standardize(wide, axes, eps)
-    mean, rstd, stats = mean.reshape(-1), rstd.reshape(-1), _stats_dtype(x, weight if weight is not None else running_mean)
+    mean, rstd = lax.stop_gradient(mean.reshape(-1)), lax.stop_gradient(rstd.reshape(-1))
+    stats = _stats_dtype(x, weight if weight is not None else running_mean)
     if running_mean is not None:
         running_mean = _moved(running_mean, mean, momentum)
     if running_var is not None:
@@ -208,3 +210,84 @@ def aten__native_batch_norm_legit_no_stats(
     """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps)
     -> (Tensor, Tensor, Tensor)"""
     return aten__native_batch_norm_legit_functional(x, weight, bias, None, None, True, momentum, eps)[:3]
+
+
+@lowering("aten._batch_norm_with_update_functional")
+def aten__batch_norm_with_update_functional(
+    x: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, momentum: float, eps: float
+) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
+    """_batch_norm_with_update_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)"""
+    out = aten__native_batch_norm_legit_functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *out[:3], jnp.zeros((0,), np.uint8), *out[3:]
+
+
+# -- backward: of PyTorch's own autograd inside a transform ----------------------------------------------------------------------------
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _statistics(x: Array, mean: Array, rstd: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """mean and rstd as they are, with the derivatives that they have as statistics of x: what the forward pass returned has none."""
+    return mean, rstd
+
+
+@_statistics.defjvp
+def _statistics_jvp(axes: tuple[int, ...], primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    x, dx = primals[0], tangents[0]
+    mean, rstd = _statistics(*primals, axes)
+    along = jnp.mean((x - mean) * rstd * dx, axes, keepdims=True)
+    return (mean, rstd), (jnp.mean(dx, axes, keepdims=True), -rstd * rstd * along)
+
+
+@fused("shape", "axes", "scaled", "training")
+def _norm_backward(
+    grad: Array, x: Array, mean: Array, rstd: Array, weight: Array | None, shape: tuple[int, ...], axes: tuple[int, ...],
+    scaled: tuple[int, ...], training: bool = True,
+) -> tuple[Array, Array, Array]:
+    """Cotangents of the input and, flat, of weight and bias.
+
+    shape: to view the input in, so that its statistics lie over axes and its parameters along the dimensions in scaled.
+    """
+    dtype = opmath(x.dtype)
+    grad, wide = cast(grad, dtype).reshape(shape), cast(x, dtype).reshape(shape)
+    kept = tuple(1 if d in axes else n for d, n in enumerate(shape))
+    mean, rstd = cast(mean, dtype).reshape(kept), cast(rstd, dtype).reshape(kept)
+    if training:
+        mean, rstd = _statistics(wide, mean, rstd, axes)
+    y = (wide - mean) * rstd
+    rest = tuple(d for d in range(len(shape)) if d not in scaled)
+    dweight, dbias = jnp.sum(grad * y, rest).reshape(-1), jnp.sum(grad, rest).reshape(-1)
+    if weight is not None:
+        grad = grad * cast(weight, dtype).reshape([n if d in scaled else 1 for d, n in enumerate(shape)])
+    if training:
+        grad = grad - jnp.mean(grad, axes, keepdims=True) - y * jnp.mean(grad * y, axes, keepdims=True)
+    return cast((grad * rstd).reshape(x.shape), x.dtype), dweight, dbias
+
+
+def _wanted(found: tuple[Array, Array, Array], like: Array | None, shape: tuple[int, ...], mask: list[bool]) -> tuple[Array | None, ...]:
+    dx, dweight, dbias = found
+    dtype = dx.dtype if like is None else like.dtype
+    out = dx, cast(dweight.reshape(shape), dtype), cast(dbias.reshape(shape), dtype)
+    return tuple(g if m else None for g, m in zip(out, mask, strict=True))
+
+
+@lowering("aten.native_layer_norm_backward")
+def aten_native_layer_norm_backward(
+    grad_out: Array, x: Array, normalized_shape: list[int], mean: Array, rstd: Array, weight: Array | None, bias: Array | None,
+    output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
+    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    inner = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    found = _norm_backward(grad_out, x, mean, rstd, weight, x.shape, inner, inner)
+    return _wanted(found, weight if weight is not None else bias, tuple(normalized_shape), output_mask)
+
+
+@lowering("aten.native_batch_norm_backward")
+def aten_native_batch_norm_backward(
+    grad_out: Array, x: Array, weight: Array | None, running_mean: Array | None, running_var: Array | None, save_mean: Array | None,
+    save_invstd: Array | None, train: bool, eps: float, output_mask: list[bool],
+) -> tuple[Array | None, ...]:
+    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    axes = (0, *range(2, x.ndim))
+    mean, rstd = (save_mean, save_invstd) if train else (running_mean, lax.rsqrt(cast(running_var, opmath(x.dtype)) + float(eps)))
+    return _wanted(_norm_backward(grad_out, x, mean, rstd, weight, x.shape, axes, (1,), bool(train)), weight, (x.shape[1],), output_mask)

@@ -198,7 +198,9 @@ def _view(func: Any) -> Plan:
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if private.by_user():
-        node = Node(constant(value_of(base)), state.level, node_of(base), View(aten.detach.default, constant, (), {}))
+        with torch.no_grad():  # met, and not to be differentiated for it
+            value, parent = value_of(base), node_of(base)
+        node = Node(constant(value), state.level, parent, View(aten.detach.default, constant, (), {}))
         node.seen = node.root.version
     else:
         node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))

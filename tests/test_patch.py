@@ -1,6 +1,7 @@
 """patch(): every name of torch.func's and functorch's is ours while it is in effect, and torch's again afterwards, come what may."""
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import types
@@ -25,7 +26,7 @@ from torchfunc_jax import patch, patching
 EVERY = [
     *((torch.func, name) for name in torch.func.__all__ if name != "rearrange"),
     (torch, "vmap"),
-    *((functorch, name) for name in dir(functorch) if not name.startswith("_") and name not in ("experimental", "make_fx", "torch")),
+    *((functorch, name) for name, x in vars(functorch).items() if not name.startswith("_") and name != "make_fx" and not inspect.ismodule(x)),
     *((functorch.experimental, name) for name in dir(functorch.experimental) if not name.startswith("_")),
 ]
 NAMESPACES = (torch, torch.func, functorch, functorch.experimental, sys.modules[__name__])

@@ -49,8 +49,8 @@ def differentiable(leaves: list[Any], api: str) -> None:
             if api.startswith(_FORWARD):
                 raise ValueError(f"{api}: Expected primal to be floating point or complex, but got: {x.dtype}; convert it with .float()")
             raise RuntimeError(
-                f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; convert it "
-                "with .float()"
+                f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; "
+                "convert it with .float()"
             )
 
 

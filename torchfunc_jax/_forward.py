@@ -95,7 +95,8 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
         _args.non_empty_tensors(leaves, _API)
         if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in leaves):
             raise RuntimeError(
-                "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with strict=True."
+                "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "
+                "strict=True."
             )
         return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
 
@@ -155,7 +156,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n) = apply(compute, target.call.arrays, func, lasting=True)
+    outs, (out_spec, _) = apply(compute, target.call.arrays, func, lasting=True)
     push = pushes.pop()
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
     versions = autograd.versions(target.call.arrays) if recorded else []
@@ -166,8 +167,9 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         if spec != target.diff_spec:
             raise RuntimeError(f"Expected the tangents {spec} to have the same argspec as the primals {target.diff_spec}")
         for i, (t, (shape, device, dtype)) in enumerate(zip(leaves, wanted, strict=True)):
-            for what, mine, theirs in (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", _args.dtype_of(t), dtype)):
-                if mine != theirs and (what != "device" or isinstance(mine, torch.device) and isinstance(theirs, torch.device)):
+            given = (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", _args.dtype_of(t), dtype))
+            for what, mine, theirs in given:
+                if mine != theirs and (what != "device" or (isinstance(mine, torch.device) and isinstance(theirs, torch.device))):
                     raise RuntimeError(
                         f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
                     )

@@ -127,7 +127,9 @@ class Differentiated:
         return run
 
 
-def _grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _grad_and_value(
+    func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
     target = Differentiated(func, args, kwargs, argnums, api)
 
@@ -206,7 +208,9 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         _args.non_empty_tensors(leaves, api)
         for o in leaves:
             if not (o.is_floating_point() or o.is_complex()):
-                raise RuntimeError(f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}")
+                raise RuntimeError(
+                    f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}"
+                )
         return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)
 
     pulls: list[Any] = []
@@ -256,8 +260,10 @@ def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:
             raise RuntimeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
         if tuple(c.shape) != shape:
             raise RuntimeError(
-                f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give cotangents "
-                "of the output's shape"
+                f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give "
+                "cotangents of the output's shape"
             )
         if _args.dtype_of(c) != dtype:
-            raise RuntimeError(f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {_args.dtype_of(c)}; convert it with .to()")
+            raise RuntimeError(
+                f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {_args.dtype_of(c)}; convert it with .to()"
+            )

@@ -72,7 +72,8 @@ def vmap(
         leaves, dims, spec, size = _check_inputs(in_dims, args, func)
         if chunk_size is None or chunk_size >= size:
             return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, [chunk_size] * (size // chunk_size) + [size % chunk_size])
+        sizes = [chunk_size] * (size // chunk_size) + [size % chunk_size]
+        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, sizes)
 
     return wrapped
 
@@ -139,15 +140,15 @@ def _check_inputs(in_dims: Any, args: tuple[Any, ...], func: Any) -> tuple[list[
         )
     if not args:
         raise ValueError(
-            f"vmap({name_of(func)})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to vmap over a function with "
-            "no inputs. The latter is unsupported."
+            f"vmap({name_of(func)})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to vmap over a function "
+            "with no inputs. The latter is unsupported."
         )
     leaves, spec = trees.flatten(args)
     dims = trees.broadcast(in_dims, spec)
     if dims is None:
         raise ValueError(
-            f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but inputs "
-            f"has structure {spec}."
+            f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but "
+            f"inputs has structure {spec}."
         )
     sizes = []
     for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
@@ -162,15 +163,17 @@ def _check_inputs(in_dims: Any, args: tuple[Any, ...], func: Any) -> tuple[list[
             )
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(
-                f"{where}Got in_dim={dim} for some input, but that input is a Tensor of dimensionality {x.ndim} so expected in_dim to satisfy "
-                f"-{x.ndim} <= in_dim < {x.ndim}."
+                f"{where}Got in_dim={dim} for some input, but that input is a Tensor of dimensionality {x.ndim} so expected in_dim to "
+                f"satisfy -{x.ndim} <= in_dim < {x.ndim}."
             )
         dims[i] = dim % x.ndim
         sizes.append(x.shape[dim])
     if not sizes:
         raise ValueError("vmap: Expected at least one Tensor to vmap over")
     if any(n != sizes[0] for n in sizes):
-        raise ValueError(f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension")
+        raise ValueError(
+            f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension"
+        )
     return leaves, dims, spec, sizes[0]
 
 
@@ -184,14 +187,14 @@ def _check_outputs(out: Any, out_dims: Any, func: Any) -> tuple[list[Any], tuple
         dims = trees.broadcast(out_dims, spec)
     if dims is None:
         raise ValueError(
-            f"vmap({name_of(func)}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of `outputs`. out_dims "
-            f"has structure {trees.flatten(out_dims)[1]} but outputs has structure {spec}."
+            f"vmap({name_of(func)}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of `outputs`. "
+            f"out_dims has structure {trees.flatten(out_dims)[1]} but outputs has structure {spec}."
         )
     for x, dim in zip(leaves, dims, strict=True):
         if dim is not None and not isinstance(x, torch.Tensor):
             raise ValueError(
-                f"vmap({name_of(func)}, ...): `{name_of(func)}` must only return Tensors, got type {type(x)}. Did you mean to set out_dims= to "
-                "None for output?"
+                f"vmap({name_of(func)}, ...): `{name_of(func)}` must only return Tensors, got type {type(x)}. Did you mean to set "
+                "out_dims= to None for output?"
             )
         if dim is not None and not -x.dim() - 1 <= dim <= x.dim():
             raise IndexError(
@@ -292,10 +295,11 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
     if any(d is None for d in found[0].meta[1]):
         return ValueError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
     return RuntimeError(
-        "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more elements "
+        "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more "
+        "elements "
         "than `self`. This happened due to `other` being vmapped over but `self` not being vmapped over in a vmap. Please try to use "
-        "out-of-place operators instead of inplace arithmetic. If said operator is being called inside the PyTorch framework, please file a bug "
-        "report instead."
+        "out-of-place operators instead of inplace arithmetic. If said operator is being called inside the PyTorch framework, please "
+        "file a bug report instead."
     )
 
 

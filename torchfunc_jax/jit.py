@@ -110,7 +110,9 @@ class Jitted:
         try:
             entries = self._entries.get(tuple(key))
         except TypeError as error:
-            raise TypeError(f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a closure or as a tensor") from None
+            raise TypeError(
+                f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a closure or as a tensor"
+            ) from None
         for entry in entries or ():
             captured = entry.captured()
             if captured is not None:
@@ -134,7 +136,7 @@ class Jitted:
     def _donated(self, call: Call) -> tuple[int, ...]:
         if not self._donate:
             return ()
-        args, kwargs = trees.unflatten(call.spec, list(range(len(call.leaves))))
+        args, _ = trees.unflatten(call.spec, list(range(len(call.leaves))))
         chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
         return tuple(k for k, i in enumerate(call.where) if i in chosen)
 
@@ -221,7 +223,8 @@ class _Compiled:
             array, now = tensors.crossing(t)
             if now != signature:
                 raise RuntimeError(
-                    f"jit: a captured tensor changed its shape or dtype to {tuple(t.shape)}, {t.dtype} since the function was compiled; pass it as an argument"
+                    f"jit: a captured tensor changed its shape or dtype to {tuple(t.shape)}, {t.dtype} since the function was compiled; "
+                    "pass it as an argument"
                 )
             values.append(array)
             recording = recording or t.requires_grad
@@ -259,7 +262,9 @@ class _Compiled:
 
     def _recorded(self, leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         arguments = [leaves[i] for i in self.where]
-        active = tuple(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype))
+        active = tuple(
+            i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype)
+        )
         active_captured = tuple(i for i, x in enumerate(captured) if x.requires_grad and autograd.inexact_dtype(x.dtype))
         outs = _Program.apply(
             self, arguments, captured, active, active_captured, *[arguments[i] for i in active], *[captured[i] for i in active_captured]
@@ -284,7 +289,8 @@ class _Program(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: _Compiled, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any, *diff: torch.Tensor
+        ctx: Any, compiled: _Compiled, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any,
+        *diff: torch.Tensor,
     ) -> Any:
         run, _ = compiled.pair(active, active_captured)
         seeds = compiled.program.seeds() if compiled.random else compiled.no_seeds

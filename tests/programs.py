@@ -48,7 +48,8 @@ def _reduce(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a.sum(dim, keepdim=True).expand(3, 3), lambda: a - a.mean(dim, keepdim=True), lambda: a.softmax(dim), lambda: a.cumsum(dim),
+                lambda: a.sum(dim, keepdim=True).expand(3, 3), lambda: a - a.mean(dim, keepdim=True), lambda: a.softmax(dim),
+                lambda: a.cumsum(dim),
                 lambda: a.logsumexp(dim, keepdim=True) * a, lambda: a.amax(dim, keepdim=True) + a, lambda: a.sort(dim)[0],
                 lambda: a.norm() * a, lambda: a.prod(dim, keepdim=True).expand_as(a) + a, lambda: a.var(dim, keepdim=True) * a,
             ]
@@ -89,7 +90,8 @@ def _in_place(v: list[torch.Tensor], r: random.Random) -> None:
         [
             lambda: a.mul_(b), lambda: a.add_(b, alpha=2), lambda: a[i].copy_(b[0]), lambda: a[:, i].add_(b[i]), lambda: a.t()[i].mul_(0.5),
             lambda: a.view(9)[::2].sin_(), lambda: a.diagonal().fill_(0.7), lambda: a.__setitem__((slice(1, 3), i), b[1:, 0]),
-            lambda: a.clamp_(min=-0.2), lambda: a.zero_().add_(b), lambda: a[1:].copy_(b[:2]), lambda: a.index_fill_(0, torch.tensor([i]), 0.1),
+            lambda: a.clamp_(min=-0.2), lambda: a.zero_().add_(b), lambda: a[1:].copy_(b[:2]),
+            lambda: a.index_fill_(0, torch.tensor([i]), 0.1),
         ]
     )
     view = r.choice([lambda: a, lambda: a[1:].sum() * a, lambda: a.t()])() if r.random() < 0.3 else a

@@ -28,7 +28,7 @@ def test_agrees_with_torch_func(start):
         want, names = outcome(torch.func, seed)
         got, _ = outcome(torchfunc_jax, seed)
         if isinstance(want, Exception):
-            # torch.func refuses some programs that need no refusing (a saved tensor changed in place): ours compiled and ours not agree then
+            # torch.func refuses some programs that need no refusing (a saved tensor changed in place): ours agree, compiled and not
             if isinstance(got, torch.Tensor):
                 want = outcome(torchfunc_jax, seed, torchfunc_jax.jit)[0]
             else:

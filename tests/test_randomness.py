@@ -38,7 +38,9 @@ OPERATORS = {
     "feature_dropout": lambda x: F.dropout2d(torch.ones(2, 32, 2, 2), 0.5),
     "rrelu": lambda x: F.rrelu(-torch.ones(64), training=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(torch.zeros(64)),
-    "sdpa_dropout": lambda x: F.scaled_dot_product_attention(torch.ones(1, 4, 8), torch.ones(1, 4, 8), torch.eye(4, 8)[None], dropout_p=0.5),
+    "sdpa_dropout": lambda x: F.scaled_dot_product_attention(
+        torch.ones(1, 4, 8), torch.ones(1, 4, 8), torch.eye(4, 8)[None], dropout_p=0.5
+    ),
     "Normal.rsample": lambda x: torch.distributions.Normal(torch.zeros(6), 1.0).rsample(),
     "Gamma.sample": lambda x: torch.distributions.Gamma(torch.ones(6), torch.ones(6)).sample(),
     "Dirichlet.rsample": lambda x: torch.distributions.Dirichlet(torch.ones(6)).rsample(),

@@ -178,7 +178,8 @@ def _numel(p: Any) -> int:
 
 def _basis(primals: list[Any], sizes: list[int]) -> list[Any]:
     """The standard basis of all primals together, cut into one block per primal: [sum of sizes, *primal.shape]."""
-    total, start, blocks = sum(sizes), 0, []
+    total, start = sum(sizes), 0
+    blocks: list[Any] = []
     for p, n in zip(primals, sizes, strict=True):
         if isinstance(p, torch.Tensor):
             block = torch.zeros(total, n, dtype=p.dtype, device=p.device)

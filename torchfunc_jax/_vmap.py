@@ -236,7 +236,7 @@ def _map(
         def body(*lanes: Any) -> list[Any]:
             with push("vmap", randomness) as level:
                 if randomness == "different":
-                    *lanes, lane = lanes
+                    lanes, lane = lanes[:-1], lanes[-1]
                     level.key, level.lane = (lambda: lane_key(parent, lane)), lane
                 result = traceable.run(level, lanes, finish)
             axes = result.meta[1]

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  the page's sentences
 """Writes coverage.md and coverage.json: PyTorch's operators through every transform, right or not, and torch.func beside them.
 
     python docs/coverage.py                                 float32, 4 samples an operator
@@ -116,7 +117,8 @@ def sweep(
                 if w.item is not None:
                     key, dtype = w.item
                     yield w.item, [
-                        {"operator": key, "dtype": dtype, "mode": m, "answers": {OURS: f"wrong: {died}"}, "right": {}, "samples": samples, "seconds": 0.0}
+                        {"operator": key, "dtype": dtype, "mode": m, "answers": {OURS: f"wrong: {died}"},
+                         "right": {}, "samples": samples, "seconds": 0.0}
                         for m in modes
                     ]
                     left -= 1
@@ -288,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     about, known = load()
     about |= {"torch": torch.__version__.partition("+")[0], "jax": jax.__version__}
     about["samples"] |= dict.fromkeys(dtypes, asked.samples)
-    for key, by in list(known.items()):  # what was asked for and has no cell any more
+    for by in known.values():  # what was asked for and has no cell any more
         for d in dtypes:
             for m in modes:
                 by.get(d, {}).pop(m, None)

@@ -50,6 +50,21 @@ def split_arrays(leaves: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(leaves) if is_array(x)]
 
 
+def take_apart(out: Any) -> tuple[list[Any], Any]:
+    """The tensors of what a function returned, and what ``put_together`` needs beside them: spec, other leaves, which is which."""
+    leaves, spec = trees.flatten(out)
+    is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+    static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
+    return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
+
+
+def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
+    """The tree that ``take_apart`` took apart, with these in the tensors' places."""
+    spec, static, is_tensor = meta
+    source = iter(tensors_)
+    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
+
+
 class Traceable:
     """A user's function together with one call's flattened arguments: callable on JAX values, inside a JAX transform.
 

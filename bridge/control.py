@@ -84,7 +84,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
         return (true_fn if known else false_fn)(*operands)
     value = value_of(pred)
     if value.size != 1 or value.dtype != jnp.bool_:
-        raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got dtype {pred.dtype}, shape {list(pred.shape)}")
+        raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of shape {list(pred.shape)}")
     leaves, spec = trees.flatten(tuple(operands))
     yes, no = _Body(true_fn, spec, leaves, "cond: true_fn"), _Body(false_fn, spec, leaves, "cond: false_fn")
     try:
@@ -119,7 +119,7 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     return tuple(_wrapped(outs, spec, body.device))
 
 
-def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:  # noqa: A001  torch's name
+def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
     """torch's map: f over the first dimension of xs, one after the other (``lax.map``)."""
     if not _traced(xs, args):
         return private.original("map")(f, xs, *args)
@@ -139,7 +139,7 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     (length,) = lengths
     if not state.level.root.staged and length <= _UNROLLED:
         return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse, length)
-    flat_init, init_spec = trees.flatten(init)
+    flat_init, _ = trees.flatten(init)
     n = len(flat_init)
     _, spec = trees.flatten((init, xs))
     body = _Body(combine_fn, spec, [*flat_init, *flat_xs], "scan: combine_fn")
@@ -185,7 +185,7 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], spec, body.device)
 
 
-def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:  # noqa: A002
+def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
     """torch.nn.functional's, without its look at the values of var (an error for negative ones), which are not known here."""
     if not _traced(input, target, var):
         return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)

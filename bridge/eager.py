@@ -192,7 +192,7 @@ _FOLDED = 4096  # elements; larger constants are left to XLA rather than held in
 
 
 def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """In a program to be compiled: a small computation on constants is done now, so that its values are known (``torch.tensor(3).item()``)."""
+    """In a program to be compiled: a small computation on constants is done now: its values are known (``torch.tensor(3).item()``)."""
     size = 0
     for x in args:
         if isinstance(x, jax.Array):
@@ -352,7 +352,9 @@ class Lanes:
         return out
 
 
-def vmap(body: Callable[..., Any], values: list[Any], in_axes: list[int | None], size: int, code: Any) -> tuple[list[Any], list[Any]] | None:
+def vmap(
+    body: Callable[..., Any], values: list[Any], in_axes: list[int | None], size: int, code: Any
+) -> tuple[list[Any], list[Any]] | None:
     """A vmap by lanes: (values, axes), an axis being None where all lanes share a value; None where JAX's own vmap must do it.
 
     body takes one value per lane argument, in a level of its own that it tells which of them are mapped.

@@ -149,7 +149,9 @@ class _Call:
             self._note(leaves, spec)
             outs = [x for x in leaves if isinstance(x, torch.Tensor)]
             self.constant = [any(o is c for c in ctx._constant) or not (o.is_floating_point() or o.is_complex()) for o in outs]
-            self.dirty = [(k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o]
+            self.dirty = [
+                (k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o
+            ]
             residuals: list[Any] = []
             kept = _Kept(ctx, residuals)
             return [value_of(o) for o in outs], residuals, kept
@@ -177,7 +179,8 @@ class _Call:
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
-                    f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, got {len(grads)})"
+                    f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
+                    f"got {len(grads)})"
                 )
             out = []
             for i in self.where:
@@ -372,7 +375,10 @@ def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
     try:
         jnp.broadcast_shapes(v.shape, shape)
     except ValueError:
-        raise RuntimeError(f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape compatible with {list(shape)}") from None
+        raise RuntimeError(
+            f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape "
+            f"compatible with {list(shape)}"
+        ) from None
     lead = v.ndim - len(shape)
     v = v.sum(tuple(range(lead))) if lead > 0 else v
     axes = tuple(i for i, (a, b) in enumerate(zip(v.shape, shape, strict=True)) if b == 1 and a != 1)
@@ -404,16 +410,10 @@ def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = 
 
 def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """function(*args, **kwargs) under jax.checkpoint: computed again in the backward pass instead of kept."""
-    from bridge.calls import Call, Result, apply
+    from bridge.calls import Call, Result, apply, put_together, take_apart
 
     call = Call.of(args, kwargs)
     traceable = call.traceable(function)
-
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        leaves, spec = trees.flatten(out)
-        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
-        return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
@@ -421,13 +421,11 @@ def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         @jax.checkpoint
         def body(values: list[Any]) -> list[Any]:
             with push("plain") as level:
-                result = traceable.run(level, values, finish)
+                result = traceable.run(level, values, take_apart)
             found[:] = [result]
             return result.values
 
         outs = body(values)
         return Result(outs, found[0].meta, found[0].written)
 
-    outs, (spec, static, is_tensor) = apply(compute, call.arrays, function)
-    source = iter(outs)
-    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
+    return put_together(*apply(compute, call.arrays, function))

@@ -38,8 +38,8 @@ class Level:
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape", "operator", "outer", "overrides",
-        "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
+        "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
+        "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:

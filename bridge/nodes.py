@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch

@@ -22,7 +22,7 @@ from bridge.levels import state
 from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, View, read, unread
-from bridge.tracing import Traced, concrete, lift, node_of, assign, traced_python, unknown_value, value_of, wrap
+from bridge.tracing import Traced, assign, concrete, node_of, traced_python, unknown_value, value_of, wrap
 
 aten = torch.ops.aten
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -153,7 +153,7 @@ def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
     except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
         if "meta" not in str(theirs).lower():
             return theirs
-    except Exception:  # noqa: S110  a kernel without a meta version says nothing about the call
+    except Exception:
         pass
     if isinstance(error, TypeError | ValueError):
         return RuntimeError(f"{func}: {error}{at_line()}")
@@ -251,7 +251,9 @@ def _becomes_view(func: Any, functional: Any) -> Plan:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         t, rest = args[0], args[1:]
         if type(t) is not Traced:
-            raise RuntimeError(f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}")
+            raise RuntimeError(
+                f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
+            )
         node = _plan_of(functional)((t, *rest), kwargs).node
         meta = functional(_meta(t), *rest, **kwargs)
         with private.below_python():
@@ -277,7 +279,7 @@ def _store(target: torch.Tensor, value: Any, func: Any) -> None:
     if value.dtype != dtype:
         source = dtypes.to_torch(value.dtype)
         if not torch.can_cast(source, target.dtype):
-            name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))  # noqa: E731
+            name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))
             raise RuntimeError(f"result type {name(source)} can't be cast to the desired output type {name(target.dtype)}")
         value = eager.run("cast", cast, (value, dtype), {})
     if value.shape != target.shape:
@@ -339,7 +341,10 @@ def _resize(target: torch.Tensor, shape: Any) -> None:
     """Give a tensor another shape in place; elements keep their place in memory, new ones are zero."""
     shape = tuple(shape)
     if type(target) is not Traced or target.node.parent is not None:
-        raise RuntimeError(f"resize_: a view, or a tensor from outside the transform, of shape {list(target.shape)} cannot be resized to {list(shape)}{at_line()}")
+        raise RuntimeError(
+            f"resize_: a view, or a tensor from outside the transform, of shape {list(target.shape)} cannot be resized to {list(shape)}"
+            f"{at_line()}"
+        )
 
     def resized(value: Any, shape: tuple[int, ...]) -> Any:
         flat, size = value.reshape(-1), math.prod(shape)
@@ -383,7 +388,8 @@ def _functional(func: Any) -> Any:
     namespace, name = func._schema.name.split("::")
     ops = getattr(torch.ops, namespace)
     mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
-    candidates = [name, name.removesuffix("_"), name.removesuffix("_") + "_functional"] if name.endswith("_") else [name, name + "_functional"]
+    bare = name.removesuffix("_")
+    candidates = list(dict.fromkeys([name, bare, bare + "_functional"]))
     for candidate in candidates:
         packet = getattr(ops, candidate, None)
         if packet is None:
@@ -394,7 +400,8 @@ def _functional(func: Any) -> Any:
             if other is func or other._schema.is_mutable:
                 continue
             theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
-            if theirs == mine or (kind == func._overloadname and len(theirs) >= len(mine) and [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]):
+            same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
+            if theirs == mine or (kind == func._overloadname and same_types):
                 return other
     return None
 
@@ -522,7 +529,7 @@ def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not Traced or type(source) is not Traced:
-        raise RuntimeError(f"set_: a tensor from outside the transform cannot be given other memory inside it; use copy_ instead{at_line()}")
+        raise RuntimeError(f"set_: a tensor from outside the transform cannot be given other memory inside it; use copy_{at_line()}")
     with private.below_python():
         target.as_strided_(source.shape, source.stride(), source.storage_offset())
     target.node = source.node

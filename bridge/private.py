@@ -164,7 +164,7 @@ class _Redirect:
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         space: dict[str, Any] = {}
-        exec(  # code that names its target can only be made from text  # noqa: S102
+        exec(  # code that names its target can only be made from text
             f"def shim(*args, **kwargs):\n    from {module} import {name} as ours\n    return ours(*args, **kwargs)", space
         )
         self.shim = space["shim"].__code__.replace(co_freevars=function.__code__.co_freevars)
@@ -197,7 +197,7 @@ def redirect(on: bool) -> None:
 
 
 def by_user() -> bool:
-    """Inside the handler of ``detach``: whether it was called for by a program, rather than by torch's autograd to keep or hand out a saved tensor.
+    """Inside the handler of ``detach``: whether a program called for it, rather than torch's autograd to keep or hand out a saved tensor.
 
     Operators called for come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
     """

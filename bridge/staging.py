@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import capture, random, tensors, tracing, trees
+from bridge import capture, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
-from bridge.calls import Call
+from bridge.calls import Call, take_apart
 from bridge.levels import push
 
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -102,11 +102,6 @@ def _trace(
     traceable = call.traceable(fn)
     info: dict[str, Any] = {}
 
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        leaves, spec = trees.flatten(out)
-        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, [None if t else x for x, t in zip(leaves, is_tensor, strict=True)], is_tensor)
-
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
             root.staged = root.recorded = True
@@ -130,7 +125,7 @@ def _trace(
 
             root.seeds = key_of
             with push("plain") as level:
-                result = traceable.run(level, arguments, finish)
+                result = traceable.run(level, arguments, take_apart)
             met = root.captured
             values = result.values[: len(result.values) - len(result.written)]
             written: list[tuple[str, int]] = []
@@ -147,8 +142,9 @@ def _trace(
                     continue
                 extra.append(result.values[index])
                 detached.append(alone)
+            kinds = [inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)]
             info.update(
-                meta=result.meta, count=len(values), written=written, kinds=[inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)], generators=generators,
+                meta=result.meta, count=len(values), written=written, kinds=kinds, generators=generators,
                 used=[position[key] for key in met if key in position], missing=[t for key, (t, _) in met.items() if key not in position],
             )
             return values + extra
@@ -161,7 +157,8 @@ def _trace(
     spec, static, is_tensor = info["meta"]
     program = Program(
         jaxpr, [candidates[p][1] for p in used], [id(candidates[p][0]) for p in used], modules, spec, static, is_tensor, info["count"],
-        [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used, info["kinds"],
+        [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
+        info["kinds"],
     )
     return program, info["missing"]
 

@@ -219,8 +219,8 @@ def unknown_value(what: str) -> DataDependentError:
     else:
         said, where = "", "jit"
     return DataDependentError(
-        f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or torch.cond "
-        f"instead, or do it outside the transformed function{at_line()}"
+        f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or "
+        f"torch.cond instead, or do it outside the transformed function{at_line()}"
     )
 
 

@@ -26,7 +26,7 @@ from torchfunc_jax import patch, patching
 EVERY = [
     *((torch.func, name) for name in torch.func.__all__ if name != "rearrange"),
     (torch, "vmap"),
-    *((functorch, name) for name, x in vars(functorch).items() if not name.startswith("_") and name != "make_fx" and not inspect.ismodule(x)),
+    *((functorch, name) for name, x in vars(functorch).items() if not (name.startswith("_") or name == "make_fx" or inspect.ismodule(x))),
     *((functorch.experimental, name) for name in dir(functorch.experimental) if not name.startswith("_")),
 ]
 NAMESPACES = (torch, torch.func, functorch, functorch.experimental, sys.modules[__name__])

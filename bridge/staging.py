@@ -185,11 +185,12 @@ class Packing:
         return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups]
 
     def unpack(self, arrays: Sequence[Any], device: torch.device | None, count: int) -> list[torch.Tensor]:
+        """The results apart again, as tensors; the caller waits for the arrays."""
         out: list[Any] = [None] * count
         for i, a in zip(self.singles, arrays, strict=False):
-            out[i] = tensors.to_torch(a, device)
+            out[i] = tensors.to_torch(a, device, wait=False)
         for g, a in zip(self.groups, arrays[len(self.singles) :], strict=True):
-            for i, t in zip(g, tensors.to_torch(a, device).unbind(0), strict=True):
+            for i, t in zip(g, tensors.to_torch(a, device, wait=False).unbind(0), strict=True):
                 out[i] = t
         return out
 

@@ -162,12 +162,15 @@ def _layout(shape: tuple[int, ...], dtype: np.dtype) -> tuple[torch.dtype, Any, 
     return dtypes.to_torch(dtype), ctypes.c_char * (size * dtype.itemsize), size == 0
 
 
-def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None) -> torch.Tensor:
+def to_torch(
+    array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None, wait: bool = True
+) -> torch.Tensor:
     """The array's values as a torch tensor; shares memory where it can.  Waits until the array is computed.
 
     Args:
         array: a concrete jax.Array.
         device: where the tensor must be; None: the array's own device, as ``bridge.devices`` maps it.
+        wait: False where the caller waits for the array itself, before it gives the tensor away.
         avoid: addresses that the result may not share (inputs, earlier outputs); the result's address is added.
 
     Returns:
@@ -189,7 +192,8 @@ def to_torch(array: jax.Array, device: torch.device | None = None, avoid: set[in
     devices_ = array.devices()
     if len(devices_) > 1 or next(iter(devices_)).platform != "cpu":
         return _from_device(array, device)
-    array.block_until_ready()
+    if wait or avoid is not None or not (device is None or device.type == "cpu"):
+        array.block_until_ready()
     address = array.unsafe_buffer_pointer()
     buffer = buffer_type.from_address(address)
     buffer.owner = array  # the memory lives as long as the tensor does

@@ -240,8 +240,17 @@ class _Compiled:
         if self.plain_out and self.packing is None:
             return tensors.to_torch(outs[0], self.device)
         total = len(program.jaxpr.jaxpr.outvars)
-        results = self.packing.unpack(outs, self.device, total) if self.packing else [tensors.to_torch(v, self.device) for v in outs]
-        return self._finish(results, leaves, captured)
+        if self.packing:
+            results = self.packing.unpack(outs, self.device, total)
+        else:
+            results = [tensors.to_torch(v, self.device, wait=False) for v in outs]
+        if program.written:
+            jax.block_until_ready(outs)
+            return self._finish(results, leaves, captured)
+        tree = self._finish(results, leaves, captured)  # while the program still runs
+        for v in outs:
+            v.block_until_ready()
+        return tree
 
     def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program

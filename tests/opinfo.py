@@ -52,8 +52,8 @@ _SOLVED = frozenset({
     "cholesky", "logdet", "ormqr",
 })
 
-#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp, and for nll_loss finite differences, say so): it forgets the tangent of nll_loss's weight, and all of
-#: them in the chunked loss.
+#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, for nll_loss finite differences too): it forgets the
+#: tangent of nll_loss's weight, and all of them in the chunked loss.
 _WRONG_FORWARD = frozenset({"nn.functional.nll_loss", "nn.functional.linear_cross_entropy"})
 
 RIGHT = "right"

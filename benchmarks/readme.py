@@ -12,8 +12,9 @@ from typing import Any
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def update(name: str, table: str, page: Path = README) -> None:
+def update(name: str, table: str, page: Path | None = None) -> None:
     """Replace what stands between the markers of this name in README.md, or another page."""
+    page = page or README
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     before, found, rest = page.read_text().partition(start)
     _, closed, after = rest.partition(end)

@@ -31,6 +31,8 @@ class Traced(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
+            return NotImplemented  # another class has rules of its own (functorch's dims)
         rule = _python_rules.get(func)
         with private.without_torch_function():
             if rule is not None:
@@ -117,6 +119,7 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
 
 
+_default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _python_rules = {torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow}
 
 

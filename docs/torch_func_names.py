@@ -78,7 +78,7 @@ def namespaces() -> dict[str, list[str]]:
         "torch": ["vmap"],
         "functorch": _public(functorch),
         "functorch.experimental": _public(functorch.experimental),
-        "functorch.einops": _public(functorch.einops),
+        "functorch.einops": ["rearrange"],  # by name: importing the module of that name hides the function
         "torch._functorch.make_functional": _public(make, own=True),
         "torch._functorch.functional_call": _public(torch._functorch.functional_call, own=True),
     }

@@ -61,10 +61,19 @@ def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
     return lax.add(self, product)
 
 
+def _addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    """mat1 @ mat2 (+ self).  One row is a vector: what vmap makes of it then has no axis of size 1 for XLA to loop over."""
+    if mat1.ndim == 2 and mat1.shape[0] == 1 and (self is None or self.ndim == 1):
+        product = _product(lax.reshape(mat1, mat1.shape[1:]), mat2, _DOT, (1, 2))
+        return lax.expand_dims(product if self is None else _combine(self, product, beta, alpha), (0,))
+    product = _product(mat1, mat2, _MM, (2, 2))
+    return product if self is None else _combine(self, product, beta, alpha)
+
+
 @lowering("aten.mm")
 def aten_mm(self, mat2):
     """mm(Tensor self, Tensor mat2) -> Tensor"""
-    return _product(self, mat2, _MM, (2, 2))
+    return _addmm(None, self, mat2)
 
 
 @lowering("aten.mm.dtype")
@@ -112,7 +121,7 @@ def aten_vdot(self, other):
 @lowering("aten.addmm")
 def aten_addmm(self, mat1, mat2, *, beta=1, alpha=1):
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _combine(self, _product(mat1, mat2, _MM, (2, 2)), beta, alpha)
+    return _addmm(self, mat1, mat2, beta, alpha)
 
 
 @lowering("aten.baddbmm")

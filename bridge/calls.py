@@ -110,7 +110,9 @@ class Traceable:
         return result
 
 
-def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False) -> tuple[list[Any], Any]:
+def apply(
+    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False, taped: bool = False
+) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
     Args:
@@ -118,15 +120,19 @@ def apply(compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: 
         leaves: torch tensors (also traced ones) and jax.Arrays.
         fn: the user's function, under which tensors captured by closure are remembered.
         lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
+        taped: the computation differentiates by ``eager.vjp`` and does nothing else, so that it can be done for all lanes at once.
 
     Returns:
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
     """
     if state.level is not None:
-        if state.level.tape is not None or state.level.lanes is not None:
+        lanes = state.level.lanes
+        if state.level.tape is not None or (lanes is not None and not taped):
             raise Untaped  # JAX must see through the transform inside
         result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        if lanes is not None and result.written:
+            raise Untaped
         _carry_out(result, leaves)
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside

@@ -121,13 +121,18 @@ class Piece:
         finally:
             local.compiling = False
 
-    def back(self, arrays: list[Any], wanted: tuple[bool, ...], cotangents: list[Any]) -> list[Any]:
+    def back(self, arrays: list[Any], wanted: tuple[bool, ...], cotangents: list[Any], lanes: Lanes | None = None) -> list[Any]:
         """Cotangents of the wanted arrays; a cotangent is None where nothing depends on that output."""
         given = tuple(c is not None for c in cotangents)
-        run = self.backs.get((wanted, given))
+        cotangents = [c for c in cotangents if c is not None]
+        axes = None if lanes is None else (tuple(lanes.axes(arrays)), tuple(lanes.axes(cotangents)))
+        mapped = axes is not None and 0 in axes[0] + axes[1]
+        run = self.backs.get((wanted, given, axes if mapped else None))
         if run is None:
-            run = self.backs[wanted, given] = jax.jit(self._pullback(wanted, given))
-        return run(arrays, [c for c in cotangents if c is not None])
+            pullback = self._pullback(wanted, given)
+            run = self.backs[wanted, given, axes if mapped else None] = jax.jit(jax.vmap(pullback, [list(a) for a in axes]) if mapped else pullback)
+        grads = run(arrays, cotangents)
+        return [lanes.add(g) for g in grads] if mapped else grads
 
     def _pullback(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Callable[..., Any]:
         def run(arrays: list[Any], cotangents: list[Any]) -> list[Any]:
@@ -163,9 +168,13 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         return _direct(lower, args, kwargs, tape, arrays)
     if func in _never:
         return _direct(lower, args, kwargs, tape, arrays)
-    if lanes is not None and lanes.tracks(arrays):
-        return lanes.run(piece or _seen.setdefault(key, Piece(key, lower, static, tuple(kwargs))), func, arrays)
     tracked = tape is not None and tape.tracks(arrays)
+    if lanes is not None and lanes.tracks(arrays):
+        piece = piece or _seen.setdefault(key, Piece(key, lower, static, tuple(kwargs)))
+        out = lanes.run(piece, func, arrays)
+        if tracked:
+            tape.record(piece, arrays, out)
+        return out
     if piece is None:
         piece = Piece(key, lower, static, tuple(kwargs))
         if len(_seen) >= _LIMIT:
@@ -235,7 +244,10 @@ class Untaped(BaseException):
 
 
 class Tape:
-    """Pieces run since the tape was opened that depend on its inputs, by the identity of the arrays."""
+    """Pieces run since the tape was opened that depend on its inputs, by the identity of the arrays.
+
+    Inside a vmap by lanes, what the lanes know is recorded, and pulled back, for all of them at once.
+    """
 
     __slots__ = ("entries", "known")
 
@@ -243,11 +255,11 @@ class Tape:
         self.entries: list[tuple[Piece, list[Any], list[Any]]] = []
         self.known: dict[int, Any] = {}  # the array too: its id must not be given to another
 
-    def inputs(self, values: list[Any]) -> list[Any]:
+    def inputs(self, values: list[Any], lanes: Lanes | None = None) -> list[Any]:
         """The values as arrays of their own, so that the same array elsewhere is not taken for an input."""
         own = _copies(list(values))
-        for v in own:
-            self.known[id(v)] = v
+        for v, original in zip(own, values, strict=True):
+            self.known[id(v)] = like(lanes, v, original)
         return own
 
     def tracks(self, arrays: list[Any]) -> bool:
@@ -261,32 +273,55 @@ class Tape:
             if jnp.issubdtype(o.dtype, jnp.inexact):
                 self.known[id(o)] = o
 
-    def pull(self, inputs: list[Any], outputs: list[Any], cotangents: list[Any]) -> list[Any]:
-        """Cotangents of the tape's inputs from those of some arrays on it."""
+    def pull(self, inputs: list[Any], outputs: list[Any], cotangents: list[Any], lanes: Lanes | None) -> list[Any]:
+        """Cotangents of the tape's inputs from those of some arrays on it; lanes know which of all these have a value for each lane."""
         found: dict[int, Any] = {}
+
+        def add(key: int, value: Any) -> None:
+            have = found.get(key)
+            # lanes come first: a value that all of them share broadcasts to them
+            found[key] = value if have is None else like(lanes, jnp.add(have, value), have, value)
+
         for o, c in zip(outputs, cotangents, strict=True):
-            if id(o) in self.known:
-                _add(found, id(o), c)
+            if id(o) in self.known and c is not None:
+                add(id(o), c)
         for piece, arrays, outs in reversed(self.entries):
             cts = [found.pop(id(o), None) for o in outs]
             if all(c is None for c in cts):
                 continue
             wanted = tuple(id(a) in self.known for a in arrays)
-            grads = iter(piece.back(arrays, wanted, cts))
+            grads = iter(piece.back(arrays, wanted, cts, lanes))
             for a, w in zip(arrays, wanted, strict=True):
                 if w:
-                    _add(found, id(a), next(grads))
-        return [found.get(id(v)) if id(v) in found else jnp.zeros(v.shape, v.dtype) for v in inputs]
+                    add(id(a), next(grads))
+        return [found[id(v)] if id(v) in found else like(lanes, jnp.zeros(v.shape, v.dtype), v) for v in inputs]
+
+
+class Pull:
+    """The pullback of a tape: cotangents of its outputs to cotangents of its inputs."""
+
+    __slots__ = ("inputs", "outputs", "tape")
+
+    def __init__(self, tape: Tape, inputs: list[Any], outputs: list[Any]) -> None:
+        self.tape, self.inputs, self.outputs = tape, inputs, outputs
+
+    def __call__(self, cotangents: list[Any]) -> tuple[Any, ...]:
+        lanes = None if state.level is None else state.level.lanes
+        with jax.enable_x64(True):
+            return tuple(self.tape.pull(self.inputs, self.outputs, cotangents, lanes))
+
+    def rows(self, k: int, cotangents: Any) -> tuple[Any, ...]:
+        """For output k alone, with several cotangents along the first dimension: as many cotangents of each input."""
+        lanes = Lanes()
+        given = [lanes.add(cotangents) if i == k else None for i in range(len(self.outputs))]
+        grads = self.tape.pull(self.inputs, self.outputs, given, lanes)
+        n = cotangents.shape[0]
+        return tuple(g if lanes.tracks([g]) else jnp.broadcast_to(g, (n, *g.shape)) for g in grads)
 
 
 @jax.jit
 def _copies(values: list[Any]) -> list[Any]:
     return [jnp.copy(v) for v in values]
-
-
-def _add(found: dict[int, Any], key: int, value: Any) -> None:
-    have = found.get(key)
-    found[key] = value if have is None else jnp.add(have, value)
 
 
 _untapeable: set[Any] = set()  # code of functions the tape could not follow: next time JAX differentiates them at once
@@ -295,6 +330,8 @@ _untapeable: set[Any] = set()  # code of functions the tape could not follow: ne
 def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any, Callable[..., Any], Any]:
     """``jax.vjp(body, *primals, has_aux=True)``; outside of compilation and of other transforms by a tape of compiled pieces."""
     level = state.level
+    if level is not None and level.lanes is not None:
+        return _vjp_in_lanes(body, primals, level)
     while level is not None and level.kind == "plain":
         level = level.parent
     if level is None or level.kind != "root" or level.staged or code in _untapeable:
@@ -312,12 +349,22 @@ def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any,
         return jax.vjp(body, *primals, has_aux=True)
     finally:
         level.next_tape = None
+    return outs, Pull(tape, inputs, outs), aux
 
-    def pull(cotangents: list[Any]) -> tuple[Any, ...]:
-        with jax.enable_x64(True):
-            return tuple(tape.pull(inputs, outs, cotangents))
 
-    return outs, pull, aux
+def _vjp_in_lanes(body: Callable[..., Any], primals: tuple[Any, ...], level: Any) -> tuple[Any, Callable[..., Any], Any]:
+    """The same inside a vmap by lanes; what the tape cannot follow, the vmap starts again."""
+    if level.tape is not None:
+        raise Untaped
+    tape = level.next_tape = Tape()
+    try:
+        inputs = tape.inputs(list(primals), level.lanes)
+        outs, aux = body(*inputs)
+    finally:
+        level.next_tape = None
+    if not all(jnp.issubdtype(v.dtype, jnp.floating) for v in (*primals, *outs)):
+        raise Untaped  # conjugates and zeros are taken outside, where lanes are not known
+    return outs, Pull(tape, inputs, outs), aux
 
 
 # -- lanes ----------------------------------------------------------------------------------------------------------------------------
@@ -333,14 +380,19 @@ class Lanes:
         self.known[id(value)] = value
         return value
 
-    def tracks(self, arrays: list[Any]) -> bool:
+    def tracks(self, arrays: Any) -> bool:
         known = self.known
         return any(id(a) in known for a in arrays)
+
+    def axes(self, arrays: list[Any]) -> list[int | None]:
+        """0 for each array that has a value for each lane."""
+        known = self.known
+        return [0 if id(a) in known else None for a in arrays]
 
     def run(self, piece: Piece, func: Any, arrays: list[Any]) -> Any:
         known = self.known
         try:
-            out = piece.over_lanes(arrays, tuple([0 if id(a) in known else None for a in arrays]))
+            out = piece.over_lanes(arrays, tuple(self.axes(arrays)))
         except (NotPure, jax.errors.JAXTypeError):
             _never.add(func)
             raise Untaped from None
@@ -350,6 +402,11 @@ class Lanes:
             for o in jax.tree_util.tree_leaves(out):
                 known[id(o)] = o
         return out
+
+
+def like(lanes: Lanes | None, value: Any, *others: Any) -> Any:
+    """value, which has a value for each lane if one of the others has."""
+    return lanes.add(value) if lanes is not None and lanes.tracks(others) else value
 
 
 def vmap(
@@ -389,6 +446,6 @@ def place_lanes(value: Any, axis: int | None, out_axis: int, size: int) -> Any:
     return jnp.moveaxis(value, 0, out_axis)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, lanes: Lanes | None) -> Any:
     """value as a new array that no tape knows: what detach gives where nothing but the tape differentiates."""
-    return jnp.copy(value)
+    return like(lanes, jnp.copy(value), value)

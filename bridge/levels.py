@@ -96,11 +96,12 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
     parent = state.level
     level = Level(kind, parent, randomness, key)
     if parent is not None:
-        if parent.tape is not None or parent.lanes is not None:  # no transform inside one of these: JAX must see through it
-            from bridge.eager import Untaped
+        if parent.tape is not None or (parent.lanes is not None and parent.next_tape is None):
+            from bridge.eager import Untaped  # no other transform inside one of these: JAX must see through it
 
             raise Untaped
         level.tape, parent.next_tape = parent.next_tape, None
+        level.lanes = parent.lanes
     state.level = level
     try:
         yield level

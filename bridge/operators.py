@@ -22,7 +22,7 @@ from bridge.levels import state
 from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, View, read, unread
-from bridge.tracing import Traced, assign, concrete, node_of, traced_python, unknown_value, value_of, wrap
+from bridge.tracing import Traced, assign, concrete, node_of, shape_of, traced_python, unknown_value, value_of, wrap
 
 aten = torch.ops.aten
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -135,10 +135,10 @@ def _reverse_only() -> bool:
 
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
-    tape = state.level.tape
-    if tape is not None:
-        return eager.copied(value) if tape.tracks([value]) else value
-    return lax.stop_gradient(value)
+    level = state.level
+    if isinstance(value, jax.core.Tracer) or (level.tape is None and level.lanes is None):
+        return lax.stop_gradient(value)
+    return eager.copied(value, level.lanes) if level.tape is not None and level.tape.tracks([value]) else value
 
 
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -248,7 +248,7 @@ _DTYPE_VIEWS = frozenset({aten.view.dtype, aten.view_as_real.default, aten.view_
 def _becomes_view(func: Any, functional: Any) -> Plan:
     """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         t, rest = args[0], args[1:]
         if type(t) is not Traced:
             raise RuntimeError(
@@ -261,7 +261,7 @@ def _becomes_view(func: Any, functional: Any) -> Plan:
         t.node = node
         return t
 
-    return run
+    return run_in_place_view
 
 
 # -- writes ---------------------------------------------------------------------------------------------------------------------
@@ -282,9 +282,10 @@ def _store(target: torch.Tensor, value: Any, func: Any) -> None:
             name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))
             raise RuntimeError(f"result type {name(source)} can't be cast to the desired output type {name(target.dtype)}")
         value = eager.run("cast", cast, (value, dtype), {})
-    if value.shape != target.shape:
+    shape = shape_of(value)
+    if shape != target.shape:
         raise RuntimeError(
-            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
         )
     if len(set(target.stride())) != target.dim() and 0 in target.stride() and target.numel() > 1 and _overlaps(target):
         raise RuntimeError(
@@ -314,7 +315,7 @@ def _mutation(func: Any) -> Plan:
         return _fallback(func)
     is_out = any(a.is_out for a in func._schema.arguments)
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         targets = [given[name] for name in written]
         if is_out:
@@ -334,7 +335,7 @@ def _mutation(func: Any) -> Plan:
         returned = tuple(next(fresh) if r.alias_info is None else next(kept) for r in func._schema.returns)
         return returned[0] if len(returned) == 1 else returned
 
-    return run
+    return run_write
 
 
 def _resize(target: torch.Tensor, shape: Any) -> None:
@@ -451,7 +452,7 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = jnp.asarray(value, dtypes.to_jax(target.dtype))
     if value.dtype != dtypes.to_jax(target.dtype):
         value = eager.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
-    if value.shape != tuple(target.shape):
+    if shape_of(value) != tuple(target.shape):
         try:
             value = eager.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
         except ValueError:

@@ -130,13 +130,16 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
     except KeyError:
         dtype = dtypes.to_torch(value.dtype)
     level = level or state.level
-    shape = value.shape
-    if level.lanes is not None and id(value) in level.lanes.known:
-        shape = shape[1:]
-    t = _make(Traced, shape, dtype=dtype, device=device)
+    t = _make(Traced, shape_of(value, level), dtype=dtype, device=device)
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t
+
+
+def shape_of(value: Any, level: Level | None = None) -> tuple[int, ...]:
+    """The shape of a value as the function sees it: without the dimension of the lanes."""
+    lanes = (level or state.level).lanes
+    return value.shape[1:] if lanes is not None and id(value) in lanes.known else value.shape
 
 
 def value_of(t: torch.Tensor) -> Any:
@@ -258,7 +261,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 #: Plans that touch values only by way of ``eager.run``, which knows about lanes.
-_LANE_WISE = frozenset({"run_pure", "run_view", "run_split", "composite", "decomposed", "_linalg_errors"})
+_LANE_WISE = frozenset(
+    {"run_pure", "run_view", "run_split", "run_write", "run_in_place_view", "composite", "decomposed", "_linalg_errors", "_copy_", "_detach",
+     "_lift_fresh", "_same_size", "_same_storage", "_feature_zeros"}
+)
 
 
 _plans: dict[Any, Any] = {}

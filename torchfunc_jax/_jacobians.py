@@ -100,19 +100,17 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
     zeros = [jnp.zeros(o.shape, o.dtype) for o in outs]
 
     def row(basis: Any) -> tuple[Any, ...]:
-        return pull([basis.reshape(out.shape) if i == k else z for i, z in enumerate(zeros)])
+        return pull([basis if i == k else z for i, z in enumerate(zeros)])
+
+    def rows(first: int, n: int) -> tuple[Any, ...]:
+        basis = jnp.eye(n, size, first, dtype=out.dtype).reshape(n, *out.shape)
+        return pull.rows(k, basis) if isinstance(pull, eager.Pull) else jax.vmap(row)(basis)
 
     step = size if chunk_size is None else min(chunk_size, size)
     if size == 0:
         return [jnp.zeros(out.shape + g.shape, g.dtype) for g in jax.eval_shape(pull, outs)]
-    if step == size:
-        pieces = jax.vmap(row)(jnp.eye(size, dtype=out.dtype))
-    else:
-        parts = []
-        for start in range(0, size, step):
-            rows = min(step, size - start)
-            parts.append(jax.vmap(row)(jnp.eye(rows, size, start, dtype=out.dtype)))
-        pieces = tuple(jnp.concatenate(column) for column in zip(*parts, strict=True))
+    parts = [rows(start, min(step, size - start)) for start in range(0, size, step)]
+    pieces = parts[0] if len(parts) == 1 else [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     return [p.reshape(out.shape + p.shape[1:]) for p in pieces]
 
 

@@ -159,7 +159,7 @@ def _grad_and_value(
         n = len(grads)
         return Result([*grads, out, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
-    outs, aux_spec = apply(compute, target.call.arrays, func)
+    outs, aux_spec = apply(compute, target.call.arrays, func, taped=True)
     n = len(target.active)
     gradients = trees.unflatten(target.diff_spec, outs[:n])
     if has_aux:
@@ -222,7 +222,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         pulls[:] = [pull]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True)
+    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True, taped=True)
     primals_out = outs[:n]
     pull = pulls.pop()
     shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
@@ -247,7 +247,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
             _, again, _ = jax.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
             return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
 
-        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
+        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func, taped=isinstance(pull, eager.Pull))
         return trees.unflatten(target.diff_spec, grads)
 
     output = trees.unflatten(out_spec, primals_out)

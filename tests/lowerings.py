@@ -122,6 +122,22 @@ def floats(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
 
 
+def halves(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
+    return lambda: floats(*shape, seed=seed)().to(torch.bfloat16)
+
+
+def longs(*values: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.tensor(values, dtype=torch.int64)
+
+
+def bools(*values: bool) -> Callable[[], torch.Tensor]:
+    return lambda: torch.tensor(values)
+
+
+def complexes(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
+    return lambda: torch.complex(floats(*shape, seed=seed)(), floats(*shape, seed=seed + 9)())
+
+
 def ints(*shape: int, high: int = 5, seed: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -190,13 +206,12 @@ case("aten.fmod.Scalar", floats(4), 0.3)
 case("aten.clip", floats(4), 0.2, 0.7)
 case("aten.clip.Tensor", floats(4), floats(4, seed=1))
 case("aten.clamp_max", floats(4), 0.5)
-case("aten.mm.dtype", floats(2, 3), floats(3, 4), torch.float32)
 case("aten._int_mm", lambda: torch.randint(-9, 9, (17, 8), dtype=torch.int8), lambda: torch.randint(-9, 9, (8, 8), dtype=torch.int8))
-case("aten.where.ScalarOther", lambda: torch.tensor([True, False]), floats(2), 1.5)
-case("aten.where.ScalarSelf", lambda: torch.tensor([True, False]), 1.5, floats(2))
-case("aten.where.Scalar", lambda: torch.tensor([True, False]), 1.5, 2.5)
-case("aten.where", lambda: torch.tensor([True, False]))
-case("aten.masked_fill.Tensor", floats(2), lambda: torch.tensor([True, False]), floats())
+case("aten.where.ScalarOther", bools(True, False), floats(2), 1.5)
+case("aten.where.ScalarSelf", bools(True, False), 1.5, floats(2))
+case("aten.where.Scalar", bools(True, False), 1.5, 2.5)
+case("aten.where", bools(True, False))
+case("aten.masked_fill.Tensor", floats(2), bools(True, False), floats())
 case("aten.fill.Tensor", floats(3), floats())
 case("aten.range", 1, 5)
 case("aten.range.step", 1, 5)
@@ -209,8 +224,8 @@ case("aten.fft_fftfreq", 7)
 case("aten.fft_rfftfreq", 7)
 case("aten.searchsorted.Scalar", lambda: torch.arange(5.0), 2.5)
 case("aten.bucketize.Scalar", 2.5, lambda: torch.arange(5.0))
-case("aten._is_all_true", lambda: torch.tensor([True, False]))
-case("aten._is_any_true", lambda: torch.tensor([True, False]))
+case("aten._is_all_true", bools(True, False))
+case("aten._is_any_true", bools(True, False))
 case("aten.allclose", floats(3), floats(3))
 case("aten._euclidean_dist", floats(4, 3), floats(2, 3, seed=1))
 case("aten.native_channel_shuffle", floats(2, 6, 2, 2), 3)
@@ -235,18 +250,166 @@ case("aten.view_as_real_copy", lambda: torch.complex(floats(3)(), floats(3, seed
 case("aten.view_as_complex_copy", floats(3, 2))
 
 
+case("aten._conj_copy", complexes(3))
+case("aten._reshape_copy", floats(4, 3), [2, 6])
+case("aten._reshape_alias", floats(4, 3), [2, 6], [6, 1])
+case("aten._reshape_alias_copy", floats(4, 3), [2, 6], [6, 1])
+case("aten._index_put_impl", floats(4, 3), [ints(2, high=4)], floats(3), True)
+case("aten.unique_dim_consecutive", lambda: torch.tensor([[1, 2], [1, 2], [3, 4], [1, 2]]), 0, True, True)
+for _kind in ("bmm", "mm"):
+    _batch = (2,) if _kind == "bmm" else ()
+    case(f"aten.{_kind}.dtype", halves(*_batch, 2, 3), halves(*_batch, 3, 4, seed=1), torch.float32)
+
+case("aten._linalg_eigvals", floats(4, 4))
+case("aten.orgqr", floats(4, 3), floats(3, seed=1))
+case(
+    "aten._convolution", floats(2, 4, 7), floats(4, 3, 3, seed=1), floats(6, seed=2), [2], [1], [2], True, [1], 2, False, False, True, True
+)  # fmt: skip
+case("aten.conv_tbc", floats(7, 2, 3), floats(3, 3, 4, seed=1), floats(4, seed=2), 1)
+case("aten._fused_rms_norm", floats(2, 3, 4), [3, 4], floats(3, 4, seed=1), 1e-3)
+case(
+    "aten._native_batch_norm_legit_functional", floats(4, 3, 2), floats(3, seed=1), floats(3, seed=2), floats(3, seed=3), floats(3, seed=4),
+    True, 0.2, 1e-3,
+)  # fmt: skip
+case("aten._embedding_bag", floats(5, 3), longs(0, 2, 1, 4, 2, 0), longs(0, 3, 3), False, 1, padding_idx=2)
+case("aten._embedding_bag_forward_only", floats(5, 3), longs(0, 2, 1, 4), longs(0, 3, 3), False, 2)
+case(  # every index as often as the others: the kernel mixes up whose frequency it divides by
+    "aten._embedding_bag_dense_backward", floats(3, 3), longs(0, 2, 1, 1, 2, 0), longs(0, 0, 0, 2, 2, 2), longs(3, 0, 3), longs(),
+    5, True, 1, None,
+)  # fmt: skip
+for _kind in ("reflection", "replication"):
+    case(f"aten.{_kind}_pad3d_backward", floats(2, 5, 6, 5), floats(2, 3, 4, 3, seed=1), [1, 1, 0, 2, 1, 1])
+for _kind in ("bicubic", "lanczos"):
+    case(f"aten._upsample_{_kind}2d_aa", floats(1, 2, 5, 6), [3, 9], False)
+    case(f"aten._upsample_{_kind}2d_aa_backward", floats(1, 2, 3, 9), [3, 9], [1, 2, 5, 6], False)
+
+
+def _recurrent(kind: str, gates: int) -> None:
+    """Two layers in both directions, over a padded and over a packed input."""
+    states = floats(4, 3, 5, seed=1)
+    hx = [states, floats(4, 3, 5, seed=2)] if kind == "lstm" else states
+    shapes = [s for layer in (4, 10) for _ in range(2) for s in ((gates * 5, layer), (gates * 5, 5), (gates * 5,), (gates * 5,))]
+    params = [(lambda s=s, i=i: floats(*s, seed=i)() - 0.5) for i, s in enumerate(shapes)]
+    case(f"aten.{kind}.input", floats(3, 6, 4), hx, params, True, 2, 0.0, False, True, True)
+    case(f"aten.{kind}.data", floats(9, 4), longs(3, 3, 2, 1), hx, params, True, 2, 0.0, False, True)
+
+
+for _kind, _gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)):
+    _recurrent(_kind, _gates)
+case(
+    "aten.mkldnn_rnn_layer", floats(6, 3, 4), floats(20, 4, seed=1), floats(20, 5, seed=2), floats(20, seed=3), floats(20, seed=4),
+    floats(1, 3, 5, seed=5), floats(1, 3, 5, seed=6), True, [], 2, 5, 1, True, False, False, False,
+)  # fmt: skip
+
+
 def _prims() -> None:
     """Element-wise prims, by their schemas: one, two or three tensors."""
     whole = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "shift_left", "shift_right_arithmetic"}
+    of_complex = {"conj", "conj_physical", "real", "imag"}
     for func in LOWERINGS:
         name = str(func).removesuffix(".default")
         kinds = [str(a.type) for a in func._schema.arguments]
         if name.startswith("prims.") and set(kinds) == {"Tensor"} and len(kinds) <= 2:
-            make = ints if name.removeprefix("prims.") in whole else floats
+            bare = name.removeprefix("prims.")
+            make = ints if bare in whole else complexes if bare in of_complex else floats
             case(name, *[make(4, seed=i) for i in range(len(kinds))])
 
 
 _prims()
+_CPU = torch.device("cpu")
+_NEW = {"dtype": torch.float32, "device": _CPU, "requires_grad": False}
+for _name in ("amax", "amin", "prod", "sum"):
+    case(f"prims.{_name}", floats(2, 3, 4), [0, 2])
+case("prims.var", floats(2, 3, 4), [0, 2], 1.0)
+case("prims.broadcast_in_dim", floats(3, 1), [2, 3, 4], [1, 2])
+case("prims.cat", [floats(2, 3), floats(1, 3, seed=1)], 0)
+case("prims.clone", floats(3))
+for _name in ("collapse", "collapse_view"):
+    case(f"prims.{_name}", floats(2, 3, 4), 1, 2)
+case("prims.convert_element_type", lambda: floats(4)() * 9, torch.int32)
+case("prims.copy_strided", floats(2, 3), [1, 2])
+case("prims.device_put", floats(3), _CPU)
+case("prims.empty_permuted", [2, 3], [1, 0], **_NEW)
+case("prims.empty_strided", [2, 3], [1, 2], **_NEW)
+case("prims.fill", floats(3), 2.5)
+case("prims.full", [2, 3], 2.5, **_NEW)
+case("prims.full_like", floats(2, 3), 2.5, **_NEW)
+case("prims.iota", 5, start=3, step=2, dtype=torch.int32, device=_CPU, requires_grad=False)
+case("prims.reshape", floats(2, 6), [3, 4])
+case("prims.rev", floats(2, 3), [0, 1])
+case("prims.scalar_tensor", 2.5, dtype=torch.float64, device=_CPU)
+case("prims.split_dim", floats(2, 6), 1, 2)
+case("prims.squeeze", floats(1, 3, 1), [0, 2])
+case("prims.transpose", floats(2, 3, 4), [2, 0, 1])
+case("prims.where", bools(True, False, True), floats(3), floats(3, seed=1))
+
+# -- what cannot be compared value by value -----------------------------------------------------------------------------------------
+#: Overloads whose values are drawn: as many as it takes to tell one distribution from another.
+CHANCE: set[Any] = set()
+_MANY = 4000
+
+
+def chance(name: str, *args: Any, **kwargs: Any) -> None:
+    """A case of an overload that draws its values."""
+    case(name, *args, **kwargs)
+    with contextlib.suppress(ValueError):
+        CHANCE.add(overload(name))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], torch.Tensor]:
+    return lambda: torch.zeros(shape, dtype=dtype)
+
+
+def _drawn() -> None:
+    given = {"generator": lambda: torch.Generator().manual_seed(3)}
+    many, whole = zeros(_MANY), zeros(_MANY, dtype=torch.int64)
+    for name, args in {
+        "rand": [[_MANY]], "randn": [[_MANY]], "rand_like": [many], "randn_like": [many], "randint": [50, [_MANY]], "randperm": [_MANY],
+        "randint_like": [whole, 50],
+    }.items():  # fmt: skip
+        chance(f"aten.{name}", *args)
+        chance(f"aten.{name}.generator", *args, **given)
+    chance("aten.randint.low", -20, 30, [_MANY])
+    chance("aten.randint.low_generator", -20, 30, [_MANY], **given)
+    chance("aten.randint_like.low_dtype", whole, -20, 30)
+    chance("aten.randint_like.low_generator_dtype", whole, -20, 30, **given)
+    chance("aten.randint_like.Tensor", whole, lambda: torch.tensor(50))
+    chance("aten.randint_like.Tensor_generator", whole, lambda: torch.tensor(50), **given)
+    chance("aten.random", zeros(_MANY, dtype=torch.int16))
+    chance("aten.random.to", many, 50)
+    chance("aten.random.from", whole, -20, 30)
+    chance("aten.uniform", many, -2.0, 3.0)
+    chance("aten.normal.Tensor_float", floats(_MANY), 0.3)
+    chance("aten.normal.float_Tensor", 1.5, floats(_MANY))
+    chance("aten.normal.Tensor_Tensor", floats(_MANY), floats(_MANY, seed=1))
+    chance("aten.normal.float_float", 1.5, 0.3, [_MANY])
+    chance("aten.normal_functional", many, 1.5, 0.3)
+    chance("aten.bernoulli", floats(_MANY))
+    chance("aten.bernoulli.Tensor", many, floats(_MANY))
+    chance("aten.bernoulli.p", many, 0.3)
+    chance("aten.native_dropout", floats(_MANY), 0.3, True)
+    chance("aten.rrelu_with_noise_functional", lambda: floats(_MANY)() - 0.5, many, 0.1, 0.4, True)
+    chance("aten.exponential", many, 2.0)
+    chance("aten.cauchy", many, 1.0, 2.0)
+    chance("aten.geometric", many, 0.3)
+    chance("aten.log_normal", many, 0.5, 0.7)
+    chance("aten.poisson", lambda: floats(_MANY)() * 20)
+    chance("aten.binomial", lambda: torch.full((_MANY,), 12.0), floats(_MANY))
+    chance("aten.multinomial", floats(9), _MANY, True)
+    chance("aten._standard_gamma", lambda: floats(_MANY)() * 3)
+    chance("aten._sample_dirichlet", lambda: floats(_MANY, 3)() * 3)
+
+
+_drawn()
+case("aten._standard_gamma_grad", lambda: floats(9)() * 3, floats(9, seed=1))
+case("aten._dirichlet_grad", floats(9), lambda: floats(9, seed=1)() * 3, lambda: floats(9, seed=1)() * 3 + floats(9, seed=2)() * 3)
+case("aten.empty_permuted", [2, 3], [1, 0])
+case("aten.empty_strided", [2, 3], [1, 2])
+
+#: Plain PyTorch that computes what an overload without a kernel for the CPU does.
+TRUTH: dict[Any, Callable[..., Any]] = {
+    overload(f"aten.{name}.dtype"): lambda a, b, dtype, name=name: getattr(torch, name)(a.to(dtype), b.to(dtype)) for name in ("mm", "bmm")
+}
 
 
 def main() -> int:

@@ -91,11 +91,14 @@ def _lengths(name: str, value: Any, batch: int, most: int | None) -> Any:
 
 
 def _padded(targets: Array, target_lengths: Any, batch: int) -> Array:
-    """Targets as (N, S); those of all samples in one row need lengths that are known."""
-    if targets.ndim == 2:
+    """Targets as (N, S), S the longest of the lengths where they are known; those of all samples in one row need them known."""
+    if targets.ndim == 2 and isinstance(target_lengths, jax.core.Tracer):
         return targets
-    sizes = target_lengths if isinstance(target_lengths, np.ndarray) else concrete(target_lengths)
-    place = np.arange(int(sizes.max(initial=0)))
+    sizes = concrete(target_lengths)
+    longest = int(sizes.max(initial=0))
+    if targets.ndim == 2:
+        return targets[:, :longest]
+    place = np.arange(longest)
     rows = np.cumsum(sizes)[:, None] - sizes[:, None] + place
     return targets[np.where(place < sizes[:, None], rows, 0)] if targets.size else jnp.zeros((batch, 0), targets.dtype)
 

@@ -127,25 +127,32 @@ def aten__embedding_bag(
         raise RuntimeError("embedding_bag: per_sample_weights was not None: only supported for mode='sum'")
     index, checked = in_range(indices, weight.shape[0], OUT_OF_RANGE)
     bags, count = offsets.size - bool(include_last_offset), indices.size
-    at = lax.convert_element_type(offsets[:bags], np.int64)
-    # each index belongs to the last bag that starts no later
-    bag = jnp.searchsorted(at, lax.iota(np.int64, count), side="right") - 1
+    bag = _bag_of(indices, offsets[:bags])
     kept = lax.ne(index, lax.full_like(index, padding_idx)) if padding_idx >= 0 else lax.full(index.shape, True, np.bool_)
     # what is padding goes to a bag past the last one, which is dropped
     target = lax.select(kept, lax.convert_element_type(bag, np.int64), lax.full((count,), bags, np.int64))
     place = _rows((bags, weight.shape[1]), target, CHECKED)
     size = _rows((bags,), target, CHECKED).write(lax.full((bags,), 0, np.int64), lax.full((count,), 1, np.int64), add=True)
     rows = _embed(weight, index, _per_row(weight, index, checked) if scale_grad_by_freq else None, checked, -1)
+    kind = bag.dtype
     if mode == MAX:
         out, best = _largest(weight, rows, index, target, place, bags)
-        return out, bag, size, best
+        return out, bag, promotion.cast(size, kind), promotion.cast(best, kind)
     if per_sample_weights is not None:
         rows = rows * _spread(promotion.cast(per_sample_weights, rows.dtype), rows)
     exact = promotion.opmath(weight.dtype)
     out = place.write(lax.full((bags, weight.shape[1]), 0, exact), promotion.cast(rows, exact), add=True)
     if mode == MEAN:
         out = out / _spread(promotion.cast(lax.max(size, np.int64(1)), exact), out)
+    size = promotion.cast(size, kind)
     return promotion.cast(out, weight.dtype), bag, size, size
+
+
+def _bag_of(indices, offsets):
+    """The bag of each index: the last one that starts no later."""
+    at = lax.iota(np.int64, indices.size)
+    bag = jnp.searchsorted(lax.convert_element_type(offsets, np.int64), at, side="right") - 1
+    return promotion.cast(bag, promotion.result_dtype(indices, offsets))
 
 
 def _largest(weight, rows, index, target, place: Place, bags: int):
@@ -174,6 +181,8 @@ def aten__embedding_bag_backward(
     padding_idx=-1,
 ):  # fmt: skip
     """_embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, ..., int padding_idx=-1) -> Tensor"""
+    if indices.size and not offset2bag.size:  # PyTorch's kernel leaves it out where its own forward did not need it
+        offset2bag = _bag_of(indices, offsets[: grad.shape[0]])
     return aten__embedding_bag_dense_backward(
         grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
     )
@@ -201,5 +210,7 @@ def aten__embedding_bag_dense_backward(
 def aten__embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1):
     """_embedding_bag_per_sample_weights_backward(Tensor grad, Tensor weight, Tensor indices, Tensor offsets, ...) -> Tensor"""
     index, checked = in_range(indices, weight.shape[0], OUT_OF_RANGE)
+    if indices.size and not offset2bag.size:
+        offset2bag = _bag_of(indices, offsets[: grad.shape[0]])
     rows = _without(_rows(weight.shape, index, checked).read(weight), index, padding_idx)
     return lax.reduce_sum(rows * _rows(grad.shape, offset2bag, SAFE).read(grad), (1,))

@@ -46,7 +46,6 @@ _RENAMED = {
     "erf_inv": "erfinv",
     "erfcx": "special_erfcx",
     "fill": "fill.Scalar",
-    "full_like": "full_like",
     "ndtri": "special_ndtri",
     "pow": "pow.Tensor_Tensor",
     "reshape": "reshape",
@@ -181,6 +180,12 @@ def prims_iota(length: int, *, start: int, step: int, dtype: Any, device: Any, r
 def prims_full(shape: Sequence[int], fill_value: Any, *, dtype: Any, device: Any, requires_grad: bool) -> Any:
     """full(SymInt[] shape, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
     return lax.broadcast(number(fill_value, dtypes.to_jax(dtype)), tuple(shape))
+
+
+@lowering("prims.full_like")
+def prims_full_like(a: Any, fill_value: Any, *, dtype: Any, device: Any, requires_grad: bool) -> Any:
+    """full_like(Tensor a, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+    return prims_full(a.shape, fill_value, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 @lowering("prims.empty_strided", "prims.empty_permuted")

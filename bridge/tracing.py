@@ -119,8 +119,19 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
 
 
+def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ctc_loss with lengths as lists: PyTorch's C++ would look at the targets' values to choose among its kernels."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    lengths = {name: torch.as_tensor(given[name]) for name in names[2:]}
+    return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
+
+
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-_python_rules = {torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow}
+_python_rules = {
+    torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
+    torch.nn.functional.ctc_loss: _ctc_loss,
+}
 
 
 def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:

@@ -126,6 +126,10 @@ def halves(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: floats(*shape, seed=seed)().to(torch.bfloat16)
 
 
+def wholes(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
+    return lambda: ints(*shape, seed=seed)().float()
+
+
 def longs(*values: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.tensor(values, dtype=torch.int64)
 
@@ -277,6 +281,13 @@ case(  # every index as often as the others: the kernel mixes up whose frequency
     "aten._embedding_bag_dense_backward", floats(3, 3), longs(0, 2, 1, 1, 2, 0), longs(0, 0, 0, 2, 2, 2), longs(3, 0, 3), longs(),
     5, True, 1, None,
 )  # fmt: skip
+# whole numbers, so that some margins are just met
+case("aten.multi_margin_loss_backward", floats(3), wholes(3, 4), longs(2, 0, 3), 1, 1, floats(4, seed=1), 0)
+case(
+    "aten.multilabel_margin_loss_backward", floats(2), wholes(2, 4), lambda: torch.tensor([[3, 0, -1, 1], [2, 2, 1, 0]]), 0,
+    lambda: torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 0]]),
+)  # fmt: skip
+case("aten._weight_norm_interface_backward", floats(3, 4), floats(3, 4, seed=1), floats(3, 1, seed=2), floats(3, 1, seed=3), 0)
 for _kind in ("reflection", "replication"):
     case(f"aten.{_kind}_pad3d_backward", floats(2, 5, 6, 5), floats(2, 3, 4, 3, seed=1), [1, 1, 0, 2, 1, 1])
 for _kind in ("bicubic", "lanczos"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .promotion import cast, jdtype, opmath, real_dtype, require_inexact
 from .registry import LOWERINGS, lowering, overload
 
 _UNARY = (
@@ -86,6 +87,19 @@ for _name in ("addcmul", "addcdiv"):
 def aten_foreach_norm(self: Sequence, ord: Any = 2, dtype: Any = None) -> list:
     """_foreach_norm.Scalar(Tensor[] self, Scalar ord=2, ScalarType? dtype=None) -> Tensor[]"""
     return [_op("linalg_vector_norm")(x, ord, dtype=dtype) for x in self]
+
+
+@lowering("aten._foreach_powsum.Scalar")
+def aten_foreach_powsum(self: Sequence, ord: Any = 2, dtype: Any = None) -> list:
+    """_foreach_powsum.Scalar(Tensor[] self, Scalar ord=2, ScalarType? dtype=None) -> Tensor[]"""
+    return [_power_sum(x, ord, jdtype(dtype, x.dtype)) for x in self]
+
+
+def _power_sum(x: Any, ord: Any, out: Any) -> Any:
+    """The sum of |x| ** ord, rounded once."""
+    require_inexact(x, "_foreach_powsum")
+    sizes = _op("abs")(cast(x, opmath(out)))
+    return cast(_op("sum")(_op("pow.Tensor_Scalar")(sizes, ord)), real_dtype(out))
 
 
 @lowering("aten._foreach_max")

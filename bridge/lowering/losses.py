@@ -1,4 +1,4 @@
-"""Loss functions: negative log likelihood, and the element-wise losses whose derivative or speed a decomposition misses."""
+"""Loss functions: negative log likelihood, margins, and the element-wise losses whose derivative or speed a decomposition misses."""
 from __future__ import annotations
 
 import contextlib
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from bridge.lowering.activations import log_softmax
+from bridge.lowering.indexing import in_range
 from bridge.lowering.matmul import precision
 from bridge.lowering.promotion import cast, fused, opmath, promote
 from bridge.lowering.registry import lowering
@@ -127,6 +128,79 @@ def aten_binary_cross_entropy_with_logits(
     return _reduce(loss if weight is None else loss * cast(weight, x.dtype), reduction, dtype)
 
 
+# -- margins ------------------------------------------------------------------------------------------------------------
+@lowering("aten.multi_margin_loss")
+def aten_multi_margin_loss(
+    x: Array, target: Array, p: float = 1, margin: float = 1, weight: Array | None = None, reduction: int = _MEAN
+) -> Array:
+    """multi_margin_loss(Tensor self, Tensor target, Scalar p=1, Scalar margin=1, Tensor? weight=None, int reduction=Mean) -> Tensor"""
+    if p not in (1, 2):
+        raise RuntimeError(f"p: only p == 1 and p == 2 supported, got {p}")
+    classes = x.shape[-1] if x.ndim else 1
+    if x.ndim > 2 or not classes or target.size != x.size // classes or target.ndim > 1:
+        raise RuntimeError(f"target: inconsistent target size, got {list(target.shape)} for an input of shape {list(x.shape)}")
+    if weight is not None and weight.size != classes:
+        raise RuntimeError(f"weight: inconsistent weight size, expected {classes} but got {list(weight.shape)}")
+    labels, _ = in_range(target, classes, "target out of range: {index}", kind=RuntimeError)
+    return _multi_margin(x, labels, weight, p, margin, reduction)
+
+
+def _of_classes(labels: Array, classes: int, loss: Array, lowest: int = 0) -> Array:
+    """The losses, not a number for a class that does not exist (where that was not seen before the values were known)."""
+    return jnp.where((labels >= lowest) & (labels < classes), loss, jnp.nan)
+
+
+@fused("p", "margin", "reduction")
+def _multi_margin(x: Array, target: Array, weight: Array | None, p: float, margin: float, reduction: int) -> Array:
+    scores = cast(jnp.atleast_2d(x), opmath(x.dtype))
+    hot = lax.broadcasted_iota(target.dtype, scores.shape, 1) == target.reshape(-1, 1)
+    z = margin - jnp.sum(jnp.where(hot, scores, 0), 1, keepdims=True) + scores
+    # at a margin just met the derivative is 0, as in PyTorch's kernel and unlike clamp's
+    terms = jnp.where(~hot & (z > 0), z if p == 1 else z * z, 0)
+    if weight is not None:
+        terms = terms * jnp.sum(jnp.where(hot, cast(weight, terms.dtype), 0), 1, keepdims=True)
+    loss = _of_classes(target.reshape(-1), scores.shape[1], jnp.mean(terms, 1))
+    return _reduce(loss.reshape(target.shape) if reduction == _NONE else loss, reduction, x.dtype)
+
+
+@lowering("aten.multi_margin_loss_backward")
+def aten_multi_margin_loss_backward(
+    grad_output: Array, x: Array, target: Array, p: float, margin: float, weight: Array | None = None, reduction: int = _MEAN
+) -> Array:
+    """multi_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, Scalar p, Scalar margin, Tensor? weight=None,
+    int reduction=Mean) -> Tensor"""
+    return jax.vjp(lambda x: aten_multi_margin_loss(x, target, p, margin, weight, reduction), x)[1](grad_output)[0]
+
+
+@lowering("aten.multilabel_margin_loss_forward")
+def aten_multilabel_margin_loss_forward(x: Array, target: Array, reduction: int) -> tuple[Array, Array]:
+    """multilabel_margin_loss_forward(Tensor self, Tensor target, int reduction) -> (Tensor output, Tensor is_target)"""
+    classes = x.shape[-1] if x.ndim else 1
+    if x.ndim > 2 or not classes or target.shape != x.shape:
+        raise RuntimeError(f"target: inconsistent target size: {list(target.shape)} for input of size: {list(x.shape)}")
+    in_range(target + 1, classes + 1, "target out of range", kind=RuntimeError)
+    return _multilabel_margin(x, target, reduction)
+
+
+@fused("reduction")
+def _multilabel_margin(x: Array, target: Array, reduction: int) -> tuple[Array, Array]:
+    scores, labels = jnp.atleast_2d(cast(x, opmath(x.dtype))), jnp.atleast_2d(target)
+    valid = lax.cumsum(cast(labels < 0, np.int32), 1) == 0  # labels end at the first negative one
+    hot = (labels[:, :, None] == lax.iota(labels.dtype, scores.shape[1])) & valid[:, :, None]  # (sample, label, class)
+    is_target = jnp.any(hot, 1)
+    z = 1 - jnp.sum(jnp.where(hot, scores[:, None], 0), 2)[:, :, None] + scores[:, None]
+    counts = valid[:, :, None] & ~is_target[:, None] & (z > 0)
+    loss = _of_classes(jnp.max(labels, 1), scores.shape[1], jnp.sum(jnp.where(counts, z, 0), (1, 2)) / scores.shape[1], lowest=-1)
+    loss = loss.reshape(target.shape[:-1]) if reduction == _NONE else loss
+    return _reduce(loss, reduction, x.dtype), cast(is_target, x.dtype).reshape(target.shape)
+
+
+@lowering("aten.multilabel_margin_loss_backward")
+def aten_multilabel_margin_loss_backward(grad_output: Array, x: Array, target: Array, reduction: int, is_target: Array) -> Array:
+    """multilabel_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, Tensor is_target) -> Tensor"""
+    return jax.vjp(lambda x: aten_multilabel_margin_loss_forward(x, target, reduction)[0], x)[1](grad_output)[0]
+
+
 # -- negative log likelihood --------------------------------------------------------------------------------------------
 @lowering("aten.nll_loss_forward")
 def aten_nll_loss_forward(
@@ -180,8 +254,8 @@ def _nll_loss(
     else:
         column = cast(weight, wide).reshape(-1, *(1,) * (x.ndim - 1 - dim))
         weights = jnp.where(kept, jnp.sum(jnp.where(hot, column, 0), dim), 0)
-    # a class that does not exist (unseen until the values are known) must not pass for a loss of zero
-    loss = jnp.where(kept, jnp.where((target >= 0) & (target < classes), loss, jnp.nan), 0)
+    # a class that does not exist must not pass for a loss of zero
+    loss = jnp.where(kept, _of_classes(target, classes, loss), 0)
     loss = loss if weight is None else loss * weights
     if reduction == _NONE:
         return cast(loss, x.dtype), jnp.zeros((), x.dtype)

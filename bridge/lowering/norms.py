@@ -1,4 +1,4 @@
-"""Vector norms and pairwise distances.  At zero every norm has subgradient 0, as in PyTorch.
+"""Vector norms, pairwise distances and weight norm's backward.  At zero every norm has subgradient 0, as in PyTorch.
 
 Matrix norms and torch.norm arrive as compositions of these.
 """
@@ -97,3 +97,11 @@ def aten_pdist_forward(self: Any, p: float = 2.0) -> Any:
 def aten_pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
     """_pdist_backward(Tensor grad, Tensor self, float p, Tensor pdist) -> Tensor"""
     return jax.vjp(lambda x: _pairs(x, p), self)[1](grad)[0]
+
+
+@lowering("aten._weight_norm_interface_backward")
+def aten_weight_norm_interface_backward(grad_w: Any, saved_v: Any, saved_g: Any, saved_norms: Any, dim: int) -> tuple[Any, Any]:
+    """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""
+    grad, v, g, norms = (cast(x, opmath(x.dtype)) for x in (grad_w, saved_v, saved_g, saved_norms))
+    along = jnp.sum(grad * v, tuple(d for d in range(v.ndim) if d != dim % v.ndim), keepdims=True) / norms
+    return cast(g / norms * (grad - v * (along / norms)), saved_v.dtype), cast(along, saved_g.dtype)

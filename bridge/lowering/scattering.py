@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -306,9 +307,25 @@ def _overwrite_diagonal(x, src, offset, dim1, dim2):
 def aten_as_strided_scatter(x, src, size, stride, storage_offset=None):
     """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""
     index = strided_index(x.size, size, stride, storage_offset)
-    flat = lax.reshape(x, (x.size,))
     src = aten_expand(promotion.cast(src, x.dtype), index.shape)
-    return lax.reshape(_put(flat, 0, lax.reshape(np.asarray(index), (index.size,)), lax.reshape(src, (src.size,)), SAFE), x.shape)
+    out = _overwrite_places(lax.reshape(x, (x.size,)), lax.reshape(src, (src.size,)), index.reshape(-1))
+    return lax.reshape(out, x.shape)
+
+
+@jax.custom_jvp
+def _overwrite_places(flat, src, index):
+    """flat with src at the places of index.  In reverse mode alone, as in PyTorch, flat's gradient is that of what was overwritten."""
+    return _put(flat, 0, index, src, SAFE)
+
+
+@_overwrite_places.defjvp
+def _overwrite_places_jvp(primals, tangents):
+    (flat, src, index), (dflat, dsrc, _) = primals, tangents
+    hit = jnp.zeros(flat.shape, np.bool_).at[index].set(True)
+    # keeping what is not overwritten, with a transpose of its own: a linear solve lets one say that for every transform
+    keep, back = (lambda _, x: lax.select(hit, jnp.zeros_like(x), x)), (lambda _, g: lax.select(hit, g, jnp.zeros_like(g)))
+    kept = lax.custom_linear_solve(lambda x: x, dflat, keep, back)
+    return _put(flat, 0, index, src, SAFE), kept + _put(jnp.zeros_like(flat), 0, index, dsrc, SAFE)
 
 
 @lowering("aten.select_backward")

@@ -1,0 +1,79 @@
+"""Derivatives that PyTorch defines otherwise than JAX would take them (docs/gradients.md), beside torch's autograd and torch.func."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchfunc_jax
+
+NAN = float("nan")
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def paths(reduction: str, zero_infinity: bool, lengths: tuple[list[int], list[int]], labels: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    targets = torch.randint(1, labels + 1, (3, 4), generator=torch.Generator().manual_seed(0))
+    sizes = [torch.tensor(x) for x in lengths]
+    return lambda x: F.ctc_loss(x, targets, *sizes, reduction=reduction, zero_infinity=zero_infinity)
+
+
+LOG_PROBS = floats(6, 3, 5).log_softmax(-1)
+SPOILT = torch.tensor([[2.0, 1, 3, NAN], [4, 5, 6, 7]], dtype=torch.float64)
+WITH_ZEROS = torch.tensor([[2.0, 1, 3, NAN], [0, 0, 1, 2], [4, 5, 6, 0]], dtype=torch.float64)
+CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "prod of NaN": (lambda x: x.prod(1), (SPOILT,)),
+    "prod of all, NaN": (torch.prod, (SPOILT,)),
+    "prod of NaN and zeros": (lambda x: x.prod(0, keepdim=True), (WITH_ZEROS,)),
+    "prod of rows of NaN and zeros": (lambda x: x.prod(1), (WITH_ZEROS,)),
+    "prod of nothing": (lambda x: x.prod(0), (floats(0, 3),)),
+    "as_strided_scatter": (lambda x, y: x.as_strided_scatter(y, (2, 2), (3, 2), 1), (floats(3, 3), floats(2, 2))),
+    "as_strided_scatter broadcast": (lambda x, y: x.as_strided_scatter(y.expand(2, 2), (2, 2), (3, 2)).exp(), (floats(3, 3), floats(2))),
+    "ctc_loss": (paths("mean", False, ([6, 5, 4], [4, 0, 2]), 4), (LOG_PROBS,)),
+    "ctc_loss of repeated labels": (paths("none", True, ([6, 5, 6], [4, 3, 1]), 1), (LOG_PROBS,)),
+    "ctc_loss where no path fits": (paths("sum", False, ([6, 5, 3], [4, 1, 4]), 4), (LOG_PROBS,)),
+    "ctc_loss of one that does not count": (paths("sum", True, ([6, 5, 3], [4, 1, 4]), 4), (LOG_PROBS,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reverse_mode_is_autograds(name: str) -> None:
+    function, args = CASES[name]
+    leaves = [x.clone().requires_grad_() for x in args]
+    out = function(*leaves)
+    cotangent = torch.linspace(1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
+    theirs = torch.autograd.grad(out, leaves, cotangent)
+    pull = lambda *args: torchfunc_jax.vjp(function, *args)[1](cotangent)
+    lanes = torchfunc_jax.vmap(pull)(*[torch.stack([x, x]) for x in args])
+    for mine in (pull(*args), torchfunc_jax.jit(pull)(*args), [x[1] for x in lanes]):
+        torch.testing.assert_close(tuple(mine), theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "ctc_loss" not in name])
+def test_forward_mode_is_torch_funcs(name: str) -> None:
+    function, args = CASES[name]
+    tangents = tuple(floats(*x.shape) for x in args)
+    torch.testing.assert_close(torchfunc_jax.jvp(function, args, tangents), torch.func.jvp(function, args, tangents), equal_nan=True)
+
+
+def test_ctc_loss_rounds_as_pytorchs_kernel() -> None:
+    """Log probabilities of a long path add up to hundreds, of which float32 keeps few digits: the order of the sums shows."""
+    x = floats(120, 8, 20).float().log_softmax(-1)
+    targets = torch.randint(1, 20, (8, 50), generator=torch.Generator().manual_seed(0))
+    sizes = torch.full((8,), 120), torch.tensor([50, 20, 40, 33, 48, 50, 22, 7])
+    loss = lambda x: F.ctc_loss(x, targets, *sizes, reduction="sum")
+    leaf = x.clone().requires_grad_()
+    theirs = torch.autograd.grad(loss(leaf), leaf)[0]
+    torch.testing.assert_close(torchfunc_jax.grad(loss)(x), theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_ctc_loss_twice() -> None:
+    gradient = torchfunc_jax.grad(CASES["ctc_loss"][0])
+    direction, step = floats(6, 3, 5), 1e-6
+    twice = torchfunc_jax.jvp(gradient, (LOG_PROBS,), (direction,))[1]
+    near = [gradient(LOG_PROBS + sign * step * direction) for sign in (1, -1)]
+    torch.testing.assert_close(twice, (near[0] - near[1]) / (2 * step), rtol=1e-6, atol=1e-7)

@@ -127,10 +127,19 @@ def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
 
 
+def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """tensor_split by a tensor: PyTorch's C++ reads it by its address, which a traced one lacks and under jit would be read only once."""
+    given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
+    where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
+    if not isinstance(where, torch.Tensor) or where.dtype is not torch.int64 or where.dim() > 1:
+        return func(*args, **kwargs)
+    return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
+
+
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _python_rules = {
     torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
-    torch.nn.functional.ctc_loss: _ctc_loss,
+    torch.nn.functional.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
 }
 
 

@@ -175,7 +175,7 @@ def test_chunks_must_be_positive() -> None:
         torchfunc_jax.chunk_vmap(torch.sin, chunks=0)
 
 
-@pytest.mark.parametrize("operator", ["nonzero", "masked_select", "item", "bool", "tolist", "unique", "boolean index"])
+@pytest.mark.parametrize("operator", ["nonzero", "masked_select", "item", "bool", "tolist", "unique", "boolean index", "tensor_split"])
 def test_values_under_jit(operator: str) -> None:
     functions = {
         "nonzero": lambda a: a.nonzero(),
@@ -185,6 +185,7 @@ def test_values_under_jit(operator: str) -> None:
         "tolist": lambda a: a.tolist(),
         "unique": lambda a: a.unique(),
         "boolean index": lambda a: a[a > 1],
+        "tensor_split": lambda a: a.tensor_split(a.sum().long()),
     }
     with pytest.raises(DataDependentError, match=r"under jit .*test_errors\.py:\d+"):
         torchfunc_jax.jit(functions[operator])(x)
@@ -194,6 +195,24 @@ def test_values_under_jit(operator: str) -> None:
 
 def test_values_are_there_under_grad() -> None:
     same(torchfunc_jax.grad(lambda a: (a[a > 1] ** 2).sum() * a.nonzero().shape[0])(x), torch.where(x > 1, 2 * x * x.numel(), 0.0))
+
+
+def test_tensor_split_by_a_tensor_whose_values_are_known() -> None:
+    places, square = torch.tensor([1, 2]), lambda a, at: (torch.tensor_split(a, at, dim=-1)[1] ** 2).sum()
+    theirs = torch.func.grad(lambda a: square(a, places))(x)
+    same(torchfunc_jax.grad(square)(x, places), theirs)
+    same(torchfunc_jax.grad(lambda a: square(a, places))(x), theirs)
+    same(torchfunc_jax.jit(torchfunc_jax.grad(lambda a: square(a, torch.tensor([1, 2]))))(x), theirs)
+    same(torchfunc_jax.vmap(torchfunc_jax.grad(square), in_dims=(0, None))(x, places), theirs)
+    for wrong, said in ((torch.tensor([1.0]), "dtype of long"), (places[None], "zero-dimensional or one-dimensional")):
+        with pytest.raises(RuntimeError, match=said):
+            torchfunc_jax.grad(square)(x, wrong)
+
+
+def test_tensor_split_by_a_captured_tensor_is_not_read_once_and_for_all() -> None:
+    places = torch.tensor([1, 2])
+    with pytest.raises(DataDependentError, match=r"tensor_split by a tensor .*under jit"):
+        torchfunc_jax.jit(lambda a: a.tensor_split(places))(x)
 
 
 def test_an_operator_without_lowering_names_itself_and_the_line() -> None:

@@ -282,8 +282,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 #: Plans that touch values only by way of ``eager.run``, which knows about lanes.
 _LANE_WISE = frozenset(
-    {"run_pure", "run_view", "run_split", "run_write", "run_in_place_view", "composite", "decomposed", "_linalg_errors", "_copy_", "_detach",
-     "_lift_fresh", "_same_size", "_same_storage", "_feature_zeros"}
+    {"run_pure", "run_view", "run_split", "run_write", "run_in_place_view", "composite", "decomposed", "_linalg_errors", "_copy_",
+     "_detach", "_lift_fresh", "_same_size", "_same_storage", "_feature_zeros"}
 )
 
 

@@ -199,7 +199,7 @@ def test_values_are_there_under_grad() -> None:
 
 def test_tensor_split_by_a_tensor_whose_values_are_known() -> None:
     places, square = torch.tensor([1, 2]), lambda a, at: (torch.tensor_split(a, at, dim=-1)[1] ** 2).sum()
-    theirs = torch.func.grad(lambda a: square(a, places))(x)
+    theirs = torch.func.grad(lambda a: square(a, [1, 2]))(x)  # itself it takes no tensor here
     same(torchfunc_jax.grad(square)(x, places), theirs)
     same(torchfunc_jax.grad(lambda a: square(a, places))(x), theirs)
     same(torchfunc_jax.jit(torchfunc_jax.grad(lambda a: square(a, torch.tensor([1, 2]))))(x), theirs)

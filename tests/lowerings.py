@@ -3,7 +3,7 @@
     python tests/lowerings.py
 
 writes lowerings.json: for each overload with a lowering, the first sample of the database (operator, dtype, position) whose run in plain
-PyTorch, forward, backward or in inference mode, calls it.
+PyTorch, forward, backward or in inference mode, calls it and gets more than zeros.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,25 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Shows every call to a function before it happens."""
+    """Shows every call to a function before it happens, and what came out to the function that this one returned."""
 
-    def __init__(self, see: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, see: Callable[[Any, Any, Any], Callable[[Any], None]]) -> None:
         super().__init__()
         self.see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.see(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        done = self.see(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        done(out)
+        return out
+
+
+def telling(out: Any) -> bool:
+    """Whether a result has values that a wrong lowering would hardly give: not one number, all zero or all NaN."""
+    found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    # a zero tensor has no memory to read
+    found = [t for t in found if t.layout is torch.strided and t.numel() > 1 and not t._is_zerotensor()]
+    return any(bool(t.any()) and not (t.is_floating_point() and bool(t.isnan().all())) for t in found)
 
 
 def lowered(func: Any) -> Any:
@@ -50,7 +60,7 @@ def lowered(func: Any) -> Any:
     return None
 
 
-def run(op: Any, dtype: torch.dtype, position: int, see: Callable[[Any, Any, Any], None]) -> None:
+def run(op: Any, dtype: torch.dtype, position: int, see: Callable[[Any, Any, Any], Callable[[Any], None]]) -> None:
     """Run a sample in plain PyTorch in all the ways that reach different operators."""
     samples = opinfo.draw(op, dtype, 0, position + 1)
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -72,22 +82,27 @@ def _copy(tree: Any) -> Any:
 
 
 def call_of(func: Any, place: list[Any]) -> Call:
-    """The arguments with which a sample calls func (or the writing form of it)."""
+    """The arguments with which a sample calls func (or the writing form of it): in its first telling call, or else in its first."""
     name, dtype, position = place
-    found: list[Call] = []
+    first: list[Call] = []
+    best: list[Call] = []
 
-    def see(f: Any, args: Any, kwargs: Any) -> None:
-        if not found and lowered(f) is func:
-            names = {a.name for a in func._schema.arguments}
-            found.append(_copy((args, {k: v for k, v in kwargs.items() if k in names})))
+    def see(f: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        if best or lowered(f) is not func:
+            return lambda out: None
+        names = {a.name for a in func._schema.arguments}
+        call = _copy((args, {k: v for k, v in kwargs.items() if k in names}))
+        first.append(call)
+        return lambda out: best.append(call) if telling(out) else None
 
     run(opinfo.operators()[name], getattr(torch, dtype), position, see)
-    return found[0]
+    return (best or first)[0]
 
 
-def places() -> Iterator[tuple[str, list[Any]]]:
-    """(overload, place), looked for in the whole database."""
-    seen: set[Any] = set()
+def places() -> dict[str, list[Any]]:
+    """Where in the whole database each overload is called first with a telling result, or, where it never is, called first."""
+    first: dict[Any, list[Any]] = {}
+    best: dict[Any, list[Any]] = {}
     for name, op in opinfo.operators().items():
         for dtype in ("float32", "int64", "complex64", "bool"):
             if getattr(torch, dtype) not in op.supported_dtypes("cpu"):
@@ -98,13 +113,17 @@ def places() -> Iterator[tuple[str, list[Any]]]:
                 continue
             positions = opinfo.chosen([None] * count, 4) if dtype == "float32" and count else [0] if count else []
             for position in positions:
-                found: list[Any] = []
-                run(op, getattr(torch, dtype), position, lambda f, args, kwargs, found=found: found.append(f))  # type: ignore[misc]
-                for func in found:
-                    func = lowered(func)
-                    if func is not None and func not in seen:
-                        seen.add(func)
-                        yield str(func), [name, dtype, position]
+                place = [name, dtype, position]
+
+                def see(f: Any, args: Any, kwargs: Any, place: list[Any] = place) -> Callable[[Any], None]:
+                    func = lowered(f)
+                    if func is None or func in best:
+                        return lambda out: None
+                    first.setdefault(func, place)
+                    return lambda out: best.setdefault(func, place) and None if telling(out) else None
+
+                run(op, getattr(torch, dtype), position, see)
+    return {str(func): place for func, place in (first | best).items()}
 
 
 # -- what the database misses -------------------------------------------------------------------------------------------------------
@@ -425,7 +444,7 @@ TRUTH: dict[Any, Callable[..., Any]] = {
 
 def main() -> int:
     torch.set_num_threads(1)
-    found = dict(places())
+    found = places()
     PLACES.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items())) + "\n}\n")
     missing = sorted(str(f) for f in LOWERINGS if str(f) not in found and f not in CASES)
     print(f"{len(found)} overloads in the database, {len(CASES)} in the table, {len(missing)} in neither: {' '.join(missing)}")

@@ -1,6 +1,7 @@
 """Checks that several transforms share: argnums, tuples of tensors, outputs."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,3 +85,22 @@ def real(api: str, tree: Any, what: str) -> None:
     for i, x in enumerate(trees.flatten(tree)[0]):
         if isinstance(x, torch.Tensor) and x.is_complex():
             raise RuntimeError(f"{api}: Expected all {what} to be real but received complex tensor at flattened input idx: {i}")
+
+
+def to_pull_back(out: Any, has_aux: bool, api: str, check: Callable[[list[Any]], None] | None = None) -> tuple[list[Any], Any]:
+    """The tensors of what a function under vjp or jacrev returned, outputs first; and (spec, number of outputs, spec of aux).
+
+    check: what else the outputs must pass.
+    """
+    aux: Any = None
+    if has_aux:
+        out, aux = pair(out, api)
+    aux_tensors, aux_spec = aux_leaves(aux) if has_aux else ([], None)
+    leaves, spec = trees.flatten(out)
+    non_empty_tensors(leaves, api)
+    if check is not None:
+        check(leaves)
+    for o in leaves:
+        if not (o.is_floating_point() or o.is_complex()):
+            raise RuntimeError(f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}")
+    return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)

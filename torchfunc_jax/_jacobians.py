@@ -53,27 +53,14 @@ def jacrev(
     """
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
-    api = "vjp(f, *primals)"
 
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
-        target = Differentiated(func, args, {}, argnums, api)
+        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
         def finish(out: Any) -> tuple[list[Any], Any]:
-            aux: Any = None
-            if has_aux:
-                out, aux = _args.pair(out, api)
-            aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
-            leaves, spec = trees.flatten(out)
-            _args.non_empty_tensors(leaves, api)
-            _args.real("jacrev", leaves, "outputs")
-            for o in leaves:
-                if not o.is_floating_point():
-                    raise RuntimeError(
-                        f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}"
-                    )
-            return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)
+            return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []

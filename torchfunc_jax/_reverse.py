@@ -199,20 +199,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     api = "vjp(f, *primals)"
     target = Differentiated(func, primals, {}, argnums, api)
 
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        aux: Any = None
-        if has_aux:
-            out, aux = _args.pair(out, api)
-        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
-        leaves, spec = trees.flatten(out)
-        _args.non_empty_tensors(leaves, api)
-        for o in leaves:
-            if not (o.is_floating_point() or o.is_complex()):
-                raise RuntimeError(
-                    f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}"
-                )
-        return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)
-
+    finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
     pulls: list[Any] = []
 
     def compute(values: list[Any]) -> Result:

@@ -200,13 +200,6 @@ def softmax(x: Array, axis: int) -> Array:
     return e / jnp.sum(e, axis, keepdims=True)
 
 
-@softmax.defjvp
-def _softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    y = softmax(*primals, axis)
-    dy = y * tangents[0]
-    return y, dy - y * jnp.sum(dy, axis, keepdims=True)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def safe_softmax(x: Array, axis: int) -> Array:
     """Softmax where a slice that is all -inf gives zeros, not NaN."""
@@ -216,11 +209,14 @@ def safe_softmax(x: Array, axis: int) -> Array:
     return e / jnp.where(total == 0, 1, total)
 
 
-@safe_softmax.defjvp
-def _safe_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    y = safe_softmax(*primals, axis)
+def _softmax_jvp(of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    y = of(*primals, axis)
     dy = y * tangents[0]
     return y, dy - y * jnp.sum(dy, axis, keepdims=True)
+
+
+softmax.defjvp(functools.partial(_softmax_jvp, softmax))
+safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -286,12 +286,6 @@ def aten_all(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return _logical(self, dim, keepdim, lax.reduce_and)
 
 
-@lowering("aten._is_all_true")
-def aten_is_all_true(self: Any) -> Any:
-    """_is_all_true(Tensor self) -> Tensor"""
-    return aten_all(self)
-
-
 @lowering("aten._is_any_true")
 def aten_is_any_true(self: Any) -> Any:
     """_is_any_true(Tensor self) -> Tensor"""

@@ -472,7 +472,7 @@ def strided_index(numel: int, size: Sequence[int], stride: Sequence[int], offset
     return index
 
 
-@lowering("aten.alias", "aten.alias_copy", "aten.lift", "aten.lift_fresh", "aten.lift_fresh_copy")
+@lowering("aten.alias", "aten.alias_copy", "aten.lift_fresh_copy")
 def aten_alias(x):
     """alias(Tensor(a) self) -> Tensor(a)"""
     return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -161,6 +162,11 @@ def complexes(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: torch.complex(floats(*shape, seed=seed)(), floats(*shape, seed=seed + 9)())
 
 
+def wide(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
+    """Numbers in (-4, 5)."""
+    return lambda: floats(*shape, seed=seed)() * 9 - 4
+
+
 def ints(*shape: int, high: int = 5, seed: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -233,7 +239,7 @@ case("aten._int_mm", lambda: torch.randint(-9, 9, (17, 8), dtype=torch.int8), la
 case("aten.where.ScalarOther", bools(True, False), floats(2), 1.5)
 case("aten.where.ScalarSelf", bools(True, False), 1.5, floats(2))
 case("aten.where.Scalar", bools(True, False), 1.5, 2.5)
-case("aten.where", bools(True, False))
+case("aten.where", bools(False, True))
 case("aten.masked_fill.Tensor", floats(2), bools(True, False), floats())
 case("aten.fill.Tensor", floats(3), floats())
 case("aten.range", 1, 5)
@@ -247,7 +253,6 @@ case("aten.fft_fftfreq", 7)
 case("aten.fft_rfftfreq", 7)
 case("aten.searchsorted.Scalar", lambda: torch.arange(5.0), 2.5)
 case("aten.bucketize.Scalar", 2.5, lambda: torch.arange(5.0))
-case("aten._is_all_true", bools(True, False))
 case("aten._is_any_true", bools(True, False))
 case("aten.allclose", floats(3), floats(3))
 case("aten._euclidean_dist", floats(4, 3), floats(2, 3, seed=1))
@@ -257,7 +262,7 @@ case("aten.replication_pad3d", floats(2, 3, 3, 3), [1, 1, 1, 1, 1, 1])
 case("aten.concat", [floats(2, 3), floats(1, 3, seed=1)])
 case("aten._stack", [floats(2, 3), floats(2, 3, seed=1)])
 case("aten._logcumsumexp", floats(3, 4), 1)
-for _name in ("lift", "lift_fresh_copy", "detach_copy", "_neg_view", "_neg_view_copy"):
+for _name in ("lift_fresh_copy", "detach_copy", "_neg_view", "_neg_view_copy"):
     case(f"aten.{_name}", floats(3))
 case("aten.slice_copy.Tensor", floats(4, 3), 0, 1, 3)
 case("aten.select_copy.int", floats(4, 3), 0, 1)
@@ -372,6 +377,27 @@ case("prims.split_dim", floats(2, 6), 1, 2)
 case("prims.squeeze", floats(1, 3, 1), [0, 2])
 case("prims.transpose", floats(2, 3, 4), [2, 0, 1])
 case("prims.where", bools(True, False, True), floats(3), floats(3, seed=1))
+
+# -- instead of samples whose results are all zero, NaN or empty ---------------------------------------------------------------------
+for _name in ("isinf", "isposinf", "isneginf"):
+    case(f"aten.{_name}", lambda: torch.tensor([1.0, math.inf, -math.inf, math.nan]))
+for _name in ("_foreach_floor", "_foreach_trunc"):
+    case(f"aten.{_name}", [wide(2, 3), wide(4, seed=1)])
+for _name in ("floor", "trunc", "signbit"):
+    case(f"prims.{_name}", wide(9))
+case("prims.acosh", lambda: floats(4)() + 1)
+case("prims.eq", longs(1, 2, 3), longs(1, 3, 3))
+case("prims.zeta", lambda: floats(4)() + 1, floats(4, seed=1))
+case("aten.special_zeta.other_scalar", lambda: floats(4)() + 1, 2.5)
+case("aten.logical_xor", bools(True, False, True), bools(True, True, False))
+case("aten.scalar_tensor", 2.5, dtype=torch.float64)
+case("aten.prod", floats(3, 4))
+case("aten.any.dim", lambda: torch.tensor([[True, False], [False, False]]), 1)
+case("aten._unique2", ints(7), True, True, True)
+case("aten.im2col", floats(2, 3, 6, 5), [2, 3], [1, 2], [1, 0], [2, 1])
+case("aten.col2im", floats(2, 18, 20), [6, 5], [2, 3], [1, 1], [1, 1], [2, 1])
+case("aten._histogramdd_from_bin_tensors", floats(20, 2), [lambda: torch.linspace(0, 1, 4), lambda: torch.tensor([0.1, 0.5, 0.8])])
+case("aten.multi_margin_loss", floats(3, 4), longs(2, 0, 3), 2, 1, floats(4, seed=1), 0)
 
 # -- what cannot be compared value by value -----------------------------------------------------------------------------------------
 #: Overloads whose values are drawn: as many as it takes to tell one distribution from another.

@@ -46,10 +46,28 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool
     if is_causal:
         row, column = (lax.broadcasted_iota(jnp.int32, scores.shape[2:], i) for i in (0, 1))
         scores = jnp.where(row >= column, scores, -jnp.inf)
-    weights = safe_softmax(scores, 3)
-    out = lax.dot_general(cast(weights, v.dtype), v, (((3,), (2,)), batch), preferred_element_type=wide)
+    out = _weighed(scores, v)
     logsumexp = jax.scipy.special.logsumexp(lax.stop_gradient(scores), 3)
     return cast(out, dtype), cast(logsumexp, wide)
+
+
+def _mean(weights: Array, v: Array) -> Array:
+    return lax.dot_general(cast(weights, v.dtype), v, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=weights.dtype)
+
+
+@jax.custom_jvp
+def _weighed(scores: Array, v: Array) -> Array:
+    """softmax(scores) @ v.  The derivative to the scores is taken from the output, as PyTorch's kernel does: it rounds as it does."""
+    return _mean(safe_softmax(scores, 3), v)
+
+
+@_weighed.defjvp
+def _weighed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (scores, v), (dscores, dv) = primals, tangents
+    weights = safe_softmax(scores, 3)
+    out = _mean(weights, v)
+    moved = weights * dscores
+    return out, _mean(moved, v) - out * jnp.sum(moved, 3, keepdims=True) + _mean(weights, dv)
 
 
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu_backward")

@@ -237,9 +237,22 @@ def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     offset = base.storage_offset() if offset is None else offset
     root = node_of(base).root
-    meta = torch.empty(root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
-    view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset), {})
+    first = _first_place(root)
+    if offset < first:
+        raise RuntimeError(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+    meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
+    view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset - first), {})
     return _view_tensor(meta, Node(None, state.level, root, view), base.device)
+
+
+def _first_place(root: Node) -> int:
+    """Where in its memory the tensor begins that a root was captured from, of which only its own elements have crossed."""
+    for t, node in state.level.root.captured.values():
+        if node is root:
+            if not t.is_contiguous():
+                raise RuntimeError(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
+            return int(t.storage_offset())
+    return 0
 
 
 _DTYPE_VIEWS = frozenset({aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default})

@@ -410,3 +410,19 @@ def test_a_default_device(device: str) -> None:
     assert devices.default() is None
     with pytest.raises(ValueError, match="device: no JAX device"):
         devices.set_default("abacus")
+
+
+@pytest.mark.parametrize("transform", [torchfunc_jax.vmap, torchfunc_jax.jit])
+def test_as_strided_of_a_captured_view_counts_in_its_whole_memory(transform: Any) -> None:
+    part = torch.arange(20.0)[5:15]
+    x = torch.ones(2, 2, 2)
+    for view in (
+        lambda: part.as_strided((2, 2), (1, 2)), lambda: part.as_strided((2, 2), (1, 2), 7), lambda: part[2:].as_strided((2, 2), (1, 2)),
+        lambda: part.as_strided((2, 3), (3, 1), 7).as_strided((2, 2), (2, 1)), lambda: part.view(2, 5).t().as_strided((2, 2), (1, 2)),
+    ):
+        torch.testing.assert_close(transform(lambda x, view=view: x * view())(x), x * view())
+    turned = part.view(2, 5).t()
+    before, after = (lambda: part.as_strided((2, 2), (1, 2), 0)), (lambda: part.as_strided((2, 2), (1, 2), 14))
+    for outside in (before, after, lambda: turned.as_strided((2,), (1,))):
+        with pytest.raises(RuntimeError, match=r"as_strided|out of bounds"):
+            transform(lambda x, outside=outside: x * outside())(x)

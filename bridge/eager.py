@@ -130,7 +130,8 @@ class Piece:
         run = self.backs.get((wanted, given, axes if mapped else None))
         if run is None:
             pullback = self._pullback(wanted, given)
-            run = self.backs[wanted, given, axes if mapped else None] = jax.jit(jax.vmap(pullback, [list(a) for a in axes]) if mapped else pullback)
+            pullback = jax.vmap(pullback, [list(a) for a in axes]) if mapped else pullback
+            run = self.backs[wanted, given, axes if mapped else None] = jax.jit(pullback)
         grads = run(arrays, cotangents)
         return [lanes.add(g) for g in grads] if mapped else grads
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,3 +203,23 @@ def by_user() -> bool:
     Operators called for come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
     """
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def torch_rearrange() -> Callable[..., torch.Tensor]:
+    """``torch.func.rearrange``; before torch 2.12 it is functorch's alone.
+
+    There it makes a function with exec and looks for it in locals(), where Python 3.13 no longer puts it (every call is a KeyError):
+    then the same code runs here with an exec and a locals() of its own that share a dictionary.
+    """
+    if hasattr(torch.func, "rearrange"):
+        return torch.func.rearrange
+    module = importlib.import_module("functorch.einops.rearrange")
+    try:
+        module.rearrange(torch.zeros(1), "a -> a")
+    except KeyError:
+        space = {"dims": module.dims}
+        made: dict[str, Any] = {"exec": lambda code: exec(code, space), "locals": lambda: space}
+        make = module._create_rearrange_callable.__wrapped__
+        made["_create_rearrange_callable"] = functools.lru_cache(256)(types.FunctionType(make.__code__, {**vars(module), **made}))
+        return functools.wraps(module.rearrange)(types.FunctionType(module.rearrange.__code__, {**vars(module), **made}))
+    return module.rearrange

@@ -1,6 +1,5 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
-from torch.func import rearrange
-
+from bridge.private import torch_rearrange
 from torchfunc_jax import testing
 from torchfunc_jax.apis import (
     chunk_vmap,
@@ -31,6 +30,8 @@ from torchfunc_jax.make_functional import (
     make_functional_with_buffers_deprecated_v1,
 )
 from torchfunc_jax.patching import patch
+
+rearrange = torch_rearrange()
 
 __all__ = [
     "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "functional_call",

@@ -100,6 +100,7 @@ class _Border(torch.autograd.Function):
     """One JAX computation as one node of torch's graph."""
 
     @staticmethod
+    @private.opaque
     def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
@@ -117,6 +118,7 @@ class _Border(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @private.opaque
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs = ctx.saved_tensors  # raises where one was changed in place since
         check_unchanged(ctx.versions)
@@ -204,6 +206,7 @@ class _Attached(torch.autograd.Function):
     """An inner transform as one node of the graph that torch's autograd builds inside a trace."""
 
     @staticmethod
+    @private.opaque
     def forward(ctx: Any, outs: list[Any], compute: Any, leaves: Sequence[Any], *watched: Any) -> Any:
         ctx.compute, ctx.leaves, ctx.kinds = compute, leaves, [inexact(t.node.value) for t in outs]
         ctx.save_for_backward(*watched)
@@ -211,6 +214,7 @@ class _Attached(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @private.opaque
     def backward(ctx: Any, *cotangents: Any) -> Any:
         from bridge.calls import Result, apply
 

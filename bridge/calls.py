@@ -110,6 +110,7 @@ class Traceable:
         return result
 
 
+@private.opaque
 def apply(
     compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False, taped: bool = False
 ) -> tuple[list[Any], Any]:

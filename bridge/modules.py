@@ -16,6 +16,7 @@ from torch.func import functional_call
 from bridge import dtypes, tensors, trees
 from bridge.levels import state as trace
 from bridge.plain import plain
+from bridge.private import opaque
 
 State = dict[str, jax.Array]
 
@@ -125,6 +126,7 @@ def _matched(
     return [(target, new) for _, target, new in found.values()]
 
 
+@opaque
 def call(
     module: nn.Module,
     params: Mapping[str, Any],

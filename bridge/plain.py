@@ -6,11 +6,13 @@ from typing import Any
 
 from bridge.calls import Call, Result, apply, put_together, take_apart
 from bridge.levels import push
+from bridge.private import opaque
 
 
 def plain(func: Callable[..., Any]) -> Callable[..., Any]:
     """func as a JAX computation: torch tensors or jax.Arrays in, the same out; leaves that are no tensors pass through."""
 
+    @opaque
     def run(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(args, kwargs)
         traceable = call.traceable(func)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,23 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # no
 
 #: Makes a tensor without storage: shape, dtype, device, strides only.  Documented for subclass authors, private by its name.
 make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_frames = torch._C._dynamo.eval_frame
+_NOT_COMPILED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # the frame, those that it calls
+_set_strategy = _frames.set_code_exec_strategy
+
+
+def opaque(function: _Function) -> _Function:
+    """Have torch.compile neither look into a function nor into what that calls; it breaks its graph there.
+
+    ``torch.compiler.disable`` says the same by a wrapper around each call and an import of all of dynamo.  These are the marks that
+    dynamo looks for: the attribute where it meets a call, the strategy where it would compile a frame.  A call is as fast as without.
+    """
+    _set_strategy(function.__code__, _NOT_COMPILED)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it runs in JAX; leave it outside of what is compiled with fullgraph"  # type: ignore[attr-defined]
+    return function
 
 
 def torch_node(tree: Any) -> tuple[list[Any], Any] | None:

@@ -45,6 +45,7 @@ def cached(t: torch.Tensor) -> jax.Array | None:
     return entry[1]
 
 
+@private.opaque
 def to_jax(t: torch.Tensor) -> jax.Array:
     """The tensor's values as a jax.Array; shares memory where strides, alignment and device allow, else a copy.
 
@@ -164,6 +165,7 @@ def _layout(shape: tuple[int, ...], dtype: np.dtype) -> tuple[torch.dtype, Any, 
     return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT
 
 
+@private.opaque
 def to_torch(
     array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None, wait: bool = True
 ) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Traced(torch.Tensor):
     node: Node
 
     @classmethod
+    @private.opaque
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
             return NotImplemented  # another class has rules of its own (functorch's dims)
@@ -40,6 +41,7 @@ class Traced(torch.Tensor):
             return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod
+    @private.opaque
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -257,6 +259,7 @@ class _Mode(private.DispatchMode):
     def _should_skip_dynamo(cls) -> bool:  # a wrapper around each call that keeps torch.compile out: there is nothing to keep out of
         return False
 
+    @private.opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return dispatch(func, args, kwargs or {})
 

@@ -12,6 +12,7 @@ import torch
 from bridge import autograd, private, trees
 from bridge.calls import Result, apply, is_array
 from bridge.levels import state
+from bridge.private import opaque
 from bridge.tracing import value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
@@ -32,6 +33,7 @@ def _forward_mode() -> Iterator[None]:
         ) from error
 
 
+@opaque
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
     """func's value and its derivative in the direction of the tangents.
 
@@ -117,6 +119,7 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
     return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
 
 
+@opaque
 def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """func's value and its derivative at the primals as a linear function, computed once for many tangents.
 
@@ -162,6 +165,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     versions = autograd.versions(target.call.arrays) if recorded else []
     wanted = [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in target.diff_leaves]
 
+    @opaque
     def jvp_fn(*tangents: Any) -> Any:
         leaves, spec = trees.flatten(tangents)
         if spec != target.diff_spec:

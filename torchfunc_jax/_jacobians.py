@@ -11,6 +11,7 @@ import torch
 
 from bridge import calls, dtypes, eager, trees
 from bridge.calls import Result, apply
+from bridge.private import opaque
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums
@@ -18,6 +19,7 @@ from torchfunc_jax._reverse import Differentiated
 from torchfunc_jax._vmap import vmap
 
 
+@opaque
 def jacrev(
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -54,6 +56,7 @@ def jacrev(
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
@@ -101,6 +104,7 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
     return [p.reshape(out.shape + p.shape[1:]) for p in pieces]
 
 
+@opaque
 def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False, *, randomness: str = "error") -> Callable[..., Any]:
     """The Jacobian, column by column (forward mode): best where there are fewer inputs than outputs.
 
@@ -123,6 +127,7 @@ def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = Fal
         tensor([2., 4.])
     """
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacfwd", args, "inputs")
@@ -176,6 +181,7 @@ def _basis(primals: list[Any], sizes: list[int]) -> list[Any]:
     return blocks
 
 
+@opaque
 def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., Any]:
     """The Hessian, forward over reverse: ``jacfwd(jacrev(func))``.
 

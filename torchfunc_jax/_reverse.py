@@ -14,10 +14,12 @@ from bridge import autograd, calls, eager, private, trees
 from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
+from bridge.private import opaque
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
 
+@opaque
 def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The gradient of a function that returns a scalar.
 
@@ -44,6 +46,7 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
         tensor(12.)
     """
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         gradients, value = _grad_and_value(func, argnums, has_aux, args, kwargs)
@@ -52,6 +55,7 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
     return wrapped
 
 
+@opaque
 def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The gradient together with the value it was taken of.
 
@@ -73,6 +77,7 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
         (tensor([2., 4.]), tensor(5.))
     """
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return _grad_and_value(func, argnums, has_aux, args, kwargs)
@@ -167,6 +172,7 @@ def _grad_and_value(
     return gradients, outs[n]
 
 
+@opaque
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """func's value and the function that pulls cotangents back through it.
 
@@ -216,6 +222,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
     versions = autograd.versions(target.call.arrays) if recorded else []
 
+    @opaque
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         leaves, spec = trees.flatten(cotangents)
         if spec != out_spec:

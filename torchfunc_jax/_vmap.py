@@ -13,6 +13,7 @@ from jax import lax
 from bridge import eager, trees
 from bridge.calls import Call, Result, apply, code_of, is_array
 from bridge.levels import push, state
+from bridge.private import opaque
 from bridge.random import lane_key, source
 
 in_dims_t = int | tuple[Any, ...]
@@ -28,6 +29,7 @@ def name_of(func: Any) -> str:
     return repr(func)
 
 
+@opaque
 def vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -66,6 +68,7 @@ def vmap(
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
@@ -78,6 +81,7 @@ def vmap(
     return wrapped
 
 
+@opaque
 def chunk_vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -110,6 +114,7 @@ def chunk_vmap(
     if chunks == 1:
         return vmap(func, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
 
+    @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)

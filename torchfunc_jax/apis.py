@@ -9,6 +9,7 @@ import torch
 
 from bridge import tracing
 from bridge.plain import plain
+from bridge.private import opaque
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@opaque
 def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Callable[..., Any]:
     """func without mutations: in JAX every traced program is, so this only checks its argument and carries writes to inputs out.
 
@@ -49,9 +51,10 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
             "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
             " replaced with their non-aliasing counterparts, {view}_copy.\n"
         )
-    return functools.wraps(func)(plain(func))
+    return opaque(functools.wraps(func)(plain(func)))
 
 
+@opaque
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """The values of a tensor inside a transform, every level removed, as a plain torch tensor (for looking at, not for computing).
 

@@ -13,10 +13,12 @@ import torch
 from bridge import autograd, staging, tensors, trees
 from bridge.calls import Call, is_local, refuse_recording, write_back
 from bridge.levels import state
+from bridge.private import opaque
 from bridge.tracing import Traced
 from torchfunc_jax.functional_call import SWAPPING
 
 
+@opaque
 def jit(
     func: Callable[..., Any] | None = None, *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (),
 ) -> Any:
@@ -80,6 +82,7 @@ class Jitted:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if state.level is not None:  # inside a transform or another jit: part of its program
             return self._func(*args, **kwargs)
@@ -140,6 +143,7 @@ class Jitted:
         chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
         return tuple(k for k, i in enumerate(call.where) if i in chosen)
 
+    @opaque
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments as JAX lowers it: ``.as_text()``, ``.cost_analysis()``, ``.compile()``.
 
@@ -161,6 +165,7 @@ class Jitted:
             run = jax.jit(staging.forward(program, None))
             return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], staging.NO_SEEDS)
 
+    @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
         """The program for these arguments as a jaxpr, to be read."""
         return staging.stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
@@ -297,6 +302,7 @@ class _Program(torch.autograd.Function):
     """One compiled program as one node of torch's graph; its backward is one compiled program too."""
 
     @staticmethod
+    @opaque
     def forward(
         ctx: Any, compiled: _Compiled, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any,
         *diff: torch.Tensor,
@@ -322,6 +328,7 @@ class _Program(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *cotangents: Any) -> Any:
         diff = ctx.saved_tensors  # raises where one was changed in place since
         autograd.check_unchanged(ctx.versions)

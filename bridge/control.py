@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from bridge import private, trees
-from bridge.errors import at_line
+from bridge.errors import DataDependentError, at_line
 from bridge.levels import push, state
 from bridge.tracing import Traced, value_of, without_lanes, wrap
 
@@ -207,10 +207,19 @@ def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps
     return loss if reduction == "none" else getattr(loss, reduction)()
 
 
+def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether nn.Transformer may treat a mask as the causal one: a hint for speed; where its values are not known it is used as it is."""
+    try:
+        return private.original("causal_hint")(mask, is_causal, size)
+    except DataDependentError:
+        return False
+
+
 _MODULES = {name: f"torch._higher_order_ops.{name}" for name in ("cond", "while_loop", "map", "scan", "associative_scan")}
 
 
 def functions() -> dict[str, Any]:
     """The Python functions that torch offers these operators by."""
     found = {name: getattr(importlib.import_module(module), name) for name, module in _MODULES.items()}
-    return found | {"gaussian_nll_loss": torch.nn.functional.gaussian_nll_loss}
+    mask = torch.nn.modules.transformer._detect_is_causal_mask
+    return found | {"gaussian_nll_loss": torch.nn.functional.gaussian_nll_loss, "causal_hint": mask}

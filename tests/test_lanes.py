@@ -21,6 +21,7 @@ X, Y, W = torch.randn(5, 4), torch.randn(5, 4), torch.randn(4, 4)
 LABELS = torch.tensor([0, 3, 1, 1, 2])
 NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False)
 PARAMS = dict(NET.named_parameters())
+PAIR = {k: torch.stack([v, v + 1]) for k, v in PARAMS.items()}
 CNN = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 4)).requires_grad_(False)
 IMAGES = torch.randn(5, 1, 4, 4)
 
@@ -95,8 +96,7 @@ def pull_outside(api: Any) -> Callable[..., Any]:
 # name: (build(api) -> callable, arguments, the function whose way is asked for, whether lanes take it)
 ROWS: dict[str, tuple[Callable[[Any], Callable[..., Any]], tuple[Any, ...], Any, bool]] = {
     "per_sample": (lambda t: t.vmap(t.grad(loss), (None, 0, 0)), (PARAMS, X, LABELS), loss, True),
-    "ensemble": (lambda t: t.vmap(t.grad(loss), (0, None, None)), ({k: torch.stack([v, v + 1]) for k, v in PARAMS.items()}, X[0], LABELS[0]),
-                 loss, True),
+    "ensemble": (lambda t: t.vmap(t.grad(loss), (0, None, None)), (PAIR, X[0], LABELS[0]), loss, True),
     "cnn": (lambda t: t.vmap(t.grad_and_value(cnn_loss), (None, 0, 0)), (dict(CNN.named_parameters()), IMAGES, LABELS), cnn_loss, True),
     "in_place": (lambda t: t.vmap(t.grad(written)), (X,), written, True),
     "first_mapped": (lambda t: t.vmap(t.grad(received), (0, None)), (X, Y[0]), received, True),

@@ -125,7 +125,7 @@ class _Border(torch.autograd.Function):
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
         met = {id(t) for t in ctx.recorded.met}  # what was known of and not used gets no gradient, rather than zeros
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
-        if torch.is_grad_enabled():  # the computation is run again, from the tensors as they are now
+        if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
             check_unchanged(ctx.every_version)
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 # A dispatch mode is the only hook below autograd that also sees factory functions; documented as stable in PyTorch's notes on
@@ -86,12 +87,25 @@ def recorded_by_fx() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+_functorch_innermost = torch._C._functorch.peek_interpreter_stack
+
+
+def transformed_by_torch() -> bool:
+    """Whether a transform of torch.func's, or a level of its forward-mode autograd, is in progress: there is no public way to ask."""
+    return _functorch_innermost() is not None or forward_ad._current_level >= 0
+
+
 def without_memory(t: torch.Tensor) -> str:
     """What a tensor is that has no memory of its own to cross with; "" for an ordinary one."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return "a tensor of a torch.func transform; use torchfunc_jax for the outer transform too"
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) and isinstance(t, FakeTensor):
-        return "a FakeTensor, which has no values"
+        return "a tensor of a torch.func transform; use torchfunc_jax for the outer transform too, or torchfunc_jax.patch()"
+    if torch._C._functorch.is_legacy_batchedtensor(t):
+        return "one that torch.autograd maps over (is_grads_batched, vectorize); map with torchfunc_jax.vmap, or use jacrev"
+    if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        if isinstance(t, FakeTensor):
+            return "a FakeTensor, which has no values"
+        if t.numel() and not t.data_ptr():  # also one of an open trace, whose values only the operators there see
+            return f"a {type(t).__name__}, which has no memory of its own"
     return ""
 
 

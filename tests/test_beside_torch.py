@@ -9,8 +9,10 @@ import pytest
 import torch
 from agreement import same
 from torch import nn
+from torch.autograd import forward_ad
 
 import torchfunc_jax
+from bridge.levels import state
 from torchfunc_jax import grad, jit, vmap
 
 COMPILED = {
@@ -71,5 +73,60 @@ def test_a_transform_of_a_compiled_function() -> None:
 
 
 def test_importing_does_not_import_dynamo() -> None:
-    program = "import sys, torch; had = 'torch._dynamo' in sys.modules; import torchfunc_jax; assert had or 'torch._dynamo' not in sys.modules"
+    program = "import sys, torch; f = lambda: 'torch._dynamo' in sys.modules; had = f(); import torchfunc_jax; assert had or not f()"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# -- torch's own transforms around ours ---------------------------------------------------------------------------------------------
+AROUND = {
+    "grad": lambda T, f, a: T.grad(lambda b: f(b).sum())(a),
+    "vmap": lambda T, f, a: T.vmap(f)(a[None]),
+    "jvp": lambda T, f, a: T.jvp(f, (a,), (a,))[1],
+    "jacrev": lambda T, f, a: T.jacrev(f)(a),
+    "jacfwd": lambda T, f, a: T.jacfwd(f)(a),
+    "linearize": lambda T, f, a: T.linearize(f, a)[1](a),
+    "functionalize": lambda T, f, a: T.functionalize(f)(a),
+    "captured": lambda T, f, a: T.grad(lambda b: (f(a) * b).sum())(a),
+    "captured inside": lambda T, f, a: T.grad(lambda b: T.vmap(lambda row: row * b.sum())(a).sum())(a),
+}
+INNER = {"vmap": vmap(torch.sin), "jit": jit(torch.sin), "vmap of jit": vmap(jit(torch.sin)), "grad": grad(lambda a: a.sin().sum())}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "captured inside"])
+def test_torchs_transform_around_ours_says_what_to_do(around: str, inner: str) -> None:
+    x = torch.randn(2, 3)
+    with pytest.raises(RuntimeError, match=r"torchfunc_jax's transform outside too, or .*torchfunc_jax\.patch\(\)"):
+        AROUND[around](torch.func, INNER[inner], x)
+    assert state.level is None
+    expected = AROUND[around](torch.func, torch.cos if inner == "grad" else torch.sin, x)  # torch.func works as before
+    same(AROUND[around](torchfunc_jax, INNER[inner], x), expected)  # and what the message says to do helps
+    with torchfunc_jax.patch():
+        same(AROUND[around](torch.func, INNER[inner], x), expected)
+
+
+def test_a_tensor_of_torchs_transform_captured_by_ours() -> None:
+    x = torch.randn(2, 3)
+    for mine in (vmap, lambda f: jit(vmap(f))):
+        with pytest.raises(RuntimeError, match="outside too"):
+            torch.func.grad(lambda a, mine=mine: mine(lambda row: row * a.sum())(x).sum())(x)
+    around = AROUND["captured inside"]
+    same(around(torchfunc_jax, None, x), around(torch.func, None, x))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_torchs_forward_mode_around_ours_is_no_silent_zero(mode: str) -> None:
+    x = torch.randn(2, 3)
+    call = vmap(torch.sin) if mode == "eager" else jit(torch.sin)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward_ad"):
+        call(forward_ad.make_dual(x, x))
+    same(call(x), x.sin())
+
+
+def test_torchs_batched_backward_says_what_to_do() -> None:
+    x = torch.randn(3, requires_grad=True)
+    for call in (vmap(torch.sin), jit(torch.sin)):
+        with pytest.raises(TypeError, match=r"torchfunc_jax\.vmap"):
+            torch.autograd.grad(call(x), x, torch.eye(3), is_grads_batched=True)
+        out = call(x)
+        same(vmap(lambda ct, out=out: torch.autograd.grad(out, x, ct, retain_graph=True)[0])(torch.eye(3)), torch.diag(x.cos()))

@@ -333,7 +333,7 @@ class _Program(torch.autograd.Function):
         diff = ctx.saved_tensors  # raises where one was changed in place since
         autograd.check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(type(c) is Traced for c in cts):
             autograd.check_unchanged(ctx.every_version)  # the program is run again, on the tensors as they are now
             grads = _again(ctx, diff, cts)
         else:

@@ -22,6 +22,9 @@ from bridge.lowering.registry import LOWERINGS, overload
 PLACES: dict[str, list[Any]] = json.loads(lowerings.PLACES.read_text())
 ALL = list(LOWERINGS)  # before a test registers one of its own
 RUN = [f for f in ALL if f in lowerings.CASES or str(f) in PLACES]
+#: Whether the database is the one that the places are in: another torch's has other operators and samples.
+THERE = f"torch=={torch.__version__.partition('+')[0]}\n" in (lowerings.PLACES.parent.parent / "constraints.txt").read_text()
+ELSEWHERE = "lowerings.json tells of the torch in constraints.txt; this one's database has no telling sample there"
 
 
 def as_jax(tree: Any) -> Any:
@@ -35,7 +38,14 @@ def as_torch(tree: Any) -> list[torch.Tensor]:
 
 
 def call_of(func: Any) -> lowerings.Call:
-    return lowerings.CASES[func]() if func in lowerings.CASES else lowerings.call_of(func, PLACES[str(func)])
+    if func in lowerings.CASES:
+        return lowerings.CASES[func]()
+    try:
+        return lowerings.call_of(func, PLACES[str(func)])
+    except (KeyError, IndexError):
+        if THERE:
+            raise
+        pytest.skip(ELSEWHERE)
 
 
 def lowered(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -119,7 +129,9 @@ def test_as_the_kernel(func: Any) -> None:
     args, kwargs = call_of(func)
     mine, theirs = lowered(func, args, kwargs), plain(func, args, kwargs)
     assert len(mine) >= len(theirs)
-    assert says_something(theirs) or str(func) in SILENT or "empty" in str(func)
+    if not (says_something(theirs) or str(func) in SILENT or "empty" in str(func)):
+        assert not THERE
+        pytest.skip(ELSEWHERE)
     if func in SAID:
         mine, theirs = SAID[func](mine, args), SAID[func](theirs, args)
     for m, t in zip(mine, theirs, strict=False):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private, tensors, tracing
+from bridge.errors import reworded
 
 
 def conj(v: Any) -> Any:
@@ -47,8 +48,11 @@ class _Recorded:
         root.live.clear()
         root.recorded = True
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
-        with torch.enable_grad():  # as where the computation was asked for; an autograd.Function's forward runs without
-            result = self.compute(values)
+        try:
+            with torch.enable_grad():  # as where the computation was asked for; an autograd.Function's forward runs without
+                result = self.compute(values)
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
         out = list(result.values)
         self.count = len(out) - len(result.written)
         nodes = {id(node): t for t, node in root.captured.values()}
@@ -129,8 +133,11 @@ class _Border(torch.autograd.Function):
             check_unchanged(ctx.every_version)
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
-            with tracing.root():
-                found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
+            try:
+                with tracing.root():
+                    found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
+            except ValueError as error:
+                raise reworded(error) from error.__cause__
             needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
             grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, *grads)

@@ -17,6 +17,7 @@ import torch
 
 from bridge import autograd, capture, operators, private, tensors, tracing, trees
 from bridge.eager import Untaped
+from bridge.errors import reworded
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read, write
 from bridge.tracing import Traced, value_of, wrap
@@ -130,7 +131,10 @@ def apply(
         lanes = state.level.lanes
         if state.level.tape is not None or (lanes is not None and not taped):
             raise Untaped  # JAX must see through the transform inside
-        result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+        try:
+            result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         if lanes is not None and result.written:
             raise Untaped
@@ -205,7 +209,10 @@ def direct(
     with tracing.root() as root:
         root.key, root.lasting = key, lasting
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
+        try:
+            result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live]

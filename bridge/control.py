@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from bridge import private, trees
-from bridge.errors import DataDependentError, at_line
+from bridge.errors import DataDependentError, at_line, is_no_jvp
 from bridge.levels import push, state
 from bridge.tracing import Traced, value_of, without_lanes, wrap
 
@@ -90,6 +90,8 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
     try:
         outs = lax.cond(value.reshape(()), yes, no, _values(leaves))
     except TypeError as error:
+        if is_no_jvp(error):
+            raise
         raise RuntimeError(f"cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes; {error}") from error
     if yes.out_spec != no.out_spec:
         raise RuntimeError(f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the same structure")
@@ -115,6 +117,8 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     try:
         outs = lax.while_loop(lambda vs: test(vs)[0].reshape(()), body, _values(leaves))
     except TypeError as error:
+        if is_no_jvp(error):
+            raise
         raise RuntimeError(f"while_loop: body_fn must return tensors of the shapes and dtypes it is given; {error}") from error
     return tuple(_wrapped(outs, spec, body.device))
 
@@ -154,6 +158,8 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     try:
         carry, ys = lax.scan(step, _values(flat_init), moved, reverse=reverse)
     except TypeError as error:
+        if is_no_jvp(error):
+            raise
         raise RuntimeError(f"scan: combine_fn must return a carry of the structure, shapes and dtypes of init; {error}") from error
     ys = [jnp.moveaxis(y, 0, dim) for y in ys]
     out = _wrapped([*carry, *ys], sizes[0], body.device)

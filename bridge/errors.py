@@ -41,3 +41,25 @@ def at_line() -> str:
     """`` (at file.py:12: …)`` to end a message with."""
     line = user_line()
     return f" (at {line})" if line else ""
+
+
+def reworded(error: ValueError) -> Exception:
+    """What to raise in the place of an error from a backward pass: JAX's own where it says enough, or where it is not JAX's."""
+    if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
+        return error
+    return RuntimeError(
+        "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is unknown, as "
+        "under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or do without jit" + at_line()
+    )
+
+
+def is_no_jvp(error: TypeError) -> bool:
+    """Whether it is JAX's refusal to push tangents through a Function that has only a backward."""
+    return "(jvp) to a custom_vjp" in str(error)
+
+
+def no_jvp(name: str) -> NotImplementedError:
+    """The same in torch's words; name: the Function's."""
+    return NotImplementedError(
+        f"{name}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD.{at_line()}"
+    )

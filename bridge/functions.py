@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 
 from bridge import private, trees
 from bridge.autograd import conj, inexact
+from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
 from bridge.tracing import Traced, assign, dispatch, value_of, wrap
@@ -217,9 +218,7 @@ class _Call:
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         forward_mode = innermost is not None and innermost.kind == "jvp"
         if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
-            raise NotImplementedError(
-                f"{self.cls.__name__}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD."
-            )
+            raise no_jvp(self.cls.__name__)
         if has_jvp and (forward_mode or not has_backward):
             f = self._with_jvp()
         elif has_backward:
@@ -231,7 +230,13 @@ class _Call:
             nearest = nearest.parent
         if nearest is not None and nearest.kind == "vmap" and self.own_vmap:
             f = self._batched(f)  # vmap comes first: what its rule does is what the transforms around it see
-        return self._finish(f(*values))
+        try:
+            outs = f(*values)
+        except TypeError as error:
+            if not is_no_jvp(error):
+                raise
+            raise no_jvp(self.cls.__name__) from error
+        return self._finish(outs)
 
     def _constant(self, *values: Any) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]

@@ -144,7 +144,9 @@ def constant(value: Any) -> Any:
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
     """The error to raise in the place of one that a lowering raised: torch's own words where torch refuses the same call."""
     if isinstance(error, jax.errors.JAXTypeError):
-        return unknown_value(str(func)) if not isinstance(error, jax.errors.UnexpectedTracerError) else error
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            return error
+        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
     if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
         return error
     try:

@@ -196,9 +196,9 @@ class _Redirect:
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         space: dict[str, Any] = {}
-        exec(  # code that names its target can only be made from text
-            f"def shim(*args, **kwargs):\n    from {module} import {name} as ours\n    return ours(*args, **kwargs)", space
-        )
+        # code that names its target can only be made from text; an error's line is looked for outside of this file
+        text = f"def shim(*args, **kwargs):\n    from {module} import {name} as ours\n    return ours(*args, **kwargs)"
+        exec(compile(text, __file__, "exec"), space)
         self.shim = space["shim"].__code__.replace(co_freevars=function.__code__.co_freevars)
 
     def turn(self, on: bool) -> None:

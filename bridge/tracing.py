@@ -229,14 +229,17 @@ def without_lanes() -> None:
         raise Untaped
 
 
-def unknown_value(what: str) -> DataDependentError:
-    """The error for a value asked for under vmap or jit; its words contain torch.func's own."""
+def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
+    """The error for a value, or a shape that depends on values, asked for under vmap or jit; its words contain torch.func's own."""
     kinds = set()
     level: Level | None = state.level
     while level is not None:
         kinds.add(level.kind)
         level = level.parent
-    if "vmap" in kinds:
+    if "vmap" in kinds and dynamic_shape:
+        said = "vmap: We do not support batching operators that can output dynamic shape. "
+        where = "vmap"
+    elif "vmap" in kinds:
         said = (
             "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow. "
             "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
@@ -246,6 +249,11 @@ def unknown_value(what: str) -> DataDependentError:
         where = "vmap"
     else:
         said, where = "", "jit"
+    if dynamic_shape:
+        return DataDependentError(
+            f"{said}{what} has an output of dynamic shape, which depends on a tensor's values, and under {where} only its shape and dtype "
+            f"are known; keep the shape and mask with torch.where instead, or do it outside the transformed function{at_line()}"
+        )
     return DataDependentError(
         f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or "
         f"torch.cond instead, or do it outside the transformed function{at_line()}"

@@ -10,8 +10,11 @@ import pytest
 import torch
 from agreement import same
 from torch import nn
+from torch._higher_order_ops import scan, while_loop
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError
@@ -191,6 +194,96 @@ def test_values_under_jit(operator: str) -> None:
         torchfunc_jax.jit(functions[operator])(x)
     with pytest.raises(RuntimeError, match=r"test_errors\.py:\d+"):
         torchfunc_jax.vmap(functions[operator])(x)
+
+
+@pytest.mark.parametrize("operator", ["nonzero", "masked_select", "boolean index", "unique"])
+def test_shapes_that_depend_on_values(operator: str) -> None:
+    functions: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "nonzero": (r"aten\.nonzero", lambda a: a.nonzero()),
+        "masked_select": (r"aten\.masked_select", lambda a: a.masked_select(a > 1)),
+        "boolean index": (r"aten\.index", lambda a: a[a > 1]),
+        "unique": (r"aten\._unique2", lambda a: a.unique()),
+    }
+    name, function = functions[operator]
+    with pytest.raises(RuntimeError, match="dynamic shape") as reference:
+        torch.func.vmap(functions["boolean index"][1])(x)
+    for transform, where in ((torchfunc_jax.vmap, "vmap"), (torchfunc_jax.jit, "jit")):
+        with pytest.raises(type(reference.value), match=rf"{name}.*dynamic shape.*under {where} .*test_errors\.py:\d+") as mine:
+            transform(function)(x)
+        assert isinstance(mine.value, DataDependentError)
+
+
+class Cube(torch.autograd.Function):
+    """Has no jvp."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a)
+        return a**3
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        (a,) = ctx.saved_tensors
+        return 3 * a**2 * ct
+
+
+FORWARD_MODE: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "jvp": lambda T, f, a: T.jvp(f, (a,), (a,))[1],
+    "jacfwd": lambda T, f, a: T.jacfwd(f)(a),
+    "hessian": lambda T, f, a: T.hessian(lambda b: f(b).sum())(a),
+    "jvp of grad": lambda T, f, a: T.jvp(T.grad(lambda b: f(b).sum()), (a,), (a,))[1],
+    "grad of jvp": lambda T, f, a: T.grad(lambda b: T.jvp(f, (b,), (b,))[1].sum())(a),
+    "hessian of scan": lambda T, f, a: T.hessian(lambda b: scan(lambda c, _: (f(c), c), b, b)[0].sum())(a),
+    "hessian of checkpoint": lambda T, f, a: T.hessian(lambda b: checkpoint(f, b, use_reentrant=False).sum())(a),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_names_the_function_that_has_no_jvp(name: str) -> None:
+    call = FORWARD_MODE[name]
+    named = "an autograd.Function" if name.endswith(("scan", "checkpoint")) else "Cube"
+    with pytest.raises(NotImplementedError, match="You must implement the jvp function"), forward_ad.dual_level():
+        Cube.apply(forward_ad.make_dual(x[0].clone().requires_grad_(), x[0]))
+    for wrap in (lambda f: f, torchfunc_jax.jit):
+        if wrap is torchfunc_jax.jit and name == "jvp of grad":  # compiled, the tangent that would need it is not asked for
+            same(wrap(lambda a: call(torchfunc_jax, Cube.apply, a))(x[0]), call(torch.func, lambda a: a**3, x[0]))
+        elif wrap is torchfunc_jax.jit or "scan" not in name:  # un-jitted its few steps just run
+            with pytest.raises(NotImplementedError, match=rf"^{named}: You must implement the jvp function.*test_errors\.py:\d+"):
+                wrap(lambda a: call(torchfunc_jax, Cube.apply, a))(x[0])
+    same(torchfunc_jax.jacrev(torchfunc_jax.grad(lambda a: Cube.apply(a).sum()))(x[0]), torch.diag(6 * x[0]))  # as the page of errors says
+
+
+def doubled(a: torch.Tensor) -> torch.Tensor:
+    """a doubled until its sum is 30: a loop whose length depends on values."""
+    return while_loop(lambda b: b.sum() < 30, lambda b: (b * 2,), (a,))[0]
+
+
+LOOPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda T, a: T.jit(T.grad(lambda b: doubled(b).sum()))(a),
+    "jacrev": lambda T, a: T.jit(T.jacrev(doubled))(a),
+    "vjp": lambda T, a: T.jit(lambda b: T.vjp(doubled, b)[1](b))(a),
+    "hessian": lambda T, a: T.jit(T.hessian(lambda b: (doubled(b) ** 2).sum()))(a),
+    "vmap of grad": lambda T, a: T.vmap(T.grad(lambda b: doubled(b).sum()))(a[None]),
+    "grad of vmap": lambda T, a: T.grad(lambda b: T.vmap(doubled)(b).sum())(a[None]),
+    "backward": lambda T, a: T.jit(doubled)(a.clone().requires_grad_()).sum().backward(),
+    "backward through vmap": lambda T, a: T.vmap(doubled)(a[None].clone().requires_grad_()).sum().backward(),
+    "double backward": lambda T, a: torch.autograd.grad(T.jit(doubled)(b := a.clone().requires_grad_()).sum(), b, create_graph=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_reverse_mode_through_a_loop_of_unknown_length(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"^while_loop: .*scan .*jvp.*test_errors\.py:\d+"):
+        LOOPS[name](torchfunc_jax, x[0])
+
+
+def test_what_that_error_says_to_do_helps() -> None:
+    double = lambda a: a * 8  # three steps
+    same(torchfunc_jax.jit(lambda a: torchfunc_jax.jvp(doubled, (a,), (a,)))(x[0]), torch.func.jvp(double, (x[0],), (x[0],)))
+    same(torchfunc_jax.jit(torchfunc_jax.jacfwd(doubled))(x[0]), torch.func.jacfwd(double)(x[0]))
+    same(torchfunc_jax.grad(lambda a: doubled(a).sum())(x[0]), torch.func.grad(lambda a: double(a).sum())(x[0]))
+    steps = lambda a: scan(lambda b, _: (b * 2, b), a, torch.ones(3))[0].sum()
+    same(torchfunc_jax.jit(torchfunc_jax.grad(steps))(x[0]), torch.func.grad(lambda a: double(a).sum())(x[0]))
 
 
 def test_values_are_there_under_grad() -> None:

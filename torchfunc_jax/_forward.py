@@ -11,6 +11,7 @@ import torch
 
 from bridge import autograd, private, trees
 from bridge.calls import Result, apply, is_array
+from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import state
 from bridge.private import opaque
 from bridge.tracing import value_of
@@ -22,15 +23,13 @@ _API = "jvp(f, primals, tangents)"
 
 @contextlib.contextmanager
 def _forward_mode() -> Iterator[None]:
-    """JAX's refusal to push tangents through a Function that has only a backward, in torch's words."""
+    """JAX's refusal to push tangents through a Function with only a backward, met in what was traced before (checkpoint, scan)."""
     try:
         yield
     except TypeError as error:
-        if "custom_vjp" not in str(error):
+        if not is_no_jvp(error):
             raise
-        raise NotImplementedError(
-            "You must implement the jvp function for custom autograd.Function to use it with forward mode AD."
-        ) from error
+        raise no_jvp("an autograd.Function") from error
 
 
 @opaque

@@ -12,6 +12,7 @@ import torch
 
 from bridge import autograd, staging, tensors, trees
 from bridge.calls import Call, is_local, refuse_recording, write_back
+from bridge.errors import reworded
 from bridge.levels import state
 from bridge.private import opaque
 from bridge.tracing import Traced
@@ -339,8 +340,11 @@ class _Program(torch.autograd.Function):
         else:
             _, back = ctx.compiled.pair(ctx.active, ctx.active_captured)
             inputs = [tensors.to_jax(c) for c in cts]
-            with jax.enable_x64(True):
-                found = back(ctx.pull, inputs)
+            try:
+                with jax.enable_x64(True):
+                    found = back(ctx.pull, inputs)
+            except ValueError as error:
+                raise reworded(error) from error.__cause__
             need = ctx.needs_input_grad[5:]
             grads = [tensors.to_torch(g, t.device) if n else None for g, t, n in zip(found, diff, need, strict=True)]
         return (None, None, None, None, None, *grads)

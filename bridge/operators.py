@@ -133,9 +133,17 @@ def _reverse_only() -> bool:
     return found
 
 
+@jax.jit
+def stopped_by_torch(value: Any) -> Any:
+    """``lax.stop_gradient`` with a name, to be told in a compiled program from those inside of lowerings."""
+    return lax.stop_gradient(value)
+
+
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
     level = state.level
+    if level.root.staged and isinstance(value, jax.core.Tracer):
+        return stopped_by_torch(value)
     if isinstance(value, jax.core.Tracer) or (level.tape is None and level.lanes is None):
         return lax.stop_gradient(value)
     return eager.copied(value, level.lanes) if level.tape is not None and level.tape.tracks([value]) else value
@@ -199,7 +207,7 @@ def _view(func: Any) -> Plan:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    if private.by_user():
+    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
         with torch.no_grad():  # met, and not to be differentiated for it
             value, parent = value_of(base), node_of(base)
         node = Node(constant(value), state.level, parent, View(aten.detach.default, constant, (), {}))

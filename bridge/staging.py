@@ -5,6 +5,9 @@ Knows how to trace, what the program needs beside its arguments (captured tensor
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.extend.core import Literal
 
 from bridge import capture, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
@@ -35,7 +39,9 @@ class Program:
         generators: explicit torch generators drawn from, by seed slot.
         draws: whether the default generator is drawn from.
         used: which of the candidates for capture are captured.
+        candidates: how many there were.
         kinds: for each output and written value, whether torch's autograd can go back through it.
+        sources: for each of them, the inputs of the jaxpr that it goes back to, as bits of a number.
     """
 
     jaxpr: Any
@@ -50,7 +56,22 @@ class Program:
     generators: list[torch.Generator]
     draws: bool
     used: list[int]
+    candidates: int
     kinds: list[bool]
+    sources: list[int]
+
+    def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of these arguments and captured tensors that torch's autograd goes back to."""
+        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), 0)
+        return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
+
+    def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
+        """``kinds`` where only these arguments and captured tensors require grad; what is written keeps the history of its tensor."""
+        wanted = sum(1 << i for i in arguments) | sum(self._bit(i) for i in captured)
+        return [k and (i >= self.count or bool(s & wanted)) for i, (k, s) in enumerate(zip(self.kinds, self.sources, strict=True))]
+
+    def _bit(self, captured: int) -> int:
+        return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values."""
@@ -158,9 +179,25 @@ def _trace(
     program = Program(
         jaxpr, [candidates[p][1] for p in used], [id(candidates[p][0]) for p in used], modules, spec, static, is_tensor, info["count"],
         [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
-        info["kinds"],
+        len(candidates), info["kinds"], _sources(jaxpr.jaxpr),
     )
     return program, info["missing"]
+
+
+def _sources(jaxpr: Any) -> list[int]:
+    """For each output the inputs, as bits, that it depends on otherwise than by what ``operators.constant`` has stopped.
+
+    Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
+    where x does.
+    """
+    found = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("name") == "stopped_by_torch":
+            continue
+        bits = functools.reduce(operator.or_, [found.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)], 0)
+        if bits:
+            found.update((v, bits) for v in eqn.outvars)
+    return [0 if isinstance(v, Literal) else found.get(v, 0) for v in jaxpr.outvars]
 
 
 # -- outputs: many small ones cross as few -----------------------------------------------------------------------------------------
@@ -215,6 +252,7 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
 
 def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
     """(outputs, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted."""
+    kinds = program.kinds_for(active, active_captured)
 
     def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
         def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -224,7 +262,7 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
             for i, v in zip(active_captured, diff[len(active) :], strict=True):
                 caps[i] = v
             values = program.run(args, caps, seeds)
-            return pick(values, program.kinds), pick(values, [not k for k in program.kinds])
+            return pick(values, kinds), pick(values, [not k for k in kinds])
 
         outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
         return outs, rest, pull

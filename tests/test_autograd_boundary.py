@@ -92,6 +92,58 @@ def test_outputs_require_grad_exactly_when_torchs_do(mode: str) -> None:
     assert not integers(x).requires_grad
 
 
+#: What is computed of an argument and a captured tensor, both of which require grad; some outputs go back to them and some do not.
+WATCHED: dict[str, Any] = {
+    "no_grad": lambda a, w: _without_grad(lambda: a * w),
+    "detach": lambda a, w: a.detach() * w.detach(),
+    "data": lambda a, w: a.data * w.data,
+    "detached and not": lambda a, w: (a.detach() * w.detach(), a * w, a * 2, w * 3),
+    "one of them": lambda a, w: (a * w.detach(), a.detach() * w, a.sin()),
+    "the argument alone": lambda a, w: a * w.detach(),
+    "the captured alone": lambda a, w: a.detach() * w,
+    "no_grad beside": lambda a, w: (_without_grad(lambda: a * w) * a, _without_grad(lambda: w.exp())),
+    "constants": lambda a, w: (torch.ones(3, dtype=a.dtype), a * 2),
+    "integers": lambda a, w: (a > 0, w.argmax(), a.detach() > 0),
+    "derivative zero": lambda a, w: (a.floor(), w.sign(), a.sgn(), w.round(), a.trunc(), w.clamp(9, 9), a.div(w, rounding_mode="floor")),
+    "shapes": lambda a, w: torch.full(a.shape, float(w.shape[0])),
+    "written": lambda a, w: _filled(a, w),
+}
+
+
+def _without_grad(compute: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return compute()
+
+
+def _filled(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = torch.zeros(3, dtype=a.dtype), torch.zeros(3, dtype=a.dtype)
+    first[1:] = a[1:]
+    second[1:] = w.detach()[1:]
+    return first, second, first + second
+
+
+@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("recorded", ["both", "argument", "captured"])
+def test_each_compiled_output_requires_grad_where_torchs_does(name: str, recorded: str) -> None:
+    a, w = data(3).requires_grad_(recorded != "captured"), data(3).requires_grad_(recorded != "argument")
+    fn = WATCHED[name]
+    expected, actual = fn(a, w), jit(lambda b: fn(b, w))(a)
+    mine, theirs = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
+    same(actual, expected)
+    assert [o.requires_grad for o in mine] == [o.requires_grad for o in theirs]
+    for m, t in zip(mine, theirs, strict=True):
+        if t.requires_grad:
+            inputs = [x for x in (a, w) if x.requires_grad]
+            same(*(torch.autograd.grad(o.sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True) for o in (m, t)))
+
+
+def test_what_only_no_grad_reads_gets_no_gradient_of_a_compiled_function() -> None:
+    w, v = data(3), data(3)
+    jit(lambda a: a * w.detach() * v)(torch.ones(3, dtype=torch.float64)).sum().backward()
+    assert w.grad is None
+    same(v.grad, w.detach())
+
+
 @both
 def test_no_grad_inside_the_function(mode: str) -> None:
     x, w = data(2, 3), data(3)

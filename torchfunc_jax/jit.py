@@ -189,6 +189,7 @@ class _Compiled:
         self.no_seeds = staging.NO_SEEDS
         self.forward = self._jit(staging.forward(program, self.packing))
         self.recorded: dict[Any, Any] = {}
+        self.active: dict[Any, Any] = {}
         self.device = self._device(call)
         self.plain_out = all(program.is_tensor) and program.out_spec is None and not program.written
 
@@ -235,7 +236,9 @@ class _Compiled:
             values.append(array)
             recording = recording or t.requires_grad
         if recording and torch.is_grad_enabled() and self.torch_out:
-            return self._recorded(leaves, captured)
+            active = self._active(leaves, captured)
+            if any(self.pair(*active)[2]):
+                return self._recorded(leaves, captured, *active)
         seeds = program.seeds() if self.random else self.no_seeds
         with jax.enable_x64(True):
             if not self.torch_out:
@@ -275,22 +278,32 @@ class _Compiled:
         source = iter(outs)
         return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(program.static, program.is_tensor, strict=True)])
 
-    def _recorded(self, leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+    def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which arguments and which captured tensors torch's autograd goes back to."""
         arguments = [leaves[i] for i in self.where]
-        active = tuple(
-            i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype)
-        )
-        active_captured = tuple(i for i, x in enumerate(captured) if x.requires_grad and autograd.inexact_dtype(x.dtype))
+        given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype) for x in arguments])
+        wanted = tuple([x.requires_grad and autograd.inexact_dtype(x.dtype) for x in captured])
+        found = self.active.get((given, wanted))
+        if found is None:
+            reached = self.program.reached([i for i, w in enumerate(given) if w], [i for i, w in enumerate(wanted) if w])
+            found = self.active[given, wanted] = reached
+        return found
+
+    def _recorded(
+        self, leaves: list[Any], captured: list[torch.Tensor], active: tuple[int, ...], active_captured: tuple[int, ...]
+    ) -> Any:
+        arguments = [leaves[i] for i in self.where]
         outs = _Program.apply(
             self, arguments, captured, active, active_captured, *[arguments[i] for i in active], *[captured[i] for i in active_captured]
         )
         return self._finish(list(outs), leaves, captured)
 
-    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any]:
-        """The compiled forward pass that keeps what the backward pass needs, and the compiled backward pass."""
+    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:
+        """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
         key = (active, active_captured)
         if key not in self.recorded:
-            self.recorded[key] = (jax.jit(staging.differentiated(self.program, active, active_captured)), jax.jit(staging.pull_back))
+            run = jax.jit(staging.differentiated(self.program, active, active_captured))
+            self.recorded[key] = (run, jax.jit(staging.pull_back), self.program.kinds_for(active, active_captured))
         return self.recorded[key]
 
 
@@ -308,13 +321,12 @@ class _Program(torch.autograd.Function):
         ctx: Any, compiled: _Compiled, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any,
         *diff: torch.Tensor,
     ) -> Any:
-        run, _ = compiled.pair(active, active_captured)
+        run, _, kinds = compiled.pair(active, active_captured)
         seeds = compiled.program.seeds() if compiled.random else compiled.no_seeds
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
         with jax.enable_x64(True):
             outs, rest, pull = run(inputs, values, seeds)
-        kinds = compiled.program.kinds
         floats, others = iter(outs), iter(rest)
         kept = {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if is_local(a)}
         avoid = kept | {a.unsafe_buffer_pointer() for a in (*inputs, *values) if is_local(a)}
@@ -338,7 +350,7 @@ class _Program(torch.autograd.Function):
             autograd.check_unchanged(ctx.every_version)  # the program is run again, on the tensors as they are now
             grads = _again(ctx, diff, cts)
         else:
-            _, back = ctx.compiled.pair(ctx.active, ctx.active_captured)
+            _, back, _ = ctx.compiled.pair(ctx.active, ctx.active_captured)
             inputs = [tensors.to_jax(c) for c in cts]
             try:
                 with jax.enable_x64(True):

@@ -143,9 +143,9 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     (length,) = lengths
     if not state.level.root.staged and length <= _UNROLLED:
         return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse, length)
-    flat_init, _ = trees.flatten(init)
+    flat_init = trees.flatten(init)[0]
     n = len(flat_init)
-    _, spec = trees.flatten((init, xs))
+    spec = trees.flatten((init, xs))[1]
     body = _Body(combine_fn, spec, [*flat_init, *flat_xs], "scan: combine_fn")
     sizes: list[Any] = []
 

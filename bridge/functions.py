@@ -133,7 +133,7 @@ class _Call:
             args[i] = wrap(v, self.args[i].device, level)
         return args
 
-    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[list[Any], list[Any], Context]:
+    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
         """Outputs, residuals (every tensor the context keeps) and the context with places where those were."""
         flags = [False] * len(self.args)
         for i, n in zip(self.where, needs, strict=True):
@@ -183,7 +183,7 @@ class _Call:
                     f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
                     f"got {len(grads)})"
                 )
-            out = []
+            out: list[Any] = []
             for i in self.where:
                 g = grads[i]
                 if g is None:
@@ -255,7 +255,7 @@ class _Call:
 
         @batched.def_vmap
         def rule(axis_size: int, in_batched: Any, *values: Any) -> Any:
-            dims = [None] * len(self.args)
+            dims: list[int | None] = [None] * len(self.args)
             for i, b in zip(self.where, in_batched, strict=True):
                 dims[i] = 0 if b else None
             with push("plain") as level:
@@ -290,7 +290,7 @@ class _Call:
 
         def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
             kept = box[0]
-            zero = jax.custom_derivatives.SymbolicZero
+            zero: Any = jax.custom_derivatives.SymbolicZero
             cts = []
             for c, constant in zip(cotangents, self.constant, strict=True):
                 if isinstance(c, zero):
@@ -309,7 +309,7 @@ class _Call:
             return primal(*values)
 
         def rule(primals: Any, tangents: Any) -> Any:
-            zero = jax.custom_derivatives.SymbolicZero
+            zero: Any = jax.custom_derivatives.SymbolicZero
             outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents])
             given = [
                 (jnp.zeros(t.aval.shape, t.aval.dtype) if kept.materialize else None) if isinstance(t, zero) else t for t in tangents

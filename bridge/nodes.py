@@ -30,7 +30,7 @@ class Node:
         self.level = level
         self.parent = parent
         self.view = view
-        self.root = self if parent is None else parent.root
+        self.root: Node = self if parent is None else parent.root
         self.version = 0
         self.seen = -1
         self.maker: Any = None  # the operator that computed it, where one did

@@ -185,7 +185,7 @@ def _meta(t: torch.Tensor) -> torch.Tensor:
 
 
 def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced:
-    t = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
+    t: Traced = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
     t.node = node
     return t
 
@@ -214,7 +214,7 @@ def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node.seen = node.root.version
     else:
         node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
-    t = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
+    t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     t.node = node
     return t
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
 #: Makes a tensor without storage: shape, dtype, device, strides only.  Documented for subclass authors, private by its name.
-make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _frames = torch._C._dynamo.eval_frame
@@ -213,7 +213,7 @@ def _redirects() -> dict[str, _Redirect]:
 
     found = {name: _Redirect(fn, "bridge.control", name) for name, fn in control.functions().items()}
     found["apply"] = _Redirect(torch.autograd.Function.apply.__func__, "bridge.functions", "apply_in_trace")  # type: ignore[attr-defined]
-    found["checkpoint"] = _Redirect(checkpoint, "bridge.functions", "checkpoint_in_trace")
+    found["checkpoint"] = _Redirect(cast(types.FunctionType, checkpoint), "bridge.functions", "checkpoint_in_trace")
     return found
 
 

@@ -32,6 +32,10 @@ _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _ALIGNMENT = 64  # bytes; XLA on CPU takes a foreign buffer as it is only at such addresses
 
 
+def _forget(store: dict[int, Any], key: int, _: Any) -> None:
+    store.pop(key, None)
+
+
 def cached(t: torch.Tensor) -> jax.Array | None:
     """The array that shares t's memory, where one was made before and still does."""
     entry = _cache.get(id(t))
@@ -81,7 +85,7 @@ def _cross(t: torch.Tensor) -> jax.Array:
     array = jax.device_put(as_numpy(source), device)
     if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
         key = id(t)
-        _cache[key] = (weakref.ref(t, lambda _, key=key: _cache.pop(key, None)), array, t.data_ptr(), [t._version, _signature(t)])
+        _cache[key] = (weakref.ref(t, functools.partial(_forget, _cache, key)), array, t.data_ptr(), [t._version, _signature(t)])
     elif device is None:
         array.block_until_ready()
     return array
@@ -106,7 +110,7 @@ def crossing(t: torch.Tensor) -> tuple[Any, int]:
     if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
         met = _met.get(key)
         if met is None or met() is not t:
-            _met[key] = weakref.ref(t, lambda _, key=key: _met.pop(key, None))
+            _met[key] = weakref.ref(t, functools.partial(_forget, _met, key))
             return as_numpy(plain(t)), signature
     return to_jax(t), signature
 

@@ -42,7 +42,9 @@ class Traced(torch.Tensor):
 
     @classmethod
     @private.opaque
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch documents it so, and has typed something else
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -59,19 +61,19 @@ class Traced(torch.Tensor):
         return repr(self) if not spec or self.dim() else format(self.item(), spec)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same memory, without derivatives (torch's own getter looks to the dispatcher like autograd's own use of detach)."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self.set_(value)
+            self.set_(value)  # type: ignore[call-overload]  # torch has typed storages alone
 
     def tolist(self) -> Any:
         return concrete(self, "tolist()").tolist()
 
-    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         return concrete(self, "numpy()")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -152,7 +154,7 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
     except KeyError:
         dtype = dtypes.to_torch(value.dtype)
     level = level or state.level
-    t = _make(Traced, shape_of(value, level), dtype=dtype, device=device)
+    t: Traced = _make(Traced, shape_of(value, level), dtype=dtype, device=device)
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t

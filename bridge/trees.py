@@ -168,7 +168,7 @@ def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
         if spec is LEAF:
             return next(source)
         children = spec.children
-        if type(children) is int:
+        if isinstance(children, int):
             items = [next(source) for _ in range(children)]
         else:
             items = [next(source) if c is LEAF else _build(c, source) for c in children]

@@ -172,13 +172,14 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
 
 def refuse_recording() -> None:
     """RuntimeError where something of torch's watches the ATen operators: of a computation in JAX it would see a result without origin."""
+    if not private.watched_by_torch():
+        return
     if private.transformed_by_torch():
         raise RuntimeError(
             "a function that runs in JAX was called inside a transform of torch.func's, or of torch.autograd.forward_ad, which cannot see "
             "through it; use torchfunc_jax's transform outside too, or put everything into `with torchfunc_jax.patch():`"
         )
-    if private.recorded_by_fx():
-        raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
+    raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
 
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:

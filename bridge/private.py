@@ -82,16 +82,18 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def recorded_by_fx() -> bool:
-    """Whether make_fx or torch.export records the operators called now: there is no public way to ask."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+_functorch_innermost, _mode_of, _PROXY = (  # asked at each call: looked up once
+    torch._C._functorch.peek_interpreter_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
 
 
-_functorch_innermost = torch._C._functorch.peek_interpreter_stack
+def watched_by_torch() -> bool:
+    """Whether one of torch's transforms is in progress, or make_fx or torch.export records: there is no public way to ask."""
+    return _functorch_innermost() is not None or _mode_of(_PROXY) is not None or forward_ad._current_level >= 0
 
 
 def transformed_by_torch() -> bool:
-    """Whether a transform of torch.func's, or a level of its forward-mode autograd, is in progress: there is no public way to ask."""
+    """Whether it is a transform of torch.func's, or a level of torch.autograd.forward_ad."""
     return _functorch_innermost() is not None or forward_ad._current_level >= 0
 
 

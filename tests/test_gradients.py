@@ -84,3 +84,20 @@ def test_ctc_loss_twice() -> None:
     twice = torchfunc_jax.jvp(gradient, (LOG_PROBS,), (direction,))[1]
     near = [gradient(LOG_PROBS + sign * step * direction) for sign in (1, -1)]
     torch.testing.assert_close(twice, (near[0] - near[1]) / (2 * step), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_product_of_rows_of_their_own(keepdim: bool) -> None:
+    """A NaN in one row leaves the others alone; mapped and differentiated row by row, more than once, as the pieces are compiled."""
+    nan = float("nan")
+    x = torch.tensor([[nan, 2.0, 3.0], [4.0, 2.0, 5.0], [1.0, 2.0, 3.0]])
+    f = lambda x: x.prod(1, keepdim=keepdim).sum()
+    active = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(active), active)
+    torch.testing.assert_close(torchfunc_jax.grad(f)(x), expected, equal_nan=True)
+    torch.testing.assert_close(torchfunc_jax.jit(torchfunc_jax.grad(f))(x), expected, equal_nan=True)
+    g = lambda v: v.prod(0, keepdim=True).expand_as(v) + v
+    y = torch.arange(1.0, 10.0).reshape(3, 3)
+    expected = torch.func.jacrev(torch.func.vmap(g, out_dims=1))(y)
+    for _ in range(3):
+        torch.testing.assert_close(torchfunc_jax.jacrev(torchfunc_jax.vmap(g, out_dims=1))(y), expected)

@@ -134,18 +134,11 @@ def aten_prod(self: Any, dim: int | None = None, keepdim: bool = False, *, dtype
     return restore(cast(x, out), axes, keepdim)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _product(x: Any, axes: tuple[int, ...]) -> Any:
     """Product over axes.  Where no factor is 0, its derivative is to PyTorch the result over each factor: a NaN makes all of it NaN."""
-    return lax.reduce_prod(x, axes)
-
-
-@_product.defjvp
-def _product_jvp(axes: tuple[int, ...], primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    (x,), (dx,) = primals, tangents
-    out, tangent = jax.jvp(lambda x: lax.reduce_prod(x, axes), primals, tangents)
-    spoilt = jnp.isnan(out) & jnp.all(x != 0)
-    return out, tangent + jnp.where(spoilt, np.nan, 0).astype(x.dtype) * total(dx, axes)
+    out = lax.reduce_prod(x, axes)
+    spoilt = lax.stop_gradient(jnp.isnan(out) & jnp.all(x != 0))
+    return jnp.where(spoilt, total(x, axes) * jnp.where(spoilt, np.nan, 0).astype(x.dtype), out)
 
 
 def need_order(x: Any, name: str) -> None:

@@ -169,23 +169,22 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         return _direct(lower, args, kwargs, tape, arrays)
     if func in _never:
         return _direct(lower, args, kwargs, tape, arrays)
+    met = piece is not None
+    if piece is None:
+        if len(_seen) >= _LIMIT:
+            _seen.clear()
+        piece = _seen[key] = Piece(key, lower, static, tuple(kwargs))
     tracked = tape is not None and tape.tracks(arrays)
     if lanes is not None and lanes.tracks(arrays):
-        piece = piece or _seen.setdefault(key, Piece(key, lower, static, tuple(kwargs)))
         out = lanes.run(piece, func, arrays)
         if tracked:
             tape.record(piece, arrays, out)
         return out
-    if piece is None:
-        piece = Piece(key, lower, static, tuple(kwargs))
-        if len(_seen) >= _LIMIT:
-            _seen.clear()
-        _seen[key] = piece
-        if not tracked:
-            out = lower(*_read(args), **kwargs)
-            if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
-                _never.add(func)
-            return out
+    if not (met or tracked):
+        out = lower(*_read(args), **kwargs)
+        if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
+            _never.add(func)
+        return out
     if piece.small and not tracked and isinstance(arrays[0], jax.core.Tracer):
         return lower(*_read(args), **kwargs)
     try:

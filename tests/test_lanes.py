@@ -156,3 +156,11 @@ def test_same_class_of_error(function: Callable[..., Any]) -> None:
     with pytest.raises(type(theirs.value)):
         torchfunc_jax.vmap(torchfunc_jax.grad(function))(X)
     same(torchfunc_jax.vmap(torchfunc_jax.grad(written))(X), torch.func.vmap(torch.func.grad(written))(X))
+
+
+def test_scalars_that_change_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "_LIMIT", 8)
+    monkeypatch.setattr(eager, "_seen", {})
+    for k in range(12):
+        same(torchfunc_jax.vmap(lambda x, k=k: x * (k + 0.5))(X), X * (k + 0.5))
+    assert 0 < len(eager._seen) <= 8

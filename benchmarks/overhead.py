@@ -10,7 +10,6 @@ torch.func's, and are written to benchmarks/results/, a file per machine.
 """
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from readme import describe, update
-from run import milliseconds, say, slug
+from run import milliseconds, parser_of, say, slug
 
 import torchfunc_jax
 from torchfunc_jax._machine import machine
@@ -111,13 +110,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, TRANSFORMS, 1.0, "docs/overhead.md")
     parser.add_argument("--operators", default="10,100,1000", help="numbers of operators")
-    parser.add_argument("--only", default=",".join(TRANSFORMS), help=f"of {','.join(TRANSFORMS)}")
-    parser.add_argument("--seconds", type=float, default=1.0, help="per row and system")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
-    parser.add_argument("--page", action="store_true", help="put the table into docs/overhead.md")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
     options = parser.parse_args(argv)
     names, counts = options.only.split(","), [int(n) for n in options.operators.split(",")]
     if unknown := set(names) - set(TRANSFORMS):

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +172,20 @@ def slug(where: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{name} {where['cores']} cores".lower()).strip("-")
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}")
-    parser.add_argument("--only", default=",".join(WORKLOADS), help=f"of {','.join(WORKLOADS)}")
-    parser.add_argument("--seconds", type=float, default=4.0, help="per workload and system")
+def parser_of(doc: str | None, only: Collection[str], seconds: float, page: str) -> argparse.ArgumentParser:
+    """The options that benchmarks share; page: where --page puts the table."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(only), help=f"of {','.join(only)}")
+    parser.add_argument("--seconds", type=float, default=seconds, help="per row and system")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--page", "--readme", action="store_true", help=f"put the table into {page}")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = parser_of(__doc__, WORKLOADS, 4.0, "README.md")
+    parser.add_argument("--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}")
     options = parser.parse_args(argv)
     systems, names = options.systems.split(","), options.only.split(",")
     for given, known in ((systems, TITLES), (names, WORKLOADS)):
@@ -198,7 +204,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         say("  " + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True)))
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    if options.readme:
+    if options.page:
         update("benchmarks", markdown_table(results))
     if options.json:
         json.dump(results, sys.stdout)

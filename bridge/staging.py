@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.extend.core import Literal
 
-from bridge import capture, random, tensors, tracing
+from bridge import capture, outer, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, take_apart
 from bridge.levels import push
@@ -234,6 +234,7 @@ class Packing:
 
 def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
     """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it."""
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer.in_order(program.jaxpr.jaxpr)))
     inputs = set(map(id, program.jaxpr.jaxpr.invars))
     outvars = program.jaxpr.jaxpr.outvars
     seen: set[int] = set()

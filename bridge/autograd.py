@@ -11,6 +11,7 @@ import torch
 
 from bridge import private, tensors, tracing
 from bridge.errors import reworded
+from bridge.linked import depends
 
 
 def conj(v: Any) -> Any:
@@ -31,8 +32,10 @@ def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 class _Recorded:
     """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
 
-    def __init__(self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None) -> None:
-        self.compute, self.leaves, self.known, self.key = compute, leaves, known, key
+    def __init__(
+        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None
+    ) -> None:
+        self.compute, self.leaves, self.known, self.key, self.again = compute, leaves, known, key, kinds
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
@@ -67,7 +70,12 @@ class _Recorded:
         self.seen = [t for t, _ in root.captured.values()]
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live]
         self.key = root.key
-        self.kinds = [inexact(v) and not (i >= self.count and detached[i - self.count]) for i, v in enumerate(out)]
+        if self.again is None:
+            # what depends on none of the inputs, or by way of detach and no_grad alone, is an array by now
+            kinds = [depends(v) for v in out[: self.count]] + [not d for d in detached]
+            self.kinds = [kind and inexact(v) for kind, v in zip(kinds, out, strict=True)]
+        else:
+            self.kinds = self.again
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
 
@@ -183,7 +191,7 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
     count = len(inputs)
 
     def backward(values: list[Any]) -> Result:
-        inner = _Recorded(recorded.compute, recorded.leaves, recorded.known, recorded.key)
+        inner = _Recorded(recorded.compute, recorded.leaves, recorded.known, recorded.key, recorded.kinds)
 
         _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
         return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import dtypes, eager, private, tensors
+from bridge import dtypes, eager, linked, private, tensors
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.errors import DataDependentError, NoLoweringError, at_line
 from bridge.levels import state
@@ -97,6 +97,8 @@ def _pure(func: Any, lower: Callable[..., Any]) -> Plan:
             raise _explain(func, args, kwargs, error) from error
         if not torch.is_grad_enabled():
             out = stop(out)
+        elif state.level.root.recorded:
+            out = linked.tie(func, out, values)
         device = _device(args, kwargs)
         return wrap(out, device) if isinstance(out, jax.Array) else _wrap_all(out, device)
 
@@ -133,17 +135,11 @@ def _reverse_only() -> bool:
     return found
 
 
-@jax.jit
-def stopped_by_torch(value: Any) -> Any:
-    """``lax.stop_gradient`` with a name, to be told in a compiled program from those inside of lowerings."""
-    return lax.stop_gradient(value)
-
-
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
     level = state.level
     if level.root.staged and isinstance(value, jax.core.Tracer):
-        return stopped_by_torch(value)
+        return linked.stopped_by_torch(value)
     if isinstance(value, jax.core.Tracer) or (level.tape is None and level.lanes is None):
         return lax.stop_gradient(value)
     return eager.copied(value, level.lanes) if level.tape is not None and level.tape.tracks([value]) else value
@@ -207,16 +203,29 @@ def _view(func: Any) -> Plan:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
-        with torch.no_grad():  # met, and not to be differentiated for it
-            value, parent = value_of(base), node_of(base)
-        node = Node(constant(value), state.level, parent, View(aten.detach.default, constant, (), {}))
-        node.seen = node.root.version
-    else:
-        node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
     t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
-    t.node = node
+    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
+        t.node = _detached_node(base, constant)
+    else:
+        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
     return t
+
+
+def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
+    """The same memory without derivatives."""
+    with torch.no_grad():  # met, and not to be differentiated for it
+        value, parent = value_of(base), node_of(base)
+    node = Node(stopped(value), state.level, parent, View(aten.detach.default, stopped, (), {}))
+    node.seen = node.root.version
+    return node
+
+
+def detach_in_place(t: Traced) -> None:
+    """What detach_() leaves: PyTorch's kernel changes the innermost autograd's metadata and calls no other."""
+    level: Any = state.level
+    while level is not None and level.kind != "grad":
+        level = level.parent
+    t.node = _detached_node(t, constant if level is None or level.tape is not None else lambda v: private.stop_innermost(v, level.probe))
 
 
 def _split(func: Any) -> Plan:
@@ -392,7 +401,6 @@ _IRREGULAR = {
     "aten::bernoulli_.float": "aten::bernoulli.p",
     "aten::normal_": "aten::normal_functional",
     "aten::squeeze_": "aten::squeeze",
-    "aten::detach_": "aten::detach",
     "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional",
     "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional",
     "aten::native_batch_norm.out": "aten::native_batch_norm",

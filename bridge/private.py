@@ -167,6 +167,11 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
     return value
 
 
+def batched_value(tracer: Any) -> Any:
+    """What a tracer of vmap holds; None for any other."""
+    return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
+
+
 def once_differentiable_inner(method: Any) -> Any:
     """The backward inside ``@once_differentiable``; None where the decorator was not used (it leaves no other mark)."""
     inner = getattr(method, "__wrapped__", None)

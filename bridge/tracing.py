@@ -140,10 +140,20 @@ def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
 
 
+def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """detach_(): PyTorch's kernel for it hands on to no other."""
+    from bridge import operators
+
+    out = func(*args, **kwargs)
+    operators.detach_in_place(out)
+    return out
+
+
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _python_rules = {
     torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
     torch.nn.functional.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
+    torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
 }
 
 

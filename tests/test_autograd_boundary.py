@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from agreement import same
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import torchfunc_jax
 from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, stack_module_state, vjp, vmap
@@ -105,6 +106,10 @@ WATCHED: dict[str, Any] = {
     "constants": lambda a, w: (torch.ones(3, dtype=a.dtype), a * 2),
     "integers": lambda a, w: (a > 0, w.argmax(), a.detach() > 0),
     "derivative zero": lambda a, w: (a.floor(), w.sign(), a.sgn(), w.round(), a.trunc(), w.clamp(9, 9), a.div(w, rounding_mode="floor")),
+    "new ones": lambda a, w: (torch.zeros_like(a), a.new_ones(3), torch.full_like(w, 2.0), a * 0),
+    "no derivative of an empty one": lambda a, w: (a[:0].sin(), nn.functional.relu6(w[3:]), torch.linalg.slogdet(a[:0].reshape(0, 0))[0]),
+    "outputs without one": lambda a, w: torch.linalg.lu(torch.outer(a, w) + torch.eye(3, dtype=a.dtype)),
+    "detach_": lambda a, w: (a.sin().detach_(), w.cos().detach_() * a),
     "shapes": lambda a, w: torch.full(a.shape, float(w.shape[0])),
     "written": lambda a, w: _filled(a, w),
 }
@@ -124,10 +129,16 @@ def _filled(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("name", WATCHED)
 @pytest.mark.parametrize("recorded", ["both", "argument", "captured"])
-def test_each_compiled_output_requires_grad_where_torchs_does(name: str, recorded: str) -> None:
+@pytest.mark.parametrize("how", ["jit", "vmap", "jit of vmap"])
+def test_each_output_requires_grad_where_torchs_does(name: str, recorded: str, how: str) -> None:
     a, w = data(3).requires_grad_(recorded != "captured"), data(3).requires_grad_(recorded != "argument")
     fn = WATCHED[name]
-    expected, actual = fn(a, w), jit(lambda b: fn(b, w))(a)
+    expected = fn(a, w)
+    if how == "jit":
+        actual = jit(lambda b: fn(b, w))(a)
+    else:  # one lane, which changes nothing else
+        lane = vmap(lambda _, b: fn(b, w), (0, None))
+        actual = pytree.tree_map(lambda t: t[0], (jit(lane) if how == "jit of vmap" else lane)(torch.zeros(1), a))
     mine, theirs = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
     same(actual, expected)
     assert [o.requires_grad for o in mine] == [o.requires_grad for o in theirs]
@@ -135,6 +146,43 @@ def test_each_compiled_output_requires_grad_where_torchs_does(name: str, recorde
         if t.requires_grad:
             inputs = [x for x in (a, w) if x.requires_grad]
             same(*(torch.autograd.grad(o.sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True) for o in (m, t)))
+
+
+LINES: dict[str, Any] = {
+    "linear": lambda x: 2 * x,
+    "square": lambda x: x * x,
+    "half detached": lambda x: x.detach() * x,
+    "detached": lambda x: x.detach() * 2,
+    "sign": lambda x: x.sign(),
+    "floor": lambda x: x.floor() * 3,
+}
+TRANSFORMED: dict[str, Any] = {
+    "grad": lambda T, f, x, v: T.grad(lambda x: f(x).sum())(x),
+    "grad_and_value": lambda T, f, x, v: T.grad_and_value(lambda x: f(x).sum())(x),
+    "aux of grad": lambda T, f, x, v: T.grad(lambda x: ((x * x).sum(), f(x)), has_aux=True)(x)[1],
+    "vjp": lambda T, f, x, v: (lambda pair: (pair[0], pair[1](v)))(T.vjp(f, x)),
+    "jvp": lambda T, f, x, v: T.jvp(f, (x,), (v,)),
+    "linearize": lambda T, f, x, v: (lambda pair: (pair[0], pair[1](v)))(T.linearize(f, x)),
+    "jacrev": lambda T, f, x, v: T.jacrev(f)(x),
+    "jacfwd": lambda T, f, x, v: T.jacfwd(f)(x),
+    "hessian": lambda T, f, x, v: T.hessian(lambda x: f(x).sum())(x),
+    "vmap of grad": lambda T, f, x, v: T.vmap(T.grad(f))(x),
+    "grad of grad": lambda T, f, x, v: T.grad(lambda x: T.grad(lambda x: f(x).sum())(x).sum())(x),
+}
+
+
+@both
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(transform: str, name: str, mode: str) -> None:
+    for primal, tangent in ((True, False), (False, True)):
+        if name in ("sign", "floor") and transform in ("jvp", "jacfwd"):
+            continue  # the tangent is zero whichever: torch keeps no zeros where the operator's formula is zeros
+        x, v = data(3).detach().requires_grad_(primal), data(3).detach().requires_grad_(tangent)
+        expected = TRANSFORMED[transform](torch.func, LINES[name], x, v)
+        actual = MODES[mode](lambda x, v: TRANSFORMED[transform](torchfunc_jax, LINES[name], x, v))(x, v)
+        same(actual, expected)
+        assert [o.requires_grad for o in pytree.tree_leaves(actual)] == [o.requires_grad for o in pytree.tree_leaves(expected)]
 
 
 def test_what_only_no_grad_reads_gets_no_gradient_of_a_compiled_function() -> None:

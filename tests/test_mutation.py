@@ -419,3 +419,36 @@ def test_any_sequence_of_views_and_writes(steps: list[str]) -> None:
     same(functionalize(fn)(x), fn(x))
     batch = torch.stack([x, x + 1])
     same([t[1] for t in vmap(fn)(batch)], fn(x + 1))
+
+
+DETACHED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a result": lambda T, x: T.grad(lambda x: (x.sin().detach_() * x).sum())(x),
+    "the function torch.detach_": lambda T, x: T.grad(lambda x: (torch.detach_(x.sin()) * x).sum())(x),
+    "then written to": lambda T, x: T.grad(lambda x: (x.sin().detach_().mul_(2) * x).sum())(x),
+    "written to by its other name": lambda T, x: T.grad(_two_names)(x),
+    "inside grad of grad, at the inner level alone": lambda T, x: T.grad(
+        lambda x: T.grad(lambda y: (y.sin().detach_() * y * x).sum())(x).sum()
+    )(x),
+    "inside jvp, which has no such thing": lambda T, x: T.jvp(lambda x: x.sin().detach_() * x, (x,), (x,))[1],
+    "inside jvp of grad": lambda T, x: T.jvp(T.grad(lambda x: (x.sin().detach_() * x).sum()), (x,), (x,))[1],
+}
+
+
+def _two_names(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    z = y.detach_()
+    y.mul_(2)
+    return (z * x).sum()
+
+
+@pytest.mark.parametrize("name", DETACHED)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_detach_in_place_stops_the_gradient_where_torch_func_does(name: str, compiled: bool) -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    run = lambda x: DETACHED[name](torchfunc_jax, x)
+    same((jit(run) if compiled else run)(x), DETACHED[name](torch.func, x))
+
+
+def test_detach_in_place_inside_vmap() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    same(vmap(grad(lambda x: x.sin().detach_() * x))(x), x.sin())  # torch.func cannot: what vmap holds is a view

@@ -13,6 +13,7 @@ from bridge import autograd, private, trees
 from bridge.calls import Result, apply, is_array
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import state
+from bridge.linked import tie_tangents
 from bridge.private import opaque
 from bridge.tracing import value_of
 from torchfunc_jax import _args
@@ -60,8 +61,10 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
     return jvp_with_argnums(func, primals, tangents, None, strict, has_aux)
 
 
-def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, strict: bool, has_aux: bool) -> Any:
-    """``jvp`` with respect to some of the primals; argnums None: all of them."""
+def jvp_with_argnums(
+    func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, strict: bool, has_aux: bool, tied: bool = True
+) -> Any:
+    """``jvp`` with respect to some of the primals; argnums None: all of them.  tied: see ``bridge.linked.tie_tangents``."""
     if not isinstance(primals, tuple):
         raise RuntimeError(f"{_API}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
     diff = primals if argnums is None else _args.select(primals, argnums)[0]
@@ -109,6 +112,7 @@ def jvp_with_argnums(func: Callable[..., Any], primals: Any, tangents: Any, argn
         with _forward_mode():
             outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
+        pushed = tie_tangents(pushed, outs) if tied else pushed
         result = found[0]
         n = len(pushed)
         return Result([*outs, *pushed, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
@@ -178,7 +182,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
                     )
         if recorded:
             autograd.check_unchanged(versions)
-            return jvp(func, primals, tangents)[1]
+            return jvp_with_argnums(func, primals, tangents, None, False, False, tied=False)[1]
 
         def forward(values: list[Any]) -> Result:
             return Result(list(push(*values)))

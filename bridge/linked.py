@@ -1,0 +1,102 @@
+"""Whether torch's autograd goes back through a value: not the question where a derivative can differ from zero.
+
+PyTorch's sign(x) requires grad where x does; JAX drops a derivative that is known to be zero.  Outside of compilation, where outputs
+are asked after the run whether they depend on what requires grad, such an operator's outputs are tied to its inputs again.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge import private
+from bridge.eager import Unread
+from bridge.levels import state
+
+aten = torch.ops.aten
+
+#: Operators whose output torch's autograd takes as new, whatever it was made like.
+_FRESH = frozenset(
+    p
+    for name in (
+        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty",
+        "new_empty_strided", "histc", "bincount", "detach",
+    )
+    for p in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+)
+
+#: Outputs that have no derivative beside others that do.
+_FRESH_OUTPUTS = {
+    aten.lu_unpack.default: (0,), aten.linalg_lu.default: (0,), aten.native_layer_norm.default: (1, 2), aten.linalg_lstsq.default: (2, 3),
+    aten._native_batch_norm_legit.default: (1, 2), aten._native_batch_norm_legit.no_stats: (1, 2),
+    aten._batch_norm_with_update.default: (1, 2, 3), aten.native_batch_norm.default: (1, 2), aten.native_group_norm.default: (1, 2),
+}
+
+
+@jax.jit
+def stopped_by_torch(value: Any) -> Any:
+    """``lax.stop_gradient`` with a name, to be told in a compiled program from those inside of lowerings."""
+    return lax.stop_gradient(value)
+
+
+def depends(value: Any) -> bool:
+    """Whether an array is one that JAX differentiates, at whatever level."""
+    while isinstance(value, jax.core.Tracer):
+        below = private.batched_value(value)
+        if below is None:
+            return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+        value = below
+    return False
+
+
+def tie(func: Any, out: Any, values: Any) -> Any:
+    """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none."""
+    if func in _FRESH:
+        return out
+    if state.level.root.staged:  # the question is asked of the program
+        fresh = _FRESH_OUTPUTS.get(func, ())
+        return type(out)(stopped_by_torch(v) if i in fresh else v for i, v in enumerate(out)) if fresh else out
+    arrays = [v.root if type(v) is Unread else v for v in jax.tree_util.tree_leaves(values)]
+    linked = [v for v in arrays if isinstance(v, jax.Array) and depends(v)]
+    if not linked:
+        return out
+    fresh = _FRESH_OUTPUTS.get(func, ())
+    if not fresh:
+        return jax.tree_util.tree_map(lambda v: v if not _inexact(v) or depends(v) else _tied(v, linked), out)
+    return type(out)(v if i in fresh or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
+
+
+def tie_tangents(tangents: list[Any], primals: list[Any]) -> list[Any]:
+    """The tangents of outputs: PyTorch's require grad where their primals do, constant ones too."""
+    if not (state.level.root.recorded and torch.is_grad_enabled()):
+        return tangents
+    staged = state.level.root.staged
+    pairs = zip(tangents, primals, strict=True)
+    return [_tied(t, [p]) if depends(p) and _inexact(t) and (staged or not depends(t)) else t for t, p in pairs]
+
+
+def _inexact(v: Any) -> bool:
+    return isinstance(v, jax.Array) and bool(jnp.issubdtype(v.dtype, jnp.inexact))
+
+
+@jax.custom_jvp
+def _tied(value: Any, inputs: Any) -> Any:
+    return value
+
+
+@_tied.defjvp
+def _tied_jvp(primals: Any, tangents: Any) -> Any:
+    value, inputs = primals
+    zero = sum(_nothing(t).astype(value.dtype) for t in tangents[1])
+    return _tied(value, inputs), tangents[0] + jnp.broadcast_to(zero, value.shape)
+
+
+def _nothing(t: Any) -> Any:
+    """A sum of none of t's elements: zero, whatever they are, and yet a linear function of t that JAX keeps."""
+    return jnp.sum(jnp.real(t).reshape(-1)[:0])
+
+
+__all__ = ["depends", "tie", "tie_tangents"]

@@ -307,12 +307,13 @@ def _merge(x: Array, dim: int, at: int) -> Array:
 
 def _batch(args: tuple[Array, Array], dims: tuple[Any, Any], *, face: str, **params: Any) -> tuple[Array, int]:
     left_name, right_name, *into = _FACES[face]
-    operands, batched = [], [dim is not None for dim in dims]
+    operands: list[Any] = []
+    batched = [dim is not None for dim in dims]
     axis = "B" if all(batched) else into[0] if batched[0] else into[1]
     for x, dim, name in zip(args, dims, (left_name, right_name), strict=True):
         operands.append(x if dim is None else _merge(x, dim, _AXES[name].index(axis)))
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    out, at = conv(face, *operands, **params), _AXES[face].index(axis)
+    out, at = conv(face, operands[0], operands[1], **params), _AXES[face].index(axis)
     return out.reshape(*out.shape[:at], size, out.shape[at] // size, *out.shape[at + 1 :]), at
 
 

@@ -226,8 +226,8 @@ def _compare(m: int, n: int, offset: int, comparison):
     if m * n <= 4096:
         rows, columns = np.arange(m)[:, None], np.arange(n) - offset
         return constant({lax.eq: np.equal, lax.le: np.less_equal, lax.ge: np.greater_equal}[comparison](columns, rows))
-    columns = lax.broadcasted_iota(np.int32, (m, n), 1) - np.int32(max(min(offset, n), -m))
-    return comparison(columns, lax.broadcasted_iota(np.int32, (m, n), 0))
+    shifted = lax.broadcasted_iota(np.int32, (m, n), 1) - np.int32(max(min(offset, n), -m))
+    return comparison(shifted, lax.broadcasted_iota(np.int32, (m, n), 0))
 
 
 def _triangle(x, diagonal: int, comparison, name: str):
@@ -238,7 +238,7 @@ def _triangle(x, diagonal: int, comparison, name: str):
 
 @fused("diagonal", "comparison")
 def _masked(x, diagonal, comparison):
-    mask = _compare(*x.shape[-2:], diagonal, comparison)
+    mask = _compare(x.shape[-2], x.shape[-1], diagonal, comparison)
     if x.ndim > 2:
         mask = lax.broadcast_in_dim(mask, x.shape, (x.ndim - 2, x.ndim - 1))
     return lax.select(mask, x, lax.full_like(x, 0))

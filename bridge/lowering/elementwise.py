@@ -164,7 +164,7 @@ _FLOAT_WIDE = {
     "log10": _log_base(10),
 }
 # name -> function that takes every dtype
-_ANY = {
+_ANY: dict[str, Any] = {
     "abs": fused(absolute),
     "bitwise_not": lax.bitwise_not,
     "ceil": _keep_ints(lax.ceil),

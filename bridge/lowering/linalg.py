@@ -52,7 +52,7 @@ def skew_diagonal(x: Any) -> Any:
     """Each matrix with all but the imaginary part of its diagonal made zero (zeros for a real matrix)."""
     if not jnp.iscomplexobj(x):
         return jnp.zeros_like(x)
-    return jnp.where(jnp.eye(*x.shape[-2:], dtype=bool), lax.complex(jnp.zeros_like(x.real), x.imag), 0)
+    return jnp.where(jnp.eye(x.shape[-2], x.shape[-1], dtype=bool), lax.complex(jnp.zeros_like(x.real), x.imag), 0)
 
 
 def broadcast_batch(*xs: Any) -> list[Any]:

@@ -155,7 +155,8 @@ def _slogdet(A, lu, permutation):
 @_slogdet.defjvp
 def _slogdet_jvp(primals, tangents):
     sign, logabs = _slogdet(*primals)
-    trace = _trace_of_solve(*primals, tangents[0])
+    A, lu, permutation = primals
+    trace = _trace_of_solve(A, lu, permutation, tangents[0])
     if not jnp.iscomplexobj(sign):
         return (sign, logabs), (jnp.zeros_like(sign), trace)
     return (sign, logabs), (lax.complex(jnp.zeros_like(logabs), trace.imag) * sign, trace.real)

@@ -80,7 +80,7 @@ def _householder_product(a, tau):
 @_householder_product.defjvp
 def _householder_product_jvp(primals, tangents):
     def product(a, tau):
-        return _reflected(True, False, a, tau, jnp.broadcast_to(jnp.eye(*a.shape[-2:], dtype=a.dtype), a.shape))
+        return _reflected(True, False, a, tau, jnp.broadcast_to(jnp.eye(a.shape[-2], a.shape[-1], dtype=a.dtype), a.shape))
 
     return _householder_product(*primals), jax.jvp(product, primals, tangents)[1]
 

@@ -324,4 +324,5 @@ def torch_nn__linear_cross_entropy_batch_chunked(
     wanted = (compute_input_grad, compute_linear_weight_grad, compute_linear_bias_grad)
     grads = pull(jnp.ones_like(value)) if any(wanted) else ()
     empty = [jnp.zeros((0,) * rank, x.dtype) for rank in (2, 2, 1)]
-    return (value, *(grads[i] if wanted[i] else empty[i] for i in range(3)))
+    of_input, of_weight, of_bias = (grads[i] if wanted[i] else empty[i] for i in range(3))
+    return value, of_input, of_weight, of_bias

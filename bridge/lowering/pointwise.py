@@ -59,7 +59,7 @@ def choose(mask: Any, a: Any, b: Any) -> Any:
     return lax.select_n(mask, b, a if np.shape(a) == b.shape and is_array(a) else like(a, b))
 
 
-def define_slopes(function: Callable, *slopes: Callable) -> None:
+def define_slopes(function: Any, *slopes: Callable) -> None:
     """Give a custom_jvp function its partial derivatives, one per operand, each a function of (operands..., result).
 
     An operand that is not differentiated costs nothing, and its infinite or NaN derivative does not meet a zero tangent (0 * inf is NaN).

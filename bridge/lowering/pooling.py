@@ -139,15 +139,16 @@ def _reduce_windows(x: Any, fn: Callable[[Any, Any], Any], initial: Any, axes: _
     paddings = [(0, 0)] * len(lead)
     for a in axes:
         paddings.append((a.padding, (a.out - 1) * a.stride + (a.kernel - 1) * a.dilation + 1 - a.size - a.padding))
-    spans = [(*lead, *(getattr(a, name) for a in axes)) for name in ("kernel", "stride", "dilation")]
-    return lax.reduce_window(x, initial, fn, *spans[:2], paddings, window_dilation=spans[2])
+    kernel, stride, dilation = ((*lead, *(getattr(a, name) for a in axes)) for name in ("kernel", "stride", "dilation"))
+    return lax.reduce_window(x, initial, fn, kernel, stride, paddings, window_dilation=dilation)
 
 
 def _flat_places(axes: _Axes) -> Array:
     """The int32 flat index of each element of the last dimensions."""
     sizes = tuple(axis.size for axis in axes)
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    return sum(lax.broadcasted_iota(jnp.int32, sizes, i) * stride for i, stride in enumerate(strides))
+    places = [lax.broadcasted_iota(jnp.int32, sizes, i) * stride for i, stride in enumerate(strides)]
+    return functools.reduce(lax.add, places)
 
 
 def _tiled(x: Array, axes: _Axes) -> tuple[Array, list[int]]:
@@ -246,7 +247,7 @@ def _select_taps(x: Array, place: Array, axes: _Axes) -> Array:
         taps = [t for tap in taps for t in _taps(tap, x.ndim - n + i, axes[i], 0)]
         places = [p + a for p in places for a in at]
         inner *= axes[i].size
-    return sum(jnp.where(place == at, tap, 0) for tap, at in zip(taps, places, strict=True))
+    return functools.reduce(lax.add, [jnp.where(place == at, tap, 0) for tap, at in zip(taps, places, strict=True)])
 
 
 def take_places(x: Array, place: Array, n: int) -> Array:
@@ -339,7 +340,7 @@ def _outer(sizes: list[np.ndarray]) -> np.ndarray:
 
 
 @fused("axes", "include_pad", "divisor")
-def _avg_pool(x: Array, axes: _Axes, include_pad: bool = False, divisor: int | None = None) -> Array:
+def _avg_pool(x: Array, axes: _Axes, include_pad: bool = False, divisor: Any = None) -> Array:
     total = _sum_windows(cast(x, opmath(x.dtype)), axes)
     if divisor is None:
         counts = []

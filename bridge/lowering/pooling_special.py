@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def _fractional(x: Array, samples: Array, kernel: tuple[int, ...], out: tuple[in
     n, image = len(kernel), x.shape[x.ndim - len(kernel) :]
     grouped = x if x.ndim == n + 2 else x[None]
     order = range(n) if n == 3 else reversed(range(n))  # in two dimensions PyTorch takes the width's sample first
-    flat = 0
+    flat: Any = 0
     for i, which in enumerate(order):
         at = _starts(samples[..., which], image[i], kernel[i], out[i])[..., None] + jnp.arange(kernel[i])  # (N, C, out, kernel)
         shape = [1] * (2 * n)

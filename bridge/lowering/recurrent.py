@@ -100,7 +100,8 @@ def _stack(
 
 
 def _run(
-    kind: str, x: Array, states: _State, params: list, num_layers: int, dropout: float, train: bool, bidirectional: bool, active: Any
+    kind: str, x: Array, states: _State, params: Sequence[Any], num_layers: int, dropout: float, train: bool, bidirectional: bool,
+    active: Any,
 ) -> tuple[Array, ...]:
     directions = 2 if bidirectional else 1
     if len(params) % (num_layers * directions) or len(params) // (num_layers * directions) not in _NAMES:
@@ -127,7 +128,7 @@ def _padded(kind: str) -> Any:
         """lstm.input(Tensor input, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train,
         bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)"""
         x = jnp.swapaxes(x, 0, 1) if batch_first else x
-        states = tuple(hx) if kind == "lstm" else (hx,)
+        states: Any = tuple(hx) if kind == "lstm" else (hx,)
         y, *last = _run(kind, x, states, params, num_layers, dropout, train, bidirectional, None)
         return jnp.swapaxes(y, 0, 1) if batch_first else y, *last
 
@@ -151,7 +152,7 @@ def _packed(kind: str) -> Any:
         sizes = concrete(batch_sizes)
         active = np.arange(sizes[0]) < sizes[:, None]  # (T, B)
         row = np.where(active, np.cumsum(sizes)[:, None] - sizes[:, None] + np.arange(sizes[0]), 0)
-        states = tuple(hx) if kind == "lstm" else (hx,)
+        states: Any = tuple(hx) if kind == "lstm" else (hx,)
         y, *last = _run(
             kind, data[row], states, params, num_layers, dropout, train, bidirectional, jnp.asarray(active[..., None])
         )

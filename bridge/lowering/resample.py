@@ -212,7 +212,8 @@ def _inside(at: Array, size: int, padding_mode: int, align_corners: bool) -> Arr
 
 def _read(x: Array, places: Sequence[Array]) -> Array:
     """x (N, C, *image) at whole places (N, P) of each dimension; 0 outside of the image."""
-    valid, flat = True, 0
+    valid: Any = True
+    flat: Any = 0
     for at, size in zip(places, x.shape[2:], strict=True):
         valid = valid & (at >= 0) & (at <= size - 1)
         flat = flat * size + jnp.clip(at, 0, size - 1).astype(jnp.int32)

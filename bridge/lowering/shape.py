@@ -431,8 +431,8 @@ def _unfold(x, dim, size, step):
     n = x.shape[dim]
     count = (n - size) // step + 1
     if size == step:
-        rows = lax.reshape(_slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :]))
-        return jnp.moveaxis(rows, dim + 1, -1)
+        split = lax.reshape(_slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :]))
+        return jnp.moveaxis(split, dim + 1, -1)
     if size <= 16:
         # a few strided slices cost less than a gather, and their transposes are pads
         rows = [_slice(x, dim, j, j + (count - 1) * step + 1, step) for j in range(size)]

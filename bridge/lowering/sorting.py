@@ -21,10 +21,12 @@ def sorted_with_index(x: Any, axis: int, descending: bool = False) -> tuple[Any,
     """x sorted along axis and the int32 positions its elements came from; equal elements keep their order."""
     places = lax.broadcasted_iota(np.int32, x.shape, axis)
     if not descending:
-        return tuple(lax.sort((x, places), dimension=axis, num_keys=1))
+        values, index = lax.sort((x, places), dimension=axis, num_keys=1)
+        return values, index
     # reversing before and after an ascending stable sort keeps equal elements in order and puts NaN first
     flipped = (lax.rev(x, (axis,)), x.shape[axis] - 1 - places)
-    return tuple(lax.rev(a, (axis,)) for a in lax.sort(flipped, dimension=axis, num_keys=1))
+    values, index = lax.sort(flipped, dimension=axis, num_keys=1)
+    return lax.rev(values, (axis,)), lax.rev(index, (axis,))
 
 
 @lowering("aten.sort")

@@ -70,7 +70,7 @@ def _lgamma(x: Any) -> Any:
     return lax.lgamma(x)
 
 
-define_slopes(_digamma, lambda x, y: _polygamma_at(1, x))
+define_slopes(_digamma, lambda x, y: _slope_of_digamma(x))
 define_slopes(_lgamma, lambda x, y: _digamma(x))
 
 
@@ -83,6 +83,10 @@ def _trigamma(x: Any) -> Any:
     sine = lax.sin(_scaled(lax.sub(x, lax.round(x)), math.pi))
     ratio = lax.div(like(math.pi, x), sine)
     return lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+
+
+def _slope_of_digamma(x: Any) -> Any:
+    return _polygamma_at(1, x)  # rather than _trigamma, which has no derivative of its own
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -231,7 +235,7 @@ def _logit(x: Any, eps: float | None) -> Any:
 
 
 # name -> function of one floating array
-_UNARY = {
+_UNARY: dict[str, Any] = {
     "digamma": _digamma,
     "erf": lax.erf,
     "erfc": lax.erfc,

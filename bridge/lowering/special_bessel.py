@@ -219,7 +219,7 @@ def _airy_ai(x: Any) -> Any:
     return choose(infinite, math.nan, y)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Any] = {
     "i0": _i0,
     "special_airy_ai": _airy_ai,
     "special_bessel_j0": _j0,

@@ -22,6 +22,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from bridge.lowering.conv_patches import by_patches, side_by_side
 from bridge.lowering.promotion import opmath
 
 Array = jax.Array
@@ -257,6 +258,8 @@ def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, pr
     sizes = dict(zip(_AXES[names[0]], left.shape, strict=False)) | dict(zip(_AXES[names[1]], right.shape, strict=False))
     if sizes["C"] == sizes["O"] == 1:
         return _depthwise(face, left, right, geometry).astype(left.dtype)
+    if side_by_side(geometry):
+        return by_patches(face, left, right, geometry)
     # as many images at a time as keep their columns in cache; then as many kernels
     columns = sizes["G"] * sizes["C"] * math.prod(geometry.kernel) * math.prod(geometry.out) * left.dtype.itemsize
     images = _divisor(sizes["N"], _CACHE_BYTES // columns)

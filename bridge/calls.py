@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge import autograd, capture, operators, private, tensors, tracing, trees
+from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.eager import Untaped
 from bridge.errors import reworded
 from bridge.levels import Level, push, state

@@ -34,7 +34,7 @@ class Traced(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
             return NotImplemented  # another class has rules of its own (functorch's dims)
-        rule = _python_rules.get(func)
+        rule = PYTHON_RULES.get(func)
         with private.without_torch_function():
             if rule is not None:
                 return rule(func, args, kwargs or {})
@@ -87,74 +87,9 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
-def _is_unknown_number(x: Any) -> bool:
-    """A traced 0-dim integer: an index whose value PyTorch's C++ would ask for."""
-    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
-
-
-def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[i] with a traced 0-dim integer i: torch would read its value, which need not be known; here it is a gather."""
-    t, index = args
-    parts = index if type(index) is tuple else (index,)
-    if not any(_is_unknown_number(p) for p in parts):
-        return func(t, index)
-    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # beside other tensors it broadcasts like them
-        return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
-    kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
-    dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
-    for p in parts:
-        if p is Ellipsis:
-            dim += t.dim() - expanded
-        elif _is_unknown_number(p):
-            kept = kept.index_select(dim, torch.where(p < 0, p + kept.shape[dim], p).reshape(1)).squeeze(dim)
-        elif not isinstance(p, int) or isinstance(p, bool):
-            dim += 1
-    return kept
-
-
-def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """narrow with a traced start: the length is known, so the slice is a gather of consecutive places."""
-    given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
-    start, t = given["start"], given["input"]
-    if not _is_unknown_number(start):
-        return func(*args, **kwargs)
-    size, length = t.shape[given["dim"]], given["length"]
-    start = torch.where(start < 0, start + size, start)
-    return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
-
-
-def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """ctc_loss with lengths as lists: PyTorch's C++ would look at the targets' values to choose among its kernels."""
-    names = ("log_probs", "targets", "input_lengths", "target_lengths")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    lengths = {name: torch.as_tensor(given[name]) for name in names[2:]}
-    return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
-
-
-def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """tensor_split by a tensor: PyTorch's C++ reads it by its address, which a traced one lacks and under jit would be read only once."""
-    given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
-    where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
-    if not isinstance(where, torch.Tensor) or where.dtype is not torch.int64 or where.dim() > 1:
-        return func(*args, **kwargs)
-    return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
-
-
-def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """detach_(): PyTorch's kernel for it hands on to no other."""
-    from bridge import operators
-
-    out = func(*args, **kwargs)
-    operators.detach_in_place(out)
-    return out
-
-
+#: Public functions that are looked at before PyTorch's own code for them; filled by bridge/python_rules.py.
+PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-_python_rules = {
-    torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
-    torch.nn.functional.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
-    torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
-}
 
 
 def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:

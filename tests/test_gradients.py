@@ -101,3 +101,22 @@ def test_product_of_rows_of_their_own(keepdim: bool) -> None:
     expected = torch.func.jacrev(torch.func.vmap(g, out_dims=1))(y)
     for _ in range(3):
         torch.testing.assert_close(torchfunc_jax.jacrev(torchfunc_jax.vmap(g, out_dims=1))(y), expected)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("called", ["functional", "torch"])
+def test_weights_of_the_cross_entropy_of_logits_have_derivatives_as_in_torch_func(reduction: str, called: str) -> None:
+    x, y, ct = floats(4, 3) * 5, floats(4, 3).sigmoid(), floats(4, 3)
+
+    def loss(weight: torch.Tensor, pos_weight: torch.Tensor | None) -> torch.Tensor:
+        if called == "torch":
+            return (torch.binary_cross_entropy_with_logits(x, y, weight, pos_weight, ["none", "mean", "sum"].index(reduction)) * ct).sum()
+        return (F.binary_cross_entropy_with_logits(x, y, weight, pos_weight=pos_weight, reduction=reduction) * ct).sum()
+
+    weight, pos_weight = floats(3).exp(), floats(4, 3).exp()
+    for compiled in (lambda f: f, torchfunc_jax.jit):
+        for args, argnums in (((weight, pos_weight), (0, 1)), ((weight, None), (0,))):
+            for found, expected in zip(
+                compiled(torchfunc_jax.grad(loss, argnums))(*args), torch.func.grad(loss, argnums)(*args), strict=True
+            ):
+                torch.testing.assert_close(found, expected)

@@ -1,0 +1,104 @@
+"""Public functions that PyTorch's own code would take a wrong way with traced tensors, and what is called in their place.
+
+Most code needs none of this: it comes down to ATen operators, and those are what is traced.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bridge import operators
+from bridge.tracing import PYTHON_RULES, Traced, concrete
+
+
+def _is_unknown_number(x: Any) -> bool:
+    """A traced 0-dim integer: an index whose value PyTorch's C++ would ask for."""
+    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
+
+
+def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[i] with a traced 0-dim integer i: torch would read its value, which need not be known; here it is a gather."""
+    t, index = args
+    parts = index if type(index) is tuple else (index,)
+    if not any(_is_unknown_number(p) for p in parts):
+        return func(t, index)
+    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # beside other tensors it broadcasts like them
+        return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
+    kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
+    dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
+    for p in parts:
+        if p is Ellipsis:
+            dim += t.dim() - expanded
+        elif _is_unknown_number(p):
+            kept = kept.index_select(dim, torch.where(p < 0, p + kept.shape[dim], p).reshape(1)).squeeze(dim)
+        elif not isinstance(p, int) or isinstance(p, bool):
+            dim += 1
+    return kept
+
+
+def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """narrow with a traced start: the length is known, so the slice is a gather of consecutive places."""
+    given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
+    start, t = given["start"], given["input"]
+    if not _is_unknown_number(start):
+        return func(*args, **kwargs)
+    size, length = t.shape[given["dim"]], given["length"]
+    start = torch.where(start < 0, start + size, start)
+    return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
+
+
+def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ctc_loss with lengths as lists: PyTorch's C++ would look at the targets' values to choose among its kernels."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    lengths = {name: torch.as_tensor(given[name]) for name in names[2:]}
+    return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
+
+
+def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """tensor_split by a tensor: PyTorch's C++ reads it by its address, which a traced one lacks and under jit would be read only once."""
+    given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
+    where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
+    if not isinstance(where, torch.Tensor) or where.dtype is not torch.int64 or where.dim() > 1:
+        return func(*args, **kwargs)
+    return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
+
+
+def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """detach_(): PyTorch's kernel for it hands on to no other."""
+    out = func(*args, **kwargs)
+    operators.detach_in_place(out)
+    return out
+
+
+def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With a weight or pos_weight to differentiate, which torch.func can and PyTorch's autograd has no formula for."""
+    names: tuple[str, ...] = ("input", "target", "weight", "pos_weight", "reduction")
+    if func is F.binary_cross_entropy_with_logits:
+        names = ("input", "target", "weight", "size_average", "reduce", "reduction", "pos_weight")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    weight, pos_weight = given.get("weight"), given.get("pos_weight")
+    if not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight)):
+        return func(*args, **kwargs)
+    x, target = given["input"], given["target"]
+    reduction = given.get("reduction", "mean")
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
+    if x.shape != target.shape:
+        return func(*args, **kwargs)  # PyTorch's own error
+    positive = F.logsigmoid(x) if pos_weight is None else (1 + (pos_weight - 1) * target) * F.logsigmoid(x)
+    loss = (1 - target) * x - positive
+    loss = loss if weight is None else loss * weight
+    if reduction in ("none", 0):
+        return loss
+    return loss.mean() if reduction in ("mean", 1) else loss.sum()
+
+
+PYTHON_RULES |= {
+    torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
+    F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
+    torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
+    F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
+}

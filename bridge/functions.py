@@ -225,10 +225,7 @@ class _Call:
             f = self._with_vjp()
         else:
             f = self._constant
-        nearest = state.level
-        while nearest is not None and nearest.kind == "plain":
-            nearest = nearest.parent
-        if nearest is not None and nearest.kind == "vmap" and self.own_vmap:
+        if self.own_vmap and any(private.batched_value(v) is not None for v in values):
             f = self._batched(f)  # vmap comes first: what its rule does is what the transforms around it see
         try:
             outs = f(*values)

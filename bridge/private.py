@@ -204,9 +204,14 @@ class _Redirect:
         self.original.__kwdefaults__ = function.__kwdefaults__
         space: dict[str, Any] = {}
         # code that names its target can only be made from text; an error's line is looked for outside of this file
-        text = f"def shim(*args, **kwargs):\n    from {module} import {name} as ours\n    return ours(*args, **kwargs)"
+        # it reads the same free variables: a frame whose cells were never filled crashes who looks at its locals
+        free = function.__code__.co_freevars
+        text = (
+            f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
+            f"        from {module} import {name} as ours\n        return ours(*args, **kwargs)\n    return shim"
+        )
         exec(compile(text, __file__, "exec"), space)
-        self.shim = space["shim"].__code__.replace(co_freevars=function.__code__.co_freevars)
+        self.shim = space["around"](*free).__code__
 
     def turn(self, on: bool) -> None:
         self.function.__code__ = self.shim if on else self.code

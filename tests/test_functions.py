@@ -1,0 +1,100 @@
+"""autograd.Function with a vmap of its own (and a generated one), under nestings of transforms, beside torch.func; and its errors."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import same
+
+import torchfunc_jax
+from torchfunc_jax import grad, jit, vmap
+
+
+class Cubed(torch.autograd.Function):
+    """Its derivative is not the true one, so that it is seen which was taken; its vmap calls it again, as PyTorch's documentation does."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 5 * g * x
+
+    @staticmethod
+    def jvp(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 5 * t * x
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
+        return Cubed.apply(x), in_dims[0]
+
+
+class Generated(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward, jvp = Cubed.forward, Cubed.setup_context, Cubed.backward, Cubed.jvp
+
+
+# of (transforms, the Function, x [2, 3])
+PROGRAMS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "grad of vmap": lambda T, c, x: T.grad(lambda x: T.vmap(c)(x).sum())(x),
+    "vmap of grad": lambda T, c, x: T.vmap(T.grad(lambda a: c(a).sum()))(x),
+    "grad of vmap of vmap": lambda T, c, x: T.grad(lambda x: T.vmap(T.vmap(c))(x).sum())(x),
+    "vmap of grad of vmap": lambda T, c, x: T.vmap(T.grad(lambda a: T.vmap(c)(a).sum()))(x),
+    "vmap over another dimension": lambda T, c, x: T.grad(lambda x: T.vmap(c, 1)(x).sum())(x),
+    "grad of grad of vmap": lambda T, c, x: T.grad(lambda x: T.grad(lambda x: (T.vmap(c)(x) ** 2).sum())(x).sum())(x),
+    "jacrev of vmap": lambda T, c, x: T.jacrev(T.vmap(c))(x),
+    "jacfwd of vmap": lambda T, c, x: T.jacfwd(T.vmap(c))(x),
+    "vmap of jacrev": lambda T, c, x: T.vmap(T.jacrev(c))(x),
+    "jvp of vmap": lambda T, c, x: T.jvp(T.vmap(c), (x,), (x,)),
+    "vmap of jvp": lambda T, c, x: T.vmap(lambda a: T.jvp(c, (a,), (a,)))(x),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("function", [Cubed, Generated])
+def test_functions_with_a_rule_for_vmap(function: Any, name: str, compiled: bool) -> None:
+    x = torch.randn(2, 3, dtype=torch.float64)
+
+    def run(T: Any) -> Callable[..., Any]:
+        return lambda x: PROGRAMS[name](T, function.apply, x)
+
+    mine = run(torchfunc_jax)
+    same((jit(mine) if compiled else mine)(x), run(torch.func)(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_from_outside(compiled: bool) -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    mapped = jit(vmap(Cubed.apply)) if compiled else vmap(Cubed.apply)
+    same(torch.autograd.grad(mapped(x).sum(), x), (5 * x,))
+
+
+class Failing(Cubed):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user's own")
+
+
+@pytest.mark.parametrize("transform", [grad, vmap, lambda f: jit(vmap(f))])
+def test_frames_of_an_error_can_be_looked_at(transform: Any) -> None:
+    """Debuggers and pytest read the locals of every frame; one whose cells were never filled would end the interpreter."""
+    with pytest.raises(ValueError, match="of the user's own") as caught:
+        transform(lambda x: Failing.apply(x).sum())(torch.ones(3))
+    frame = caught.value.__traceback__
+    names = []
+    while frame is not None:
+        names.append(frame.tb_frame.f_code.co_name)
+        assert isinstance(frame.tb_frame.f_locals, object)
+        frame = frame.tb_next
+    assert "forward" in names

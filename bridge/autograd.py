@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private, tensors, tracing
+from bridge import eager, private, tensors, tracing
 from bridge.errors import reworded
 from bridge.linked import depends
 
@@ -33,9 +33,11 @@ class _Recorded:
     """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
 
     def __init__(
-        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None
+        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None,
+        code: Any = None,
     ) -> None:
         self.compute, self.leaves, self.known, self.key, self.again = compute, leaves, known, key, kinds
+        self.code = code  # by which it is remembered whether a tape can follow it; None: not to be tried
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
@@ -85,7 +87,7 @@ def inexact_dtype(dtype: torch.dtype) -> bool:
 
 
 def differentiable(
-    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
+    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, code: Any = None
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
@@ -94,13 +96,14 @@ def differentiable(
         leaves: its arguments.
         known: captured tensors that require grad, or may do so.
         key: the JAX key random operators draw from; None: from torch's generator.
+        code: of the user's function, for a computation that a tape can follow (``eager.recorded``).
 
     Returns:
         (outputs, meta, captured tensors met while recording, the key)
     """
     from bridge.calls import torch_device, write_back
 
-    recorded = _Recorded(compute, leaves, known, key)
+    recorded = _Recorded(compute, leaves, known, key, code=code)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
@@ -116,10 +119,10 @@ class _Border(torch.autograd.Function):
     def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
-            outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
+            outs, pull, rest = eager.recorded(recorded, actives, recorded.code)
         floats, others = iter(outs), iter(rest)
         avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
-        avoid |= {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
+        avoid |= {a.unsafe_buffer_pointer() for a in _held(pull)}
         results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
@@ -158,7 +161,7 @@ def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
 
 def kept_by(pull: Any, leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     """``versions`` of the tensors whose memory a pullback reads."""
-    kept = {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if _addressed(a)}
+    kept = {a.unsafe_buffer_pointer() for a in _held(pull)}
     return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in kept])
 
 
@@ -172,10 +175,12 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
-def _addressed(a: Any) -> bool:
+def _held(pull: Any) -> list[Any]:
+    """The arrays of this process's memory that a pullback reads."""
     from bridge.calls import is_local
 
-    return hasattr(a, "unsafe_buffer_pointer") and is_local(a)
+    arrays = pull.arrays() if isinstance(pull, eager.Pull) else jax.tree_util.tree_leaves(pull)
+    return [a for a in arrays if hasattr(a, "unsafe_buffer_pointer") and is_local(a)]
 
 
 def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:

@@ -114,7 +114,8 @@ class Traceable:
 
 @private.opaque
 def apply(
-    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False, taped: bool = False
+    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False, taped: bool = False,
+    mapped: bool = False,
 ) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
@@ -123,6 +124,7 @@ def apply(
         leaves: torch tensors (also traced ones) and jax.Arrays.
         fn: the user's function, under which tensors captured by closure are remembered.
         lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
+        mapped: the computation is a vmap and nothing else, which a tape can follow outside of compilation.
         taped: the computation differentiates by ``eager.vjp`` and does nothing else, so that it can be done for all lanes at once.
 
     Returns:
@@ -146,7 +148,7 @@ def apply(
         return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)
-    return _outermost(compute, leaves, fn, lasting)
+    return _outermost(compute, leaves, fn, lasting, code_of(fn) if mapped else None)
 
 
 def _outputs(result: Result) -> list[Any]:
@@ -183,7 +185,7 @@ def refuse_recording() -> None:
     raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
 
 
-def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
+def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool, code: Any) -> tuple[list[Any], Any]:
     refuse_recording()
     if not torch.is_grad_enabled():
         return direct(compute, leaves, None, lasting)[:2]
@@ -192,7 +194,7 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bo
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key = autograd.differentiable(compute, leaves, known, key)
+            outs, meta, met, key = autograd.differentiable(compute, leaves, known, key, code)
         else:
             outs, meta, met, key = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
@@ -266,8 +268,8 @@ _captures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def code_of(fn: Any) -> Any:
     """The code object a function runs, the same for each new closure made of it; its type where it has none."""
-    while hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     return getattr(fn, "__code__", type(fn))
 
 

@@ -81,9 +81,19 @@ def _fill(s: Any, source: Any) -> Any:
 class Piece:
     """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until it was met twice."""
 
-    __slots__ = ("backs", "fn", "jitted", "key", "mapped", "small")
+    __slots__ = ("backs", "fn", "jitted", "key", "mapped", "small", "wide")
 
-    def __init__(self, key: Any, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    def __init__(self, key: Any, fn: Callable[..., Any]) -> None:
+        self.key, self.fn = key, fn
+        self.jitted: Any = None
+        self.small = False  # a single primitive: nothing is won by compiling it under JAX's own transforms
+        self.backs: dict[Any, Any] = {}
+        self.mapped: dict[Any, Any] = {}
+        self.wide: dict[Any, Piece] = {}
+
+    @classmethod
+    def of(cls, key: Any, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> Piece:
+        """A lowering with these static arguments; names: those of its keyword arguments, the last ones."""
         positional = len(static) - len(names)
 
         def fn(*arrays: Any) -> Any:
@@ -91,11 +101,14 @@ class Piece:
             args = [_fill(s, source) for s in static]
             return lower(*args[:positional], **dict(zip(names, args[positional:], strict=True))) if names else lower(*args)
 
-        self.key, self.fn = key, fn
-        self.jitted: Any = None
-        self.small = False  # a single primitive: nothing is won by compiling it under JAX's own transforms
-        self.backs: dict[Any, Any] = {}
-        self.mapped: dict[Any, Any] = {}
+        return cls(key, fn)
+
+    def across(self, axes: tuple[int | None, ...]) -> Piece:
+        """The piece for all lanes at once as a piece of its own, for a tape outside of the lanes."""
+        found = self.wide.get(axes)
+        if found is None:
+            found = self.wide[axes] = Piece((self.key, axes), jax.vmap(self.fn, in_axes=axes))
+        return found
 
     def over_lanes(self, arrays: list[Any], axes: tuple[int | None, ...]) -> Any:
         """The piece for all lanes at once; axes: 0 for the arrays that have a value for each lane."""
@@ -173,11 +186,15 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     if piece is None:
         if len(_seen) >= _LIMIT:
             _seen.clear()
-        piece = _seen[key] = Piece(key, lower, static, tuple(kwargs))
-    tracked = tape is not None and tape.tracks(arrays)
+        piece = _seen[key] = Piece.of(key, lower, static, tuple(kwargs))
+    recording = level.root.recording
+    recorded = recording is not None and recording.tracks(arrays)
+    tracked = recorded or (tape is not None and tape.tracks(arrays))
     if lanes is not None and lanes.tracks(arrays):
         out = lanes.run(piece, func, arrays)
-        if tracked:
+        if recorded:
+            recording.record(piece.across(tuple(lanes.axes(arrays))), arrays, out)
+        elif tracked:
             tape.record(piece, arrays, out)
         return out
     if not (met or tracked):
@@ -193,7 +210,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         _never.add(func)
         return _direct(lower, args, kwargs, tape, arrays)
     if tracked:
-        tape.record(piece, arrays, out)
+        (recording if recorded else tape).record(piece, arrays, out)
     return out
 
 
@@ -231,6 +248,7 @@ def _read(args: Any) -> Any:
 def _direct(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any], tape: Tape | None, arrays: list[Any]) -> Any:
     if state.level.lanes is not None:
         raise Untaped
+    tape = tape or state.level.root.recording
     if tape is not None:
         found = arrays or [x for x in jax.tree_util.tree_leaves((list(_read(args)), kwargs)) if isinstance(x, jax.Array)]
         if tape.tracks(found):
@@ -310,6 +328,10 @@ class Pull:
         with jax.enable_x64(True):
             return tuple(self.tape.pull(self.inputs, self.outputs, cotangents, lanes))
 
+    def arrays(self) -> list[Any]:
+        """What it holds: everything the computation read, and its inputs."""
+        return [*self.inputs, *(a for _, arrays, _ in self.tape.entries for a in arrays)]
+
     def rows(self, k: int, cotangents: Any) -> tuple[Any, ...]:
         """For output k alone, with several cotangents along the first dimension: as many cotangents of each input."""
         lanes = Lanes()
@@ -352,9 +374,28 @@ def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any,
     return outs, Pull(tape, inputs, outs), aux
 
 
+def recorded(body: Callable[..., Any], primals: list[Any], code: Any) -> tuple[Any, Any, Any]:
+    """The same for torch's autograd, of a whole computation at the border; code None: not by a tape."""
+    root = state.level
+    if code is not None and code not in _untapeable:
+        tape = Tape()
+        draws, key = root.draws, root.key
+        try:
+            root.recording = tape
+            inputs = tape.inputs(primals)
+            outs, aux = body(*inputs)
+            return outs, Pull(tape, inputs, outs), aux
+        except Untaped:
+            _untapeable.add(code)
+            root.draws, root.key = draws, key
+        finally:
+            root.recording = None
+    return jax.vjp(body, *primals, has_aux=True)
+
+
 def _vjp_in_lanes(body: Callable[..., Any], primals: tuple[Any, ...], level: Any) -> tuple[Any, Callable[..., Any], Any]:
     """The same inside a vmap by lanes; what the tape cannot follow, the vmap starts again."""
-    if level.tape is not None:
+    if level.tape is not None or level.root.recording is not None:
         raise Untaped
     tape = level.next_tape = Tape()
     try:
@@ -423,11 +464,13 @@ def vmap(
         return None
     lanes = Lanes()
     draws, key = level.draws, level.key
-    moved = [v if a is None else lanes.add(_lane_first(v, a)) for v, a in zip(values, in_axes, strict=True)]
+    moved = [v if a is None else lanes.add(run("lanes first", _lane_first, (v, a), {})) for v, a in zip(values, in_axes, strict=True)]
     try:
         outs = body(lanes, *moved)
     except Untaped:
         _untapeable.add(code)
+        if level.recording is not None:
+            raise
         level.draws, level.key = draws, key
         return None
     return outs, [0 if id(o) in lanes.known else None for o in outs]

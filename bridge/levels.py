@@ -39,7 +39,8 @@ class Level:
 
     __slots__ = (
         "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
-        "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "tape", "writes",
+        "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
+        "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -59,6 +60,7 @@ class Level:
         self.staged = False
         self.live: set[int] = set()
         self.recorded = False
+        self.recording: Any = None  # in the root: bridge.eager.Tape, where one differentiates the computation for torch's autograd
         self.lasting = False
         self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
         self.lane: Any = None  # in a vmap with randomness="different": the number of the lane

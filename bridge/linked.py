@@ -13,7 +13,7 @@ import torch
 from jax import lax
 
 from bridge import private
-from bridge.eager import Unread
+from bridge.eager import Unread, copied
 from bridge.levels import state
 
 aten = torch.ops.aten
@@ -43,7 +43,10 @@ def stopped_by_torch(value: Any) -> Any:
 
 
 def depends(value: Any) -> bool:
-    """Whether an array is one that JAX differentiates, at whatever level."""
+    """Whether an array is one that JAX differentiates, at whatever level, or the tape of torch's autograd."""
+    recording = state.level.root.recording
+    if recording is not None:
+        return recording.tracks([value])
     while isinstance(value, jax.core.Tracer):
         below = private.batched_value(value)
         if below is None:
@@ -54,9 +57,15 @@ def depends(value: Any) -> bool:
 
 def tie(func: Any, out: Any, values: Any) -> Any:
     """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none."""
+    root = state.level.root
+    if root.recording is not None:
+        fresh = range(len(out) if isinstance(out, tuple | list) else 1) if func in _FRESH else _FRESH_OUTPUTS.get(func, ())
+        if isinstance(out, jax.Array):
+            return copied(out, state.level.lanes) if 0 in fresh else out
+        return type(out)(copied(v, state.level.lanes) if i in fresh else v for i, v in enumerate(out)) if fresh else out
     if func in _FRESH:
         return out
-    if state.level.root.staged:  # the question is asked of the program
+    if root.staged:  # the question is asked of the program
         fresh = _FRESH_OUTPUTS.get(func, ())
         return type(out)(stopped_by_torch(v) if i in fresh else v for i, v in enumerate(out)) if fresh else out
     arrays = [v.root if type(v) is Unread else v for v in jax.tree_util.tree_leaves(values)]

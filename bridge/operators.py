@@ -140,9 +140,10 @@ def constant(value: Any) -> Any:
     level = state.level
     if level.root.staged and isinstance(value, jax.core.Tracer):
         return linked.stopped_by_torch(value)
-    if isinstance(value, jax.core.Tracer) or (level.tape is None and level.lanes is None):
+    if isinstance(value, jax.core.Tracer) or (level.tape is level.root.recording is level.lanes is None):
         return lax.stop_gradient(value)
-    return eager.copied(value, level.lanes) if level.tape is not None and level.tape.tracks([value]) else value
+    tape = level.tape or level.root.recording
+    return eager.copied(value, level.lanes) if tape is not None and tape.tracks([value]) else value
 
 
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:

@@ -258,6 +258,8 @@ def _map(
             by_lanes = _by_lanes(traceable, values, in_axes, size, randomness, finish, code_of(func))
             if by_lanes is not None:
                 return by_lanes
+            if state.level.root.recording is not None:
+                raise eager.Untaped
         inputs = list(values) + ([lax.iota("int32", size)] if lane_axis else [])
         try:
             mapped = jax.vmap(body, in_axes=in_axes + lane_axis, out_axes=out_axes, axis_size=size)(*inputs)
@@ -265,7 +267,7 @@ def _map(
             raise _unmapped(error, name, found) from error
         return Result(mapped, found[0].meta, found[0].written)
 
-    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func)
+    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func, mapped=not lane_axis)
     return rebuild(outs, out_spec, static, is_tensor)
 
 
@@ -289,7 +291,10 @@ def _by_lanes(
         return None
     (result,), (outs, axes) = found, done
     wanted = [d if d >= 0 else d + v.ndim + (a is None) for d, v, a in zip(result.meta[1], outs, axes, strict=True)]
-    placed = [v if a == d == 0 else eager.place_lanes(v, a, d, size) for v, a, d in zip(outs, axes, wanted, strict=True)]
+    placed = [
+        v if a == d == 0 else eager.run("lanes placed", eager.place_lanes, (v, a, d, size), {})
+        for v, a, d in zip(outs, axes, wanted, strict=True)
+    ]
     return Result(placed, result.meta)
 
 

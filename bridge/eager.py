@@ -351,7 +351,7 @@ _untapeable: set[Any] = set()  # code of functions the tape could not follow: ne
 
 def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any, Callable[..., Any], Any]:
     """``jax.vjp(body, *primals, has_aux=True)``; outside of compilation and of other transforms by a tape of compiled pieces."""
-    level = state.level
+    level = nearest = state.level
     if level is not None and level.lanes is not None:
         return _vjp_in_lanes(body, primals, level)
     while level is not None and level.kind == "plain":
@@ -361,16 +361,16 @@ def vjp(body: Callable[..., Any], *primals: Any, code: Any = None) -> tuple[Any,
     tape = Tape()
     draws, key = level.draws, level.key
     try:
-        level.next_tape = tape
+        nearest.next_tape = tape  # for the level that body enters
         inputs = tape.inputs(list(primals))
         outs, aux = body(*inputs)
     except Untaped:
         _untapeable.add(code)
         level.draws, level.key = draws, key
-        level.next_tape = None
+        nearest.next_tape = None
         return jax.vjp(body, *primals, has_aux=True)
     finally:
-        level.next_tape = None
+        nearest.next_tape = None
     return outs, Pull(tape, inputs, outs), aux
 
 

@@ -6,12 +6,17 @@ from collections import OrderedDict, namedtuple
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from agreement import Case, Table, ours, ours_jitted, same, theirs
 from torch import nn
 from torch.utils import _pytree as pytree
+
+import torchfunc_jax
 
 table = Table()
 #: Where torch's own tolerance is too narrow for sums taken in another order.
@@ -756,3 +761,46 @@ def test_torch_autograd_inside_vmap() -> None:
     x = torch.randn(4, 3)
     for transform in (vmap(fn), jit(vmap(fn))):
         same(transform(x), x.cos() - x * x.sin())
+
+
+INSIDE: dict[str, Any] = {
+    "grad": lambda T, x: T.grad(lambda a: a.sin().sum())(x),
+    "grad_and_value": lambda T, x: T.grad_and_value(lambda a: (a * x).sin().sum())(x),
+    "vjp": lambda T, x: T.vjp(torch.sin, x)[1](x),
+    "jvp": lambda T, x: T.jvp(torch.sin, (x,), (x,)),
+    "jacrev": lambda T, x: T.jacrev(lambda a: a.sin().sum(0))(x),
+    "jacfwd": lambda T, x: T.jacfwd(lambda a: a.sin().sum(0))(x),
+    "hessian": lambda T, x: T.hessian(lambda a: a.sin().sum())(x),
+    "linearize": lambda T, x: T.linearize(torch.sin, x)[1](x),
+    "vmap": lambda T, x: T.vmap(lambda a: a.sin() * x)(x),
+    "vmap of grad": lambda T, x: T.vmap(T.grad(lambda a: a.sin().sum()))(x),
+    "grad of grad": lambda T, x: T.grad(lambda a: T.grad(lambda b: b.sin().sum())(a).sum())(x),
+}
+
+
+@pytest.mark.parametrize("around", ["functionalize", "functional_call", "make_functional"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_transforms_inside_what_is_no_transform_itself(name: str, around: str) -> None:
+    """On torch tensors and on jax.Arrays, which cross the border differently."""
+    x = torch.randn(2, 3)
+
+    class Inside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return INSIDE[name](torchfunc_jax, x * self.weight)
+
+    def run(x: Any, weight: Any) -> Any:
+        if around == "functionalize":
+            return torchfunc_jax.functionalize(lambda x, w: INSIDE[name](torchfunc_jax, x * w))(x, weight)
+        if around == "functional_call":
+            return torchfunc_jax.functional_call(Inside(), {"weight": weight}, (x,))
+        return torchfunc_jax.make_functional(Inside())[0]((weight,), x)
+
+    expected = INSIDE[name](torch.func, x)
+    for _ in range(2):
+        same(run(x, torch.ones(())), expected)
+    arrays = run(jnp.asarray(x.numpy()), jnp.ones(()))
+    same(pytree.tree_map_only(jax.Array, lambda a: torch.from_numpy(np.array(a)), arrays), expected)

@@ -228,7 +228,7 @@ def question(p: Problem, mode: str) -> Question:
     """
     options = {"randomness": "different"} if p.random else {}
     if mode == "jit":
-        return Question(p.out, lambda F: F.jit(p)(*p.values))
+        return Question(p.out, lambda F: F.jit(p)(*[t.clone() for t in p.values]))  # batch norm's samples share what it writes to
     if mode == "vmap":
         truth, second = _two(p, lambda values: p(*[t.clone() for t in values]))
         return Question(truth, lambda F: F.vmap(p, **options)(*_lanes(p.values, second)))

@@ -1,6 +1,6 @@
 """Times un-jitted transforms by the number of operators in the function, beside torch.func's: what a transform costs per operator.
 
-    python benchmarks/overhead.py                    vmap, grad, vmap(grad) and jvp of 10, 100 and 1,000 operators
+    python benchmarks/overhead.py                    vmap, grad, vmap(grad), jvp and backward of 10, 100 and 1,000 operators
     python benchmarks/overhead.py --page             and put the table into docs/overhead.md
     python benchmarks/overhead.py --json             the results as JSON on stdout
     python benchmarks/overhead.py --operators 10,50 --only grad
@@ -43,31 +43,35 @@ def chain(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return function
 
 
-def _program(name: str) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
-    """A transform by its name: takes torch.func or torchfunc_jax, then the function."""
-    return {
-        "vmap": lambda api, f: api.vmap(f),
-        "grad": lambda api, f: api.grad(f),
-        "vmap(grad)": lambda api, f: api.vmap(api.grad(f)),
-        "jvp": lambda api, f: lambda x: api.jvp(f, (x,), (torch.ones_like(x),)),
-    }[name]
+PROGRAMS: dict[str, Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = {
+    "vmap": lambda api, f: api.vmap(f),
+    "grad": lambda api, f: api.grad(f),
+    "vmap(grad)": lambda api, f: api.vmap(api.grad(f)),
+    "jvp": lambda api, f: lambda x: api.jvp(f, (x,), (torch.ones_like(x),)),
+    "backward of vmap": lambda api, f: api.vmap(f),  # and torch's own backward() through it
+}
+BACKWARD = "backward of vmap"
 
 
-TRANSFORMS = ("vmap", "grad", "vmap(grad)", "jvp")
+def program(name: str, api: Any, function: Callable[..., Any], compiled: Callable[..., Any] = lambda f: f) -> Callable[..., Any]:
+    """A transform by its name, of torch.func or torchfunc_jax, of the function; what is compiled leaves torch's own backward outside."""
+    transformed = compiled(PROGRAMS[name](api, function))
+    return (lambda x: torch.autograd.grad(transformed(x).sum(), x)[0]) if name == BACKWARD else transformed
 
 
 def inputs(name: str) -> torch.Tensor:
-    return torch.linspace(0, 1, 16).reshape(4, 4) if name.startswith("vmap") else torch.linspace(0, 1, 16)
+    x = torch.linspace(0, 1, 16)
+    return x.reshape(4, 4).requires_grad_(name == BACKWARD) if "vmap" in name else x
 
 
 def measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]]:
     """System -> median milliseconds and microseconds per operator, the systems taking turns."""
-    function, x, program = chain(count), inputs(name), _program(name)
+    function, x = chain(count), inputs(name)
     calls = {
         "plain": lambda: function(x),
-        "torch.func": lambda f=program(torch.func, function): f(x),
-        "eager": lambda f=program(torchfunc_jax, function): f(x),
-        "jit": lambda f=torchfunc_jax.jit(program(torchfunc_jax, function)): f(x),
+        "torch.func": lambda f=program(name, torch.func, function): f(x),
+        "eager": lambda f=program(name, torchfunc_jax, function): f(x),
+        "jit": lambda f=program(name, torchfunc_jax, function, torchfunc_jax.jit): f(x),
     }
     firsts = {}
     for system, call in calls.items():
@@ -110,12 +114,12 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = parser_of(__doc__, TRANSFORMS, 1.0, "docs/overhead.md")
+    parser = parser_of(__doc__, PROGRAMS, 1.0, "docs/overhead.md")
     parser.add_argument("--operators", default="10,100,1000", help="numbers of operators")
     options = parser.parse_args(argv)
     names, counts = options.only.split(","), [int(n) for n in options.operators.split(",")]
-    if unknown := set(names) - set(TRANSFORMS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(TRANSFORMS)}")
+    if unknown := set(names) - set(PROGRAMS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(PROGRAMS)}")
     where = machine()
     path = options.output / f"overhead-{slug(where)}.json"
     shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name

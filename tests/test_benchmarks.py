@@ -72,7 +72,7 @@ def test_overhead_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page.write_text("before\n<!-- overhead:start -->\nold\n<!-- overhead:end -->\nafter\n")
     monkeypatch.setattr(overhead, "PAGE", page)
     results = overhead.main(["--operators", "3,5", "--seconds", "0.01", "--page", "--output", str(tmp_path)])
-    assert [(row["transform"], row["operators"]) for row in results["rows"]] == [(t, n) for t in overhead.TRANSFORMS for n in (3, 5)]
+    assert [(row["transform"], row["operators"]) for row in results["rows"]] == [(t, n) for t in overhead.PROGRAMS for n in (3, 5)]
     assert results == json.loads(next(tmp_path.glob("overhead-*.json")).read_text())
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text

@@ -122,11 +122,12 @@ class _Border(torch.autograd.Function):
             outs, pull, rest = eager.recorded(recorded, actives, recorded.code)
         floats, others = iter(outs), iter(rest)
         avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
-        avoid |= {a.unsafe_buffer_pointer() for a in _held(pull)}
+        held = addresses(pull)
+        avoid |= held
         results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
-        ctx.versions, ctx.every_version = kept_by(pull, read), versions(read)
+        ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
         ctx.set_materialize_grads(True)
@@ -159,10 +160,9 @@ def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     return [(t, t._version) for t in leaves if isinstance(t, torch.Tensor) and not t.is_inference()]
 
 
-def kept_by(pull: Any, leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
-    """``versions`` of the tensors whose memory a pullback reads."""
-    kept = {a.unsafe_buffer_pointer() for a in _held(pull)}
-    return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in kept])
+def kept_by(held: set[int], leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """``versions`` of the tensors whose memory a pullback reads, given by ``addresses``."""
+    return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in held])
 
 
 def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -175,12 +175,12 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
-def _held(pull: Any) -> list[Any]:
-    """The arrays of this process's memory that a pullback reads."""
+def addresses(pull: Any) -> set[int]:
+    """Where in this process's memory the arrays lie that a pullback reads."""
     from bridge.calls import is_local
 
     arrays = pull.arrays() if isinstance(pull, eager.Pull) else jax.tree_util.tree_leaves(pull)
-    return [a for a in arrays if hasattr(a, "unsafe_buffer_pointer") and is_local(a)]
+    return {a.unsafe_buffer_pointer() for a in arrays if is_local(a)}
 
 
 def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:

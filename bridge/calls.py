@@ -232,7 +232,13 @@ def direct(
 
 def is_local(v: Any) -> bool:
     """Whether an array has one address in this process's memory."""
-    return isinstance(v, jax.Array) and not isinstance(v, jax.core.Tracer) and v.is_fully_addressable and len(v.devices()) == 1
+    if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
+        return False
+    sharding = v.sharding
+    return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
+
+
+_ONE_DEVICE = jax.sharding.SingleDeviceSharding
 
 
 def torch_device(leaves: Sequence[Any]) -> torch.device | None:

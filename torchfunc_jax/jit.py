@@ -328,14 +328,14 @@ class _Program(torch.autograd.Function):
         with jax.enable_x64(True):
             outs, rest, pull = run(inputs, values, seeds)
         floats, others = iter(outs), iter(rest)
-        kept = {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if is_local(a)}
-        avoid = kept | {a.unsafe_buffer_pointer() for a in (*inputs, *values) if is_local(a)}
+        held = autograd.addresses(pull)
+        avoid = held | {a.unsafe_buffer_pointer() for a in (*inputs, *values) if is_local(a)}
         results = [tensors.to_torch(next(floats) if kind else next(others), compiled.device, avoid) for kind in kinds]
         ctx.compiled, ctx.arguments, ctx.captured, ctx.seeds, ctx.pull = compiled, arguments, captured, seeds, pull
         ctx.active, ctx.active_captured, ctx.kinds = active, active_captured, kinds
         written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in compiled.program.written}
         read = [t for t in (*arguments, *captured) if id(t) not in written]
-        ctx.versions, ctx.every_version = autograd.kept_by(pull, read), autograd.versions(read)
+        ctx.versions, ctx.every_version = autograd.kept_by(held, read), autograd.versions(read)
         ctx.save_for_backward(*diff)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, kinds, strict=True) if not kind])
         return tuple(results)

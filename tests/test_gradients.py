@@ -120,3 +120,11 @@ def test_weights_of_the_cross_entropy_of_logits_have_derivatives_as_in_torch_fun
                 compiled(torchfunc_jax.grad(loss, argnums))(*args), torch.func.grad(loss, argnums)(*args), strict=True
             ):
                 torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("pool", [F.fractional_max_pool2d, F.fractional_max_pool3d])
+def test_fractional_pooling_of_no_images(pool: Callable[..., torch.Tensor]) -> None:
+    n = 2 if pool is F.fractional_max_pool2d else 3
+    x = torch.ones(0, 1, *[5] * n)
+    assert torchfunc_jax.jit(lambda x: pool(x, 2, output_size=2))(x).shape == pool(x, 2, output_size=2).shape
+    assert torchfunc_jax.grad(lambda x: pool(x, 2, output_size=2).sum())(x).shape == x.shape

@@ -252,7 +252,7 @@ def _select_taps(x: Array, place: Array, axes: _Axes) -> Array:
 
 def take_places(x: Array, place: Array, n: int) -> Array:
     """The elements of x at flat indices into its last n dimensions."""
-    flat, at = x.reshape(*x.shape[:-n], -1), place.reshape(*place.shape[:-n], -1)
+    flat, at = (a.reshape(*a.shape[:-n], math.prod(a.shape[-n:])) for a in (x, place))  # no -1: a batch may be empty
     return jnp.take_along_axis(flat, at, -1, mode="promise_in_bounds").reshape(place.shape)
 
 

@@ -40,9 +40,10 @@ def _fractional(x: Array, samples: Array, kernel: tuple[int, ...], out: tuple[in
         shape[i], shape[n + i] = out[i], kernel[i]
         flat = flat + at.reshape(*at.shape[:2], *shape) * math.prod(image[i + 1 :])
     lead, blocks = grouped.shape[:2], math.prod(out)
-    flat = jnp.broadcast_to(flat, (*lead, *out, *kernel)).reshape(*lead, blocks, -1)
-    elements = lax.stop_gradient(grouped).reshape(*lead, -1)
-    windows = jnp.take_along_axis(elements, flat.reshape(*lead, -1), 2).reshape(flat.shape)
+    taps = math.prod(kernel)  # no -1: a batch may be empty
+    flat = jnp.broadcast_to(flat, (*lead, *out, *kernel)).reshape(*lead, blocks, taps)
+    elements = lax.stop_gradient(grouped).reshape(*lead, math.prod(image))
+    windows = jnp.take_along_axis(elements, flat.reshape(*lead, blocks * taps), 2).reshape(flat.shape)
     place = jnp.take_along_axis(flat, jnp.argmax(windows, -1, keepdims=True), -1).reshape(*lead, *out)
     values, place = take_places(grouped, place, n), place.astype(jnp.int64)
     return (values, place) if x.ndim == n + 2 else (values[0], place[0])

@@ -128,3 +128,17 @@ def test_fractional_pooling_of_no_images(pool: Callable[..., torch.Tensor]) -> N
     x = torch.ones(0, 1, *[5] * n)
     assert torchfunc_jax.jit(lambda x: pool(x, 2, output_size=2))(x).shape == pool(x, 2, output_size=2).shape
     assert torchfunc_jax.grad(lambda x: pool(x, 2, output_size=2).sum())(x).shape == x.shape
+
+
+@pytest.mark.parametrize("scale", [1, 10, 1000])
+def test_logcumsumexp_pushed_forward(scale: float) -> None:
+    """Beside the formula: torch.func.jvp's is wrong where elements lie far apart."""
+    x, tangent = floats(5, 4) * scale, floats(4, 5).T
+    weights = torch.exp(x[None] - x.logcumsumexp(0)[:, None]) * torch.ones(5, 5).tril()[..., None]
+    expected = (weights.nan_to_num(posinf=0) * tangent[None]).sum(1)
+
+    def push(x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        return torchfunc_jax.jvp(lambda x: x.logcumsumexp(0), (x,), (tangent,))[1]
+
+    for run in (push, torchfunc_jax.jit(push)):
+        torch.testing.assert_close(run(x, tangent), expected)

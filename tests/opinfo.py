@@ -37,10 +37,14 @@ RANDOM = frozenset({
     "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout", "nn.functional.rrelu",
     "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "svd_lowrank", "pca_lowrank",
     "nn.functional.scaled_dot_product_attention", "torch.ops.aten._efficient_attention_forward",
-    "torch.ops.aten._flash_attention_forward",
+    "torch.ops.aten._flash_attention_forward", "nn.functional.multi_head_attention_forward",
 })
-#: Of those, the ones that are random only with arguments that ask for it, which no sample with these does.
-_DETERMINED = {"nn.functional.scaled_dot_product_attention": lambda sample: not sample.kwargs.get("dropout_p")}
+#: Of those, the ones that are random only with arguments that ask for it: whether a sample does not.
+_DETERMINED = {
+    "nn.functional.scaled_dot_product_attention": lambda sample: not sample.kwargs.get("dropout_p"),
+    # the eleventh parameter is dropout_p
+    "nn.functional.multi_head_attention_forward": lambda sample: not (sample.args[9] > 0 and sample.kwargs["training"]),
+}
 
 #: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
 _TOLERANCES = {

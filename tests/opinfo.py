@@ -2,11 +2,12 @@
 
 A *cell* is an operator, a dtype and a mode.  Truth is plain PyTorch on the CPU: a call for jit, autograd for vjp, dual numbers for
 jvp (autograd of autograd where an operator has no forward formula), one call after the other for vmap and vmapvjp.  This module
-answers one cell at a time; docs/coverage.py runs all of them.
+answers one cell at a time; verdicts.py says when an answer is the truth; docs/coverage.py runs all cells.
 """
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import verdicts
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
@@ -45,16 +47,6 @@ _DETERMINED = {
     # the eleventh parameter is dropout_p
     "nn.functional.multi_head_attention_forward": lambda sample: not (sample.args[9] > 0 and sample.kwargs["training"]),
 }
-
-#: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
-_TOLERANCES = {
-    torch.float32: (2e-4, 2e-5), torch.complex64: (2e-4, 2e-5), torch.float64: (1e-7, 1e-7), torch.complex128: (1e-7, 1e-7),
-    torch.float16: (5e-3, 5e-3), torch.bfloat16: (2e-2, 2e-2),
-}
-_SOLVED = frozenset({
-    "svd", "qr", "pinverse", "cholesky_inverse", "matrix_exp", "lu", "lu_solve", "triangular_solve", "geqrf", "cholesky_solve",
-    "cholesky", "logdet", "ormqr",
-})
 
 #: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, for nll_loss finite differences too): it forgets the
 #: tangent of nll_loss's weight, and all of them in the chunked loss.
@@ -133,6 +125,8 @@ class Problem:
         )
         self.random = op.name in RANDOM and not _DETERMINED.get(op.name, lambda s: False)(sample)
         self.out = self(*[t.clone() for t in self.values])
+        #: for a problem written in float64, the narrow one that it is
+        self.narrow: Problem | None = None
         #: which arguments and results have derivatives
         self.active = [i for i, t in enumerate(self.values) if _inexact(t)]
         self.outs = [i for i, t in enumerate(self.out) if _inexact(t)]
@@ -164,7 +158,23 @@ class Problem:
         return _normal([self.out[i] for i in self.outs], seed)
 
     def tangents(self) -> Tensors:
+        if self.narrow is not None:
+            return verdicts.wide(self.narrow.tangents())
         return _normal(list(self.primals(self.values)), 7)
+
+    def wide(self) -> Problem:
+        """The same problem computed in float64, with the values, cotangents and tangents that the narrow dtype holds."""
+        found = copy.copy(self)
+        found.narrow = self
+        found.leaves = [torch.float64 if isinstance(x, torch.dtype) and x in verdicts.NARROW else x for x in self.leaves]
+        found.values, found.second = verdicts.wide(self.values), verdicts.wide(self.second)
+        return found
+
+    def untied(self) -> Problem:
+        """The same problem where no two of the first argument's elements are equal, so that only one order of them is right."""
+        found = copy.copy(self)
+        found.values, found.second = ((verdicts.untied(ts[0]), *ts[1:]) for ts in (self.values, self.second))
+        return found
 
 
 def _normal(like: list[torch.Tensor], seed: int) -> Tensors:
@@ -175,7 +185,7 @@ def _normal(like: list[torch.Tensor], seed: int) -> Tensors:
 # -- truth ------------------------------------------------------------------------------------------------------------------------
 def _backward(p: Problem, primals: Tensors, cotangents: Tensors) -> Tensors:
     xs = [t.detach().clone().requires_grad_() for t in primals]
-    pairs = [(o, c) for o, c in zip(p.smooth(*xs), cotangents) if o.requires_grad]
+    pairs = [(o, c.to(o.dtype)) for o, c in zip(p.smooth(*xs), cotangents) if o.requires_grad]
     if not pairs:
         raise NoTruth
     found = torch.autograd.grad([o for o, _ in pairs], xs, [c for _, c in pairs], allow_unused=True)
@@ -200,6 +210,10 @@ def _forward(p: Problem) -> Tensors:
     return tuple(o.detach() for o in outs) + tuple(torch.zeros_like(u) if g is None else g for g, u in zip(found, us))
 
 
+def _clones(values: Tensors) -> Tensors:
+    return tuple(t.clone() for t in values)
+
+
 def _lanes(first: Tensors, second: Tensors) -> Tensors:
     return tuple(torch.stack([a, b]) for a, b in zip(first, second))
 
@@ -218,10 +232,11 @@ def _two(p: Problem, run: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensor
 
 @dataclasses.dataclass
 class Question:
-    """A cell's truth, and the same computation written with a transforms' namespace."""
+    """A cell's truth, the same computation written with a transforms' namespace, and what the verdict on an answer takes."""
 
     truth: Tensors
     ask: Callable[[Any], Any]
+    terms: verdicts.Terms
 
 
 def question(p: Problem, mode: str) -> Question:
@@ -231,22 +246,33 @@ def question(p: Problem, mode: str) -> Question:
         NoTruth: PyTorch has no answer itself.
     """
     options = {"randomness": "different"} if p.random else {}
+    terms = verdicts.Terms(p.name, p.random)
     if mode == "jit":
-        return Question(p.out, lambda F: F.jit(p)(*[t.clone() for t in p.values]))  # batch norm's samples share what it writes to
+        terms.exact = lambda: p.wide()(*_clones(p.wide().values))
+        terms.ranked = verdicts.ranked(p.name, p.sample, p.values[0])
+        return Question(p.out, lambda F: F.jit(p)(*_clones(p.values)), terms)  # batch norm's samples share what it writes to
     if mode == "vmap":
-        truth, second = _two(p, lambda values: p(*[t.clone() for t in values]))
-        return Question(truth, lambda F: F.vmap(p, **options)(*_lanes(p.values, second)))
+        truth, second = _two(p, lambda values: p(*_clones(values)))
+        terms.exact = lambda: _lanes(*[p.wide()(*_clones(verdicts.wide(values))) for values in (p.values, second)])
+        terms.ranked = verdicts.ranked(p.name, p.sample, torch.stack([p.values[0], second[0]]), lanes=True)
+        return Question(truth, lambda F: F.vmap(p, **options)(*_lanes(p.values, second)), terms)
     if not (p.active and p.outs and p.op.supports_autograd):
         raise NoTruth
+    p = p.untied() if p.name in verdicts.RANKED else p
     try:
         if mode == "vjp":
             cts = p.cotangents()
-            return Question(_backward(p, p.primals(p.values), cts), lambda F: F.vjp(p.smooth, *p.primals(p.values))[1](cts))
+            terms.exact = lambda: _backward(p.wide(), p.primals(p.wide().values), cts)
+            truth = _backward(p, p.primals(p.values), cts)
+            return Question(truth, lambda F: F.vjp(p.smooth, *p.primals(p.values))[1](cts), terms)
         if mode == "jvp":
-            return Question(_forward(p), lambda F: F.jvp(p.smooth, p.primals(p.values), p.tangents()))
+            terms.exact = lambda: _forward(p.wide())
+            return Question(_forward(p), lambda F: F.jvp(p.smooth, p.primals(p.values), p.tangents()), terms)
         seeds = iter((7, 8, 8, 8))
         truth, second = _two(p, lambda values: _backward(p, p.primals(values), p.cotangents(next(seeds))))
         cts = _lanes(p.cotangents(7), p.cotangents(8))
+        both = ((p.values, 7), (second, 8))
+        terms.exact = lambda: _lanes(*[_backward(p.wide(), p.primals(verdicts.wide(values)), p.cotangents(k)) for values, k in both])
     except (NoTruth, TookTooLong):
         raise
     except Exception as error:
@@ -256,38 +282,14 @@ def question(p: Problem, mode: str) -> Question:
     def pulled(F: Any) -> Callable[..., Any]:
         return lambda *xs: F.vjp(p.smooth, *xs[:n])[1](tuple(xs[n:]))
 
-    return Question(truth, lambda F: F.vmap(pulled(F), **options)(*_lanes(p.primals(p.values), p.primals(second)), *cts))
+    return Question(truth, lambda F: F.vmap(pulled(F), **options)(*_lanes(p.primals(p.values), p.primals(second)), *cts), terms)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------------------
-def difference(p: Problem, got: Any, truth: Tensors) -> str | None:
-    """In what an answer is not the truth; None where it is."""
-    got = pytree.tree_leaves(got)
-    if len(got) != len(truth):
-        return f"{len(got)} results instead of {len(truth)}"
-    for g, t in zip(got, truth):
-        if type(g) is not torch.Tensor:
-            return f"a {type(g).__name__} instead of a tensor"
-        t = t.detach() if t.layout == torch.strided else t.detach().to_dense()
-        if g.shape != t.shape:
-            return f"shape {tuple(g.shape)} instead of {tuple(t.shape)}"
-        if g.dtype != t.dtype:
-            return f"{g.dtype} instead of {t.dtype}"
-        if p.random:
-            continue
-        rtol, atol = _TOLERANCES.get(t.dtype, (0, 0))
-        loose = 100 if p.name.startswith("linalg") or p.name in _SOLVED else 1
-        try:
-            torch.testing.assert_close(g.detach(), t, rtol=rtol * loose, atol=atol * loose, equal_nan=True)
-        except AssertionError as error:
-            return "values: " + " ".join(str(error).split())[:120]
-    return None
-
-
 def answer(F: Any, p: Problem, q: Question) -> str:
     """"right", or why not."""
     try:
-        found = difference(p, q.ask(F), q.truth)
+        found = verdicts.difference(q.ask(F), q.truth, q.terms)
     except TookTooLong:
         return "wrong: took too long"
     except Exception as error:

@@ -1,0 +1,105 @@
+"""The judge of docs/coverage.py: what PyTorch leaves open passes, everything else that differs fails."""
+from __future__ import annotations
+
+import opinfo
+import pytest
+import torch
+import verdicts
+from torch.testing._internal.opinfo.core import SampleInput
+
+OPERATORS = opinfo.operators()
+TIES = torch.tensor([[2.0, 1, 2, 0, 1], [3, 3, 3, 3, 4]])
+
+
+def asked(name: str, mode: str, *args: object, input: torch.Tensor = TIES, **kwargs: object) -> opinfo.Question:
+    sample = SampleInput(input, args=args, kwargs=kwargs)
+    return opinfo.question(opinfo.Problem(OPERATORS[name], sample, sample), mode)
+
+
+def verdict(q: opinfo.Question, *got: torch.Tensor) -> str | None:
+    return verdicts.difference(got, q.truth, q.terms)
+
+
+@pytest.mark.parametrize("mode", ["jit", "vmap"])
+@pytest.mark.parametrize("dim", [1, -1, 0])
+def test_equal_elements_may_come_in_any_order(mode: str, dim: int) -> None:
+    q = asked("sort", mode, dim)
+    values, there = q.truth
+    at = dim + (mode == "vmap") if dim >= 0 else dim
+    input = torch.stack([TIES, TIES]) if mode == "vmap" else TIES
+    backwards = input.shape[at] - 1 - input.flip(at).sort(dim=at, stable=True).indices  # the last of equal ones first
+    assert dim == 0 or not torch.equal(backwards, there)
+    assert verdict(q, values, there) is None
+    assert verdict(q, values, backwards) is None
+    assert "other values" in str(verdict(q, values, there.flip(at)))
+    assert "twice" in str(verdict(q, values, torch.zeros_like(there)))
+    assert "out of range" in str(verdict(q, values, there + 1))
+    assert "instead of" in str(verdict(q, values, there.int()))
+    assert verdict(q, values + 1, there) is not None
+
+
+def test_one_wrong_index_fails() -> None:
+    q = asked("argsort", "jit")
+    for place in range(5):
+        wrong = q.truth[0].clone()
+        wrong[0, [place, (place + 2) % 5]] = wrong[0, [(place + 2) % 5, place]]  # no two elements that far apart are equal
+        assert "point at other values" in str(verdict(q, wrong))
+    q = asked("kthvalue", "jit", 3)
+    assert verdict(q, q.truth[0], torch.tensor([1, 0])) is None
+    assert verdict(q, q.truth[0], torch.tensor([4, 3])) is None
+    assert verdict(q, q.truth[0], torch.tensor([4, 4])) is not None
+    q = asked("topk", "jit", 2)
+    assert verdict(q, q.truth[0], torch.tensor([[2, 0], [4, 0]])) is None
+    assert verdict(q, q.truth[0], torch.tensor([[2, 2], [4, 0]])) is not None
+    assert verdict(q, q.truth[0], torch.tensor([[2, 1], [4, 0]])) is not None
+
+
+def test_the_order_of_a_stable_sort_is_known() -> None:
+    q = asked("sort", "jit", stable=True)
+    values, there = q.truth
+    assert verdict(q, values, there) is None
+    assert verdict(q, values, 4 - TIES.flip(1).sort(dim=1, stable=True).indices) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_of_a_sort_are_asked_without_ties(dtype: torch.dtype) -> None:
+    x = TIES.to(dtype)
+    spread = verdicts.untied(x)
+    assert spread.dtype == dtype and spread.unique().numel() == 10
+    assert (x.flatten()[spread.flatten().argsort()].diff() >= 0).all()
+    assert verdicts.untied(spread) is spread
+    q = asked("sort", "vjp", input=x)
+    assert verdict(q, *q.truth) is None
+    assert verdict(q, q.truth[0].flip(1)) is not None
+
+
+def test_half_types_may_be_nearer_to_float64_than_pytorch_and_no_farther() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(40, 400, generator=g).bfloat16() for _ in range(2))
+    q = asked("kron", "jit", torch.ones(1, 1), input=a)
+    assert verdict(q, *q.truth) is None
+    sample = SampleInput(a, args=(b,))
+    rough = lambda a, b: sum((a[:, k : k + 20] * b[:, k : k + 20]).sum(1) for k in range(0, 400, 20))  # rounded after each part
+    p = opinfo.Problem(OPERATORS["mul"], sample, sample)
+    p.op = type("Rough", (), {"op": staticmethod(rough), "supports_autograd": True})
+    p.out = p(*p.values)
+    q = opinfo.question(p, "jit")
+    exact = (a.double() * b.double()).sum(1)
+    off = (q.truth[0].double() - exact).abs()
+    assert verdict(q, exact.bfloat16()) is None
+    assert (~torch.isclose(exact.bfloat16(), q.truth[0], 2e-2, 2e-2)).any()  # so it is not the tolerance that lets this pass
+    worst = off.argmax()
+    for scale, passes in ((0.9, True), (1.5, False)):  # the error on the other side
+        got = exact.bfloat16()
+        got[worst] = (exact - scale * (q.truth[0].double() - exact))[worst].bfloat16()
+        assert (verdict(q, got) is None) == passes
+    got[worst] = float("nan")
+    assert verdict(q, got) is not None
+
+
+def test_other_types_have_their_tolerance_alone() -> None:
+    sample = SampleInput(torch.ones(3))
+    p = opinfo.Problem(OPERATORS["exp"], sample, sample)
+    q = opinfo.question(p, "jit")
+    q.truth = (q.truth[0] + 1e-2,)
+    assert verdict(q, torch.ones(3).exp()) is not None

@@ -1,0 +1,138 @@
+"""Whether an answer is the truth: results, shapes, dtypes, and values as far as PyTorch determines them.
+
+Values agree within a tolerance, with two refinements.  Half types: PyTorch's own result is rounded, often more than once; an element
+outside of the tolerance is right all the same where a float64 computation says that it is no farther off than PyTorch's.  Indices of a
+sort that is not stable: which of several equal elements comes first is open, so the elements that the indices point at are compared.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Tensors = tuple[torch.Tensor, ...]
+
+NARROW = (torch.float16, torch.bfloat16)
+
+#: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
+_TOLERANCES = {
+    torch.float32: (2e-4, 2e-5), torch.complex64: (2e-4, 2e-5), torch.float64: (1e-7, 1e-7), torch.complex128: (1e-7, 1e-7),
+    torch.float16: (5e-3, 5e-3), torch.bfloat16: (2e-2, 2e-2),
+}
+_SOLVED = frozenset({
+    "svd", "qr", "pinverse", "cholesky_inverse", "matrix_exp", "lu", "lu_solve", "triangular_solve", "geqrf", "cholesky_solve",
+    "cholesky", "logdet", "ormqr",
+})
+
+#: Operators that order elements, and the arguments that follow the tensor; PyTorch leaves open how equal ones are ordered.
+RANKED = {
+    "sort": ("dim", "descending"), "argsort": ("dim", "descending"), "msort": (), "topk": ("k", "dim"), "kthvalue": ("k", "dim"),
+}
+
+
+@dataclasses.dataclass
+class Terms:
+    """On what terms an answer is judged.
+
+    Attributes:
+        name: the operator.
+        random: values are not compared.
+        exact: computes the truth in float64 from the same values; asked only where a half type is outside of its tolerance.
+        ranked: for indices that ties leave open, the tensor that they point into and its dimension.
+    """
+
+    name: str
+    random: bool
+    exact: Callable[[], Tensors] | None = None
+    ranked: tuple[torch.Tensor, int] | None = None
+
+
+def wide(tensors: Tensors) -> Tensors:
+    """The tensors, those of a half type in float64."""
+    return tuple(t.double() if t.dtype in NARROW else t for t in tensors)
+
+
+def untied(t: torch.Tensor) -> torch.Tensor:
+    """t, or where elements of it are equal, as many different numbers of its dtype in an order that t's own agrees with."""
+    if not t.dtype.is_floating_point or t.unique().numel() == t.numel():
+        return t
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    first = torch.tensor(torch.finfo(t.dtype).tiny, dtype=t.dtype).view(bits)
+    rank = t.flatten().argsort(stable=True).argsort().to(bits)
+    spread = (first + rank).view(t.dtype)  # successive floats
+    if not spread.isfinite().all():
+        raise ValueError(f"untied(): {t.dtype} has no {t.numel()} different numbers")
+    return spread.reshape(t.shape)
+
+
+def ranked(name: str, sample: Any, input: torch.Tensor, lanes: bool = False) -> tuple[torch.Tensor, int] | None:
+    """Where the indices that a sample gives point to, as in ``Terms.ranked``; None where PyTorch determines them all."""
+    given = dict(zip(RANKED.get(name, ()), sample.args)) | sample.kwargs
+    if name not in RANKED or given.get("stable") or not sample.input.ndim:
+        return None
+    dim = given.get("dim", -1)
+    return input, dim + 1 if lanes and dim >= 0 else dim
+
+
+def difference(got: Any, truth: Tensors, terms: Terms) -> str | None:
+    """In what an answer is not the truth; None where it is."""
+    got = pytree.tree_leaves(got)
+    if len(got) != len(truth):
+        return f"{len(got)} results instead of {len(truth)}"
+    for i, (g, t) in enumerate(zip(got, truth)):
+        if type(g) is not torch.Tensor:
+            return f"a {type(g).__name__} instead of a tensor"
+        t = t.detach() if t.layout == torch.strided else t.detach().to_dense()
+        if g.shape != t.shape:
+            return f"shape {tuple(g.shape)} instead of {tuple(t.shape)}"
+        if g.dtype != t.dtype:
+            return f"{g.dtype} instead of {t.dtype}"
+        if terms.random:
+            continue
+        g = g.detach()
+        if terms.ranked and g.dtype == torch.int64 and (terms.name == "argsort" or i == 1):
+            if wrong := _misplaced(g, t, *terms.ranked):
+                return wrong
+            continue
+        rtol, atol = _TOLERANCES.get(t.dtype, (0, 0))
+        loose = 100 if terms.name.startswith("linalg") or terms.name in _SOLVED else 1
+        try:
+            torch.testing.assert_close(g, t, rtol=rtol * loose, atol=atol * loose, equal_nan=True)
+        except AssertionError as error:
+            off = ~torch.isclose(g, t, rtol * loose, atol * loose, equal_nan=True)
+            if not _nearer(g[off], t[off], i, off, terms):
+                return "values: " + " ".join(str(error).split())[:120]
+    return None
+
+
+def _misplaced(got: torch.Tensor, truth: torch.Tensor, input: torch.Tensor, dim: int) -> str | None:
+    """What is wrong with indices into input along dim: each must be there, once, and point at an element equal to the truth's."""
+    if got.ndim < input.ndim:
+        got, truth = got.unsqueeze(dim), truth.unsqueeze(dim)
+    if got.numel() and not 0 <= int(got.min()) <= int(got.max()) < input.shape[dim]:
+        return "indices: out of range"
+    in_order = got.sort(dim).values
+    if (in_order.diff(dim=dim) == 0).any():
+        return "indices: one of them twice"
+    found, expected = input.gather(dim, got), input.gather(dim, truth)
+    same = found == expected
+    if input.dtype.is_floating_point:
+        same |= found.isnan() & expected.isnan()
+    return None if same.all() else f"indices: {int((~same).sum())} of {same.numel()} point at other values"
+
+
+def _nearer(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, terms: Terms) -> bool:
+    """Whether all of those elements are no farther from a float64 computation than PyTorch's own."""
+    if truth.dtype not in NARROW or terms.exact is None:
+        return False
+    try:
+        found = terms.exact()
+    except Exception:  # no float64 in this operator
+        return False
+    if len(found) <= i or found[i].shape != off.shape or found[i].dtype != torch.float64:
+        return False
+    exact = found[i].detach()[off]
+    return bool((got.isfinite() & ((got.double() - exact).abs() <= (truth.double() - exact).abs())).all())

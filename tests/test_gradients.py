@@ -142,3 +142,35 @@ def test_logcumsumexp_pushed_forward(scale: float) -> None:
 
     for run in (push, torchfunc_jax.jit(push)):
         torch.testing.assert_close(run(x, tangent), expected)
+
+
+PLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "near": lambda x: x, "apart": lambda x: x * 10, "far apart": lambda x: x * 1e4, "at the ends": lambda x: x * 1e30,
+    "near each other, far from 0": lambda x: x + 1e4, "rising": lambda x: x + 20 * torch.arange(60)[:, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
+def test_logcumsumexp_is_no_less_accurate_than_pytorchs(place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Beside the weights in float64; PyTorch's kernel and gradient go through sums of logarithms, which round at their size."""
+    x, cotangent = place(floats(60, 4)).float(), floats(4, 60).T.float()
+    weights = torch.exp(x.double()[None] - x.double().logcumsumexp(0)[:, None]) * torch.ones(60, 60).tril()[..., None]
+    exact = (weights.nan_to_num(posinf=0) * cotangent[:, None].double()).sum(0)
+    pulled = [namespace.vjp(lambda x: x.logcumsumexp(0), x)[1](cotangent)[0] for namespace in (torchfunc_jax, torch.func)]
+    errors = [(found.double() - exact).abs().max() for found in pulled]
+    assert errors[0] <= errors[1]
+    assert errors[0] < 1e-5
+    value = torchfunc_jax.jit(lambda x: x.logcumsumexp(0))(x)
+    torch.testing.assert_close(value, x.double().logcumsumexp(0).float(), rtol=3e-7, atol=1e-6)
+
+
+def test_logcumsumexp_of_minus_infinity() -> None:
+    """Where there is nothing yet but -inf, no element moves the result; PyTorch's gradient is NaN there."""
+    x = torch.tensor([-torch.inf, -torch.inf, 1, 2, -torch.inf])
+    function = lambda x: x.logcumsumexp(0)
+    out, pull = torchfunc_jax.vjp(function, x)
+    torch.testing.assert_close(out, function(x))
+    theirs = torch.func.vjp(function, x)[1](torch.ones(5))[0]
+    torch.testing.assert_close(pull(torch.ones(5))[0], theirs.where(~theirs.isnan(), 0))
+    assert theirs.isnan().tolist() == [True, True, False, False, False]
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (torch.ones(5),))[1], torch.tensor([0.0, 0, 1, 1, 1]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.lowering.promotion import cast, float_dtype, is_floating, is_integral, jdtype, opmath, wrap_dim
+from bridge.lowering.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
 from bridge.lowering.reductions import need_order, pick_along
 from bridge.lowering.registry import lowering
 
@@ -38,7 +38,26 @@ def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
 @lowering("aten.logcumsumexp", "aten._logcumsumexp")
 def aten_logcumsumexp(self: Any, dim: int) -> Any:
     """logcumsumexp(Tensor self, int dim) -> Tensor"""
-    return _scan(self, dim, float_dtype(self.dtype), lax.cumlogsumexp)
+    return _scan(self, dim, float_dtype(self.dtype), lax.cumlogsumexp if is_complex(self) else _running_logsumexp)
+
+
+@fused("axis")
+def _running_logsumexp(x: Any, axis: int) -> Any:
+    """By the running maximum m and the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
+
+    Only the sum is differentiated: m is a scale, and the logarithm is the same for any.
+    """
+    info = jnp.finfo(x.dtype)
+    shift = jnp.where(jnp.isnan(x), info.min, jnp.clip(lax.stop_gradient(x), info.min, info.max))
+
+    def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        (m, s), (n, t) = a, b
+        top = lax.max(m, n)
+        return top, s * jnp.exp(m - top) + t * jnp.exp(n - top)
+
+    top, total = lax.associative_scan(join, (shift, jnp.exp(x - shift)), axis=axis)
+    nothing = total == 0  # only -inf so far, which has no derivative: 0, as of logsumexp
+    return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
 
 
 def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, Any]:

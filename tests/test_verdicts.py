@@ -103,3 +103,17 @@ def test_other_types_have_their_tolerance_alone() -> None:
     q = opinfo.question(p, "jit")
     q.truth = (q.truth[0] + 1e-2,)
     assert verdict(q, torch.ones(3).exp()) is not None
+
+
+def test_where_pytorch_overflows_float64_is_the_truth() -> None:
+    q = asked("matrix_exp", "jit", input=torch.eye(5).bfloat16() * 8)
+    exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
+    q.truth = (torch.where(torch.eye(5, dtype=torch.bool), float("nan"), exact.bfloat16()),)  # as it does for larger matrices
+    assert verdict(q, exact.bfloat16()) is None
+    assert verdict(q, (exact * 1.03).bfloat16()) is not None
+    assert verdict(q, torch.full((5, 5), float("inf")).bfloat16()) is not None
+    q = asked("matrix_exp", "jit", input=torch.eye(5).half() * 12)  # exp(12) is beyond float16
+    exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
+    q.truth = (torch.full((5, 5), float("nan")).half(),)
+    assert verdict(q, exact.half()) is None
+    assert verdict(q, -exact.half()) is not None

@@ -1,8 +1,9 @@
 """Whether an answer is the truth: results, shapes, dtypes, and values as far as PyTorch determines them.
 
 Values agree within a tolerance, with two refinements.  Half types: PyTorch's own result is rounded, often more than once; an element
-outside of the tolerance is right all the same where a float64 computation says that it is no farther off than PyTorch's.  Indices of a
-sort that is not stable: which of several equal elements comes first is open, so the elements that the indices point at are compared.
+outside of the tolerance is right all the same where a float64 computation says that it is no farther off than PyTorch's (or, where
+PyTorch's overflowed, within the tolerance).  Indices of a sort that is not stable: which of several equal elements comes first is open,
+so the elements that the indices point at are compared.
 """
 from __future__ import annotations
 
@@ -135,4 +136,8 @@ def _nearer(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, t
     if len(found) <= i or found[i].shape != off.shape or found[i].dtype != torch.float64:
         return False
     exact = found[i].detach()[off]
-    return bool((got.isfinite() & ((got.double() - exact).abs() <= (truth.double() - exact).abs())).all())
+    rtol, atol = _TOLERANCES[truth.dtype]
+    allowed = (truth.double() - exact).abs()
+    allowed = torch.where(allowed.isfinite(), allowed, atol + rtol * exact.abs())  # PyTorch overflowed
+    near = got.isfinite() & ((got.double() - exact).abs() <= allowed)
+    return bool((near | (got == exact.to(got.dtype))).all())  # or too large for the dtype, and so infinite

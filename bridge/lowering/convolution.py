@@ -10,7 +10,7 @@ from bridge.dtypes import to_torch
 from bridge.lowering.convolving import Geometry, conv
 from bridge.lowering.matmul import precision
 from bridge.lowering.pooling import expand
-from bridge.lowering.promotion import cast, opmath
+from bridge.lowering.promotion import cast
 from bridge.lowering.registry import lowering
 
 Array = jax.Array
@@ -74,18 +74,17 @@ def aten_convolution(
         )
         _check_size(image, size, kernel, padding)
         geometry = Geometry(image, kernel, size, stride, padding, dilation)
-        y = conv("x", grouped, kernels, geometry, precision(x.dtype))
+        y = conv("x", grouped, kernels, geometry, precision(x.dtype), wide=True)
     else:
         out = tuple(
             (m + 2 * p - d * (k - 1) - 1) // s + 1 for m, k, s, p, d in zip(size, kernel, stride, padding, dilation, strict=True)
         )
         _check_size(out, size, kernel, padding)
-        y = conv("y", grouped, kernels, Geometry(size, kernel, out, stride, padding, dilation), precision(x.dtype))
+        y = conv("y", grouped, kernels, Geometry(size, kernel, out, stride, padding, dilation), precision(x.dtype), wide=True)
     y = y.reshape(y.shape[1], groups * y.shape[3], *y.shape[4:])
-    if bias is None:
-        return y
-    wide = opmath(y.dtype)  # so that the bias's gradient is summed in it
-    return cast(cast(y, wide) + cast(bias, wide).reshape(-1, *(1,) * n), y.dtype)
+    if bias is not None:
+        y = y + cast(bias, y.dtype).reshape(-1, *(1,) * n)  # half types wide, so that this is rounded once and the bias's gradient too
+    return cast(y, x.dtype)
 
 
 def _check_size(out: tuple, size: tuple, kernel: tuple, padding: tuple) -> None:

@@ -8,6 +8,8 @@ With x the image, w the kernel and y the output, ``y = conv(x, w)`` is bilinear,
 B counts kernels (vmap over parameters, or over the gradients of single samples), N images, G groups.  vmap of any face merges the
 new axis into one of these, so that it never becomes a convolution with B groups, which XLA runs very slowly on CPU.  There each face
 is a matrix product with the shifted images ("taps"), a few images at a time so that they stay in cache; elsewhere it is XLA's own.
+
+A face may be asked for in PyTorch's internal dtype (``wide``): a half result that is added to others is then rounded once, after that.
 """
 from __future__ import annotations
 
@@ -50,13 +52,14 @@ _FACES = {"y": ("x", "w", "N", "O"), "x": ("y", "w", "N", "C"), "w": ("x", "y", 
 _AXES = {"x": "BNGC", "w": "BGOC", "y": "BNGO"}
 
 
-def conv(face: str, left: Array, right: Array, geometry: Geometry, precision: lax.Precision | None) -> Array:
+def conv(face: str, left: Array, right: Array, geometry: Geometry, precision: lax.Precision | None, wide: bool = False) -> Array:
     """One face of the convolution: "y" of (x, w), "x" of (y, w) or "w" of (x, y); the axes are those of this module."""
     if 0 in left.shape or 0 in right.shape:
-        return jnp.zeros(_shape(face, left.shape, right.shape, geometry), left.dtype)
+        return jnp.zeros(_shape(face, left.shape, right.shape, geometry), opmath(left.dtype) if wide else left.dtype)
+    wide = wide and opmath(left.dtype) != left.dtype
     if not (_unsharded(left) and _unsharded(right)):  # XLA's own operator knows how to type these
-        return _native(left, right, face=face, geometry=geometry, precision=precision)
-    return _conv_p.bind(left, right, face=face, geometry=geometry, precision=precision)
+        return _native(left, right, face=face, geometry=geometry, precision=precision, wide=wide)
+    return _conv_p.bind(left, right, face=face, geometry=geometry, precision=precision, wide=wide)
 
 
 def _unsharded(x: Array) -> bool:
@@ -72,7 +75,10 @@ def _shape(face: str, left: tuple[int, ...], right: tuple[int, ...], geometry: G
 
 
 # -- as XLA's convolution ---------------------------------------------------------------------------------------------
-def _native(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None) -> Array:
+def _native(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Array:
+    if wide:  # half kernels are the fast ones: their result, rounded
+        narrow = _native(left, right, face=face, geometry=geometry, precision=precision, wide=False)
+        return narrow.astype(opmath(left.dtype))
     if face == "y":
         return _native_forward(left, right, geometry, precision)
     shape = jax.ShapeDtypeStruct(_shape(face, left.shape, right.shape, geometry), left.dtype)
@@ -253,7 +259,9 @@ def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Arra
     return jnp.sum(spread(left, 4, geometry) * weights, range(4, 4 + n))
 
 
-def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None) -> Array:
+def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Array:
+    if wide:  # XLA on CPU computes half products in float32 in any case
+        left, right = left.astype(opmath(left.dtype)), right.astype(opmath(right.dtype))
     names = _FACES[face]
     sizes = dict(zip(_AXES[names[0]], left.shape, strict=False)) | dict(zip(_AXES[names[1]], right.shape, strict=False))
     if sizes["C"] == sizes["O"] == 1:
@@ -275,25 +283,27 @@ def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, pr
 
 # -- the primitive --------------------------------------------------------------------------------------------------------
 _conv_p = Primitive("conv")
-_conv_p.def_impl(jax.jit(_conv_p.bind, static_argnames=("face", "geometry", "precision")))
+_conv_p.def_impl(jax.jit(_conv_p.bind, static_argnames=("face", "geometry", "precision", "wide")))
 
 
 @_conv_p.def_abstract_eval
-def _conv_aval(left: Any, right: Any, *, face: str, geometry: Geometry, precision: Any) -> Any:
-    return jax.core.ShapedArray(_shape(face, left.shape, right.shape, geometry), left.dtype)
+def _conv_aval(left: Any, right: Any, *, face: str, geometry: Geometry, precision: Any, wide: bool) -> Any:
+    return jax.core.ShapedArray(_shape(face, left.shape, right.shape, geometry), opmath(left.dtype) if wide else left.dtype)
 
 
 mlir.register_lowering(_conv_p, mlir.lower_fun(_native, multiple_results=False))
 mlir.register_lowering(_conv_p, mlir.lower_fun(_by_products, multiple_results=False), platform="cpu")
 
 
-def _transpose_left(ct: Array, left: Any, right: Array, *, face: str, **params: Any) -> Array:
+def _transpose_left(ct: Array, left: Any, right: Array, *, face: str, wide: bool, **params: Any) -> Array:
+    ct = ct.astype(right.dtype)
     if face == "w":
         return conv("x", right, ct, **params)
     return conv("x" if face == "y" else "y", ct, right, **params)
 
 
-def _transpose_right(ct: Array, left: Array, right: Any, *, face: str, **params: Any) -> Array:
+def _transpose_right(ct: Array, left: Array, right: Any, *, face: str, wide: bool, **params: Any) -> Array:
+    ct = ct.astype(left.dtype)
     if face == "w":
         return conv("y", left, ct, **params)
     return conv("w", left, ct, **params) if face == "y" else conv("w", ct, left, **params)

@@ -261,6 +261,8 @@ def aten_complex(real, imag):
     """complex(Tensor real, Tensor imag) -> Tensor"""
     if real.dtype != imag.dtype:
         raise RuntimeError(f"Expected object of scalar type {dtypes.to_torch(real.dtype)} but got {dtypes.to_torch(imag.dtype)} for imag")
+    if real.dtype == np.float16:
+        dtypes.to_jax(torch.complex32)  # raises: JAX has none
     if real.dtype not in (np.float32, np.float64):
         raise RuntimeError(f"Expected both inputs to be Float or Double tensors but got {dtypes.to_torch(real.dtype)}")
     return lax.complex(*(jnp.broadcast_arrays(real, imag) if real.shape != imag.shape else (real, imag)))

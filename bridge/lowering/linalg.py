@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge.lowering.promotion import concrete
+from bridge.lowering.promotion import cast, concrete, opmath
 from bridge.lowering.registry import lowering
 
 #: derivatives and solves never run in TF32, whatever torch.set_float32_matmul_precision says of mm
@@ -106,9 +106,13 @@ def aten_linalg_check_errors(info, api_name, *, is_matrix):
     report(info, api_name, is_matrix)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _cholesky(upper, A):
-    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other one is not read."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _cholesky(upper, of_gradient, A):
+    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other one is not read.
+
+    PyTorch's forward mode reads a triangle of the tangent, and its gradient is Hermitian: the two are no transposes.
+    of_gradient: forward mode is the transpose of the gradient, for the operator that has a gradient alone.
+    """
     return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
@@ -118,13 +122,19 @@ def _mirrored(x):
     return (below + mH(below)) / 2 + jnp.eye(x.shape[-1], dtype=x.dtype) * x
 
 
+def _mirrored_transpose(x):
+    """A lower triangle; its cotangent is _mirrored."""
+    return jnp.tril(hermitian_part(x), -1) + jnp.eye(x.shape[-1], dtype=x.dtype) * x
+
+
 @_cholesky.defjvp
-def _cholesky_jvp(upper, primals, tangents):
+def _cholesky_jvp(upper, of_gradient, primals, tangents):
     # L^-1 dA L^-H = X + X^H with X = L^-1 dL lower triangular (https://arxiv.org/abs/1602.07527)
     (A,), (dA,) = primals, tangents
-    L = _cholesky(upper, A)
+    L = _cholesky(upper, of_gradient, A)
     solve = functools.partial(lax.linalg.triangular_solve, L, lower=True)
-    X = with_cotangent(solve(solve(dA, left_side=True), left_side=False, transpose_a=True, conjugate_a=True), _mirrored)
+    X = solve(solve(dA, left_side=True), left_side=False, transpose_a=True, conjugate_a=True)
+    X = _mirrored_transpose(X) if of_gradient else with_cotangent(X, _mirrored)
     return L, matmul(L, jnp.tril(X) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
 
 
@@ -150,9 +160,9 @@ def _failed_minor(A, L):
     return jnp.where(good, 0, high).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="upper")
-def _cholesky_ex(A, upper):
-    L = _cholesky(upper, A)
+@functools.partial(jax.jit, static_argnames=("upper", "of_gradient"))
+def _cholesky_ex(A, upper, of_gradient=False):
+    L = _cholesky(upper, of_gradient, A)
     return mH(L) if upper else L, _failed_minor(*lax.stop_gradient((mH(A) if upper else A, L)))
 
 
@@ -170,7 +180,7 @@ def aten_linalg_cholesky_ex(self, *, upper=False, check_errors=False):
 def aten_cholesky(self, upper=False):
     """cholesky(Tensor self, bool upper=False) -> Tensor"""
     check_matrix(self, "cholesky", square=True)
-    L, info = _cholesky_ex(self, upper)
+    L, info = _cholesky_ex(self, upper, of_gradient=True)
     report(info, "linalg.cholesky", self.ndim == 2)
     return L
 
@@ -216,5 +226,6 @@ def aten_cholesky_inverse(self, upper=False):
 @lowering("aten.linalg_matrix_exp")
 def aten_linalg_matrix_exp(self):
     """linalg_matrix_exp(Tensor self) -> Tensor"""
-    check_matrix(self, "linalg.matrix_exp", square=True)
-    return jax.scipy.linalg.expm(self)
+    matrix = cast(self, opmath(self.dtype))  # the one linear algebra operator that takes half types
+    check_matrix(matrix, "linalg.matrix_exp", square=True)
+    return cast(jax.scipy.linalg.expm(matrix), self.dtype)

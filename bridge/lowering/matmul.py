@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from bridge import dtypes
-from bridge.lowering.promotion import cast
+from bridge.lowering.promotion import cast, opmath
 from bridge.lowering.registry import lowering
 
 _MM = (((1,), (0,)), ((), ()))
@@ -39,6 +39,16 @@ def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any =
     if (a.ndim, b.ndim) != ndims:
         raise TypeError(f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} and {b.shape}")
     return lax.dot_general(a, b, dims, precision(a.dtype), out_dtype)
+
+
+def _added(self: Any, a: Any, b: Any, dims: Any, ndims: tuple[int, int], beta: Any, alpha: Any) -> Any:
+    """beta * self + alpha * (a @ b), for half types in float32 and rounded once, as PyTorch's kernels do."""
+    wide = opmath(a.dtype)
+    if wide == a.dtype:
+        return _combine(self, _product(a, b, dims, ndims), beta, alpha)
+    if self.dtype != a.dtype:
+        raise RuntimeError(f"expected self to have the dtype of the product, {a.dtype}, but got {self.dtype}")
+    return cast(_combine(cast(self, wide), _product(a, b, dims, ndims, wide), beta, alpha), a.dtype)
 
 
 def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
@@ -127,19 +137,19 @@ def aten_addmm(self, mat1, mat2, *, beta=1, alpha=1):
 @lowering("aten.baddbmm")
 def aten_baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _combine(self, _product(batch1, batch2, _BMM, (3, 3)), beta, alpha)
+    return _added(self, batch1, batch2, _BMM, (3, 3), beta, alpha)
 
 
 @lowering("aten.addbmm")
 def aten_addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _combine(self, _product(batch1, batch2, _SUM_BMM, (3, 3)), beta, alpha)
+    return _added(self, batch1, batch2, _SUM_BMM, (3, 3), beta, alpha)
 
 
 @lowering("aten.addmv")
 def aten_addmv(self, mat, vec, *, beta=1, alpha=1):
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _combine(self, _product(mat, vec, _MM, (2, 1)), beta, alpha)
+    return _added(self, mat, vec, _MM, (2, 1), beta, alpha)
 
 
 @lowering("aten._trilinear")

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
+from bridge import dtypes
 from bridge.lowering import promotion
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
@@ -489,6 +491,8 @@ def aten_view_as_real(x):
 @lowering("aten.view_as_complex", "aten.view_as_complex_copy")
 def aten_view_as_complex(x):
     """view_as_complex(Tensor(a) self) -> Tensor(a)"""
+    if x.dtype == np.float16:
+        dtypes.to_jax(torch.complex32)  # raises: JAX has none
     if x.dtype not in (np.float32, np.float64) or x.shape[-1:] != (2,):
         raise RuntimeError(f"view_as_complex expects a float or double tensor whose last dimension is 2, got {x.dtype}{list(x.shape)}")
     real, imag = aten_unbind(x, x.ndim - 1)

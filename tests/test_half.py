@@ -1,0 +1,73 @@
+"""float16 and bfloat16: computed in float32 and rounded once, so that an answer is as near to float64 as PyTorch's."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchfunc_jax
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "baddbmm": (torch.baddbmm, (floats(5, 8, 9) * 8, floats(5, 8, 16) * 4, floats(5, 16, 9) * 4)),
+    "baddbmm scaled": (lambda *xs: torch.baddbmm(*xs, beta=0.3, alpha=1.7), (floats(5, 8, 9) * 8, floats(5, 8, 16), floats(5, 16, 9))),
+    "addbmm": (torch.addbmm, (floats(8, 9) * 8, floats(5, 8, 16), floats(5, 16, 9))),
+    "addmv": (lambda *xs: torch.addmv(*xs, beta=0.3, alpha=1.7), (floats(50), floats(50, 16), floats(16))),
+    "conv2d": (lambda *xs: F.conv2d(*xs, padding=1), (floats(2, 4, 9, 9), floats(6, 4, 3, 3), floats(6))),
+    "conv_transpose3d": (lambda *xs: F.conv_transpose3d(*xs, stride=2), (floats(1, 3, 4, 4, 4), floats(3, 3, 3, 3, 3), floats(3))),
+    "matrix_exp": (torch.matrix_exp, (floats(4, 6, 6) / 3,)),
+    "atanh": (torch.atanh, (floats(300).tanh() * 0.98,)),
+    "erfinv": (torch.erfinv, (floats(300).tanh() * 0.98,)),
+    "kron": (torch.kron, (floats(5, 5), floats(10, 20))),
+}
+
+
+def _answers(namespace: object, function: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...], seed: int) -> list[torch.Tensor]:
+    """The value and both derivatives."""
+    narrow = lambda t: t.to(torch.bfloat16).to(args[0].dtype)  # the same numbers in every dtype
+    tangents = tuple(narrow(floats(*x.shape)) for x in args)
+    out, pull = namespace.vjp(function, *args)  # type: ignore[attr-defined]
+    along = namespace.jvp(function, args, tangents)[1]  # type: ignore[attr-defined]
+    return [out, along, *pull(narrow(floats(seed, *out.shape)[0]))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_as_near_to_float64_as_pytorch(name: str, dtype: torch.dtype) -> None:
+    function, args = CASES[name]
+    half = tuple(x.bfloat16().to(dtype) for x in args)
+    exact = _answers(torch.func, function, tuple(x.double() for x in half), 3)
+    theirs = _answers(torch.func, function, half, 3)
+    mine = _answers(torchfunc_jax, function, half, 3)
+    for m, t, e in zip(mine, theirs, exact, strict=True):
+        assert m.dtype == t.dtype == dtype
+        error, allowed = (m.double() - e).abs(), (t.double() - e).abs().nan_to_num(nan=math.inf)  # PyTorch's matrix_exp has NaN
+        once = torch.finfo(dtype).eps / 2 * e.abs()  # the error of one rounding
+        assert error.isfinite().all()
+        assert error.mean() <= 1.02 * allowed.mean()
+        assert (error <= 2 * once + allowed.max()).all()
+
+
+def test_a_tangent_has_its_primals_dtype() -> None:
+    """torch.func.jvp's is float32 for these two."""
+    x = floats(4, 5).bfloat16()
+    for function in (lambda x: torch.frexp(x)[0], lambda x: torch.renorm(x, 2, 0, 1.0)):
+        out, along = torchfunc_jax.jvp(function, (x,), (x,))
+        assert out.dtype == along.dtype == torch.bfloat16
+        theirs = torch.func.jvp(function, (x,), (x,))[1]
+        torch.testing.assert_close(along, theirs.bfloat16(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.complex(x, x), torch.view_as_complex])
+def test_complex32_has_no_counterpart_in_any_mode(function: Callable[..., torch.Tensor]) -> None:
+    x = floats(3, 2).half()
+    for run in (torchfunc_jax.jit(function), torchfunc_jax.vmap(function), lambda x: torchfunc_jax.jvp(function, (x,), (x,))):
+        with pytest.raises((TypeError, RuntimeError), match=r"no counterpart of torch\.complex32"):
+            run(x[None] if function is torch.view_as_complex else x)

@@ -48,9 +48,10 @@ _DETERMINED = {
     "nn.functional.multi_head_attention_forward": lambda sample: not (sample.args[9] > 0 and sample.kwargs["training"]),
 }
 
-#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, for nll_loss finite differences too): it forgets the
-#: tangent of nll_loss's weight, and all of them in the chunked loss; it gives half results of the last two tangents in float32.
-_WRONG_FORWARD = frozenset({"nn.functional.nll_loss", "nn.functional.linear_cross_entropy", "frexp", "renorm"})
+#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, finite differences too): it forgets the tangent of
+#: nll_loss's weight, all of them in the chunked loss and in scatter_reduce's products; it gives half results of the last two tangents
+#: in float32.
+_WRONG_FORWARD = frozenset({"nn.functional.nll_loss", "nn.functional.linear_cross_entropy", "scatter_reduce", "frexp", "renorm"})
 
 RIGHT = "right"
 
@@ -114,10 +115,10 @@ class Problem:
         self.name, self.op, self.sample = op.name, op, sample
         self.leaves, self.spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         self.where = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
-        self.values: Tensors = tuple(self.leaves[i].detach() for i in self.where)
+        self.values: Tensors = tuple(self.leaves[i].detach().clone() for i in self.where)  # views are asked for their own elements
         if not self.values or any(t.layout != torch.strided for t in self.values):
             raise NoTruth
-        second = [t.detach() for t in _tensors(other)]
+        second = [t.detach().clone() for t in _tensors(other)]
         like = len(second) == len(self.values)
         self.second: Tensors = tuple(
             b if like and b.shape == a.shape and b.dtype == a.dtype and _inexact(a) else a

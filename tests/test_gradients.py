@@ -174,3 +174,52 @@ def test_logcumsumexp_of_minus_infinity() -> None:
     torch.testing.assert_close(pull(torch.ones(5))[0], theirs.where(~theirs.isnan(), 0))
     assert theirs.isnan().tolist() == [True, True, False, False, False]
     torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (torch.ones(5),))[1], torch.tensor([0.0, 0, 1, 1, 1]))
+
+
+def pushed(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor, step: float = 1e-6) -> torch.Tensor:
+    """The derivative by finite differences."""
+    return (function(x + step * tangent) - function(x - step * tangent)) / (2 * step)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+def test_products_scattered_pushed_forward(include_self: bool) -> None:
+    """Beside finite differences; torch.func.jvp is wrong."""
+    index = torch.tensor([[0, 1, 0], [1, 1, 0], [0, 1, 2]])
+    function = lambda x: x[:3].scatter_reduce(0, index, x[3:], "prod", include_self=include_self)
+    x, tangent = floats(6, 3), floats(3, 6).T
+    expected = pushed(function, x, tangent)
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,))[1], expected, rtol=1e-7, atol=1e-7)
+    assert (torch.func.jvp(function, (x,), (tangent,))[1] - expected).abs().max() > 0.1
+    spoilt = x * torch.ones(6, 3).index_put((torch.tensor([3, 5]), torch.tensor([0, 1])), torch.zeros(2)).double()
+    torch.testing.assert_close(
+        torchfunc_jax.jvp(function, (spoilt,), (tangent,))[1], pushed(function, spoilt, tangent), rtol=1e-7, atol=1e-7
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_cholesky_pushed_forward(dtype: torch.dtype, upper: bool) -> None:
+    """PyTorch has a gradient alone: forward mode is its transpose, and along Hermitian matrices what finite differences say."""
+    g = torch.Generator().manual_seed(0)
+    a, tangent = (torch.randn(2, 4, 4, dtype=dtype, generator=g) for _ in range(2))
+    function = lambda a: torch.cholesky(a, upper=upper)
+    a = a @ a.mH + torch.eye(4)
+    along = tangent + tangent.mH
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (a,), (along,))[1], pushed(function, a, along), rtol=1e-7, atol=1e-7)
+    leaf, u = a.clone().requires_grad_(), torch.zeros_like(a).requires_grad_()
+    (pulled,) = torch.autograd.grad(function(leaf), leaf, u, create_graph=True)
+    transposed = torch.autograd.grad(pulled, u, tangent)[0]
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (a,), (tangent,))[1], transposed)
+    cotangent = torch.randn(2, 4, 4, dtype=dtype, generator=g)
+    torch.testing.assert_close(torchfunc_jax.vjp(function, a)[1](cotangent), torch.func.vjp(function, a)[1](cotangent))
+
+
+def test_as_strided_of_a_view_counts_from_the_view() -> None:
+    """Its own elements cross, as if it were a clone (docs/semantics.md); torch.func reads the base's memory."""
+    x = torch.arange(20, dtype=torch.float64)[5:15]
+    function = lambda x: x.as_strided((2, 2), (1, 2), 0) ** 2
+    tangent = floats(10)
+    own = x.clone()
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,)), (function(own), pushed(function, own, tangent)))
+    torch.testing.assert_close(torch.func.jvp(function, (own,), (tangent,))[1], pushed(function, own, tangent))

@@ -105,6 +105,18 @@ def test_other_types_have_their_tolerance_alone() -> None:
     assert verdict(q, torch.ones(3).exp()) is not None
 
 
+def test_some_are_judged_by_float64_in_float32_too() -> None:
+    x = torch.linspace(-1e4, 1e4, 30)[torch.randperm(30, generator=torch.Generator().manual_seed(0))].requires_grad_()
+    q = asked("logcumsumexp", "vjp", 0, input=x)
+    exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
+    worst = (q.truth[0].double() - exact).abs().max()
+    assert exact.dtype == torch.float64 and worst > 1e-4
+    assert verdict(q, exact.float()) is None
+    assert verdict(q, (exact + 3 * worst).float()) is None
+    assert verdict(q, (exact + 5 * worst).float()) is not None
+    assert verdict(q, torch.full((30,), float("nan"))) is not None
+
+
 def test_where_pytorch_overflows_float64_is_the_truth() -> None:
     q = asked("matrix_exp", "jit", input=torch.eye(5).bfloat16() * 8)
     exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
@@ -117,3 +129,10 @@ def test_where_pytorch_overflows_float64_is_the_truth() -> None:
     q.truth = (torch.full((5, 5), float("nan")).half(),)
     assert verdict(q, exact.half()) is None
     assert verdict(q, -exact.half()) is not None
+
+
+def test_attention_with_dropout_in_training_is_random() -> None:
+    op = OPERATORS["nn.functional.multi_head_attention_forward"]
+    for sample in opinfo.draw(op, torch.float32, 0, 4):
+        dropout = sample.args[9] > 0 and sample.kwargs["training"]
+        assert opinfo.Problem(op, sample, sample).random == dropout

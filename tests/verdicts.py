@@ -3,7 +3,7 @@
 Values agree within a tolerance, with two refinements.  Half types: PyTorch's own result is rounded, often more than once; an element
 outside of the tolerance is right all the same where a float64 computation says that it is no farther off than PyTorch's (or, where
 PyTorch's overflowed, within the tolerance).  Indices of a sort that is not stable: which of several equal elements comes first is open,
-so the elements that the indices point at are compared.
+so the elements that the indices point at are compared.  A few named operators are judged by float64 in float32 too.
 """
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from torch.utils import _pytree as pytree
 
 Tensors = tuple[torch.Tensor, ...]
 
-NARROW = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+NARROW = (*HALF, torch.float32)
+
+#: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here: sums of logarithms at 10000 and softmax
+#: of huge numbers cancel.  No element may be farther from float64 than four times PyTorch's worst in the same result: two or three
+#: roundings that happen to fall otherwise.
+CANCELLING = frozenset({"logcumsumexp", "nn.functional.multi_head_attention_forward"})
 
 #: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
 _TOLERANCES = {
@@ -41,7 +47,7 @@ class Terms:
     Attributes:
         name: the operator.
         random: values are not compared.
-        exact: computes the truth in float64 from the same values; asked only where a half type is outside of its tolerance.
+        exact: computes the truth in float64 from the same values; asked only where an element is outside of the tolerance.
         ranked: for indices that ties leave open, the tensor that they point into and its dimension.
     """
 
@@ -52,7 +58,7 @@ class Terms:
 
 
 def wide(tensors: Tensors) -> Tensors:
-    """The tensors, those of a half type in float64."""
+    """The tensors, those of a narrower type in float64."""
     return tuple(t.double() if t.dtype in NARROW else t for t in tensors)
 
 
@@ -104,7 +110,7 @@ def difference(got: Any, truth: Tensors, terms: Terms) -> str | None:
             torch.testing.assert_close(g, t, rtol=rtol * loose, atol=atol * loose, equal_nan=True)
         except AssertionError as error:
             off = ~torch.isclose(g, t, rtol * loose, atol * loose, equal_nan=True)
-            if not _nearer(g[off], t[off], i, off, terms):
+            if not _nearer(g, t, i, off, terms):
                 return "values: " + " ".join(str(error).split())[:120]
     return None
 
@@ -126,8 +132,9 @@ def _misplaced(got: torch.Tensor, truth: torch.Tensor, input: torch.Tensor, dim:
 
 
 def _nearer(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, terms: Terms) -> bool:
-    """Whether all of those elements are no farther from a float64 computation than PyTorch's own."""
-    if truth.dtype not in NARROW or terms.exact is None:
+    """Whether the elements that are off are no farther from a float64 computation than PyTorch's own."""
+    cancelling = terms.name in CANCELLING and truth.dtype == torch.float32
+    if (truth.dtype not in HALF and not cancelling) or terms.exact is None:
         return False
     try:
         found = terms.exact()
@@ -135,9 +142,11 @@ def _nearer(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, t
         return False
     if len(found) <= i or found[i].shape != off.shape or found[i].dtype != torch.float64:
         return False
-    exact = found[i].detach()[off]
+    whole, exact, got = found[i].detach(), found[i].detach()[off], got[off]
     rtol, atol = _TOLERANCES[truth.dtype]
-    allowed = (truth.double() - exact).abs()
+    allowed = (truth[off].double() - exact).abs()
+    if cancelling:
+        allowed = 4 * (truth.double() - whole).abs().max().expand_as(exact)
     allowed = torch.where(allowed.isfinite(), allowed, atol + rtol * exact.abs())  # PyTorch overflowed
     near = got.isfinite() & ((got.double() - exact).abs() <= allowed)
     return bool((near | (got == exact.to(got.dtype))).all())  # or too large for the dtype, and so infinite

@@ -223,3 +223,11 @@ def test_as_strided_of_a_view_counts_from_the_view() -> None:
     own = x.clone()
     torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,)), (function(own), pushed(function, own, tangent)))
     torch.testing.assert_close(torch.func.jvp(function, (own,), (tangent,))[1], pushed(function, own, tangent))
+
+
+def test_the_inverse_from_a_cholesky_factor_forward() -> None:
+    """Finite differences say so: torch.func.jvp's formula holds near the identity alone."""
+    factor, direction, step = floats(5, 5).tril() + 3 * torch.eye(5), floats(5, 5).tril(), 1e-6
+    near = [torch.cholesky_inverse(factor + sign * step * direction) for sign in (1, -1)]
+    along = torchfunc_jax.jvp(torch.cholesky_inverse, (factor,), (direction,))[1]
+    torch.testing.assert_close(along, (near[0] - near[1]) / (2 * step), rtol=1e-6, atol=1e-7)

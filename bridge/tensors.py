@@ -9,6 +9,7 @@ import ctypes
 import functools
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -161,12 +162,15 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
     return t.view(other[0]).numpy().view(other[1])
 
 
+Layout = tuple[torch.dtype, Any, bool, bool, tuple[int, ...], np.dtype]
+
+
 @functools.cache
-def _layout(shape: tuple[int, ...], dtype: np.dtype) -> tuple[torch.dtype, Any, bool, bool]:
-    """torch's dtype, the ctypes buffer that covers such an array, whether it is empty, and whether numpy knows the dtype."""
+def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
+    """Of such an array: torch's dtype, the ctypes buffer that covers it, whether it is empty, whether numpy knows the dtype; and both."""
     size = math.prod(shape)
     found = dtypes.to_torch(dtype)
-    return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT
+    return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT, shape, dtype
 
 
 @private.opaque
@@ -194,7 +198,7 @@ def to_torch(
         tensor([0., 1., 2.])
     """
     shape = array.shape
-    dtype, buffer_type, empty, known = _layout(shape, array.dtype)
+    dtype, buffer_type, empty, known, _, _ = layout(shape, array.dtype)
     if empty:
         return torch.empty(shape, dtype=dtype, device=device)
     if (type(array.sharding) is not _ONE_DEVICE and len(array.devices()) > 1) or array.platform() != "cpu":
@@ -212,6 +216,31 @@ def to_torch(
         else:
             avoid.add(address)
     return t if device is None or device.type == "cpu" else t.to(device)
+
+
+@private.opaque
+def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.device | None) -> list[torch.Tensor]:
+    """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays.
+
+    Args:
+        arrays: what the program gave.
+        layouts: ``layout`` of each.
+        device: as for ``to_torch``.
+
+    Returns:
+        list of torch.Tensor: they share the arrays' memory where ``to_torch`` would.
+    """
+    if device is None or device.type != "cpu" or not arrays or arrays[0].platform() != "cpu":
+        return [to_torch(a, device, wait=False) for a in arrays]
+    out = []
+    for array, (_, buffer_type, empty, known, shape, kind) in zip(arrays, layouts, strict=True):
+        if empty or not known or type(array.sharding) is not _ONE_DEVICE:
+            out.append(to_torch(array, device, wait=False))
+            continue
+        buffer = buffer_type.from_address(array.unsafe_buffer_pointer())
+        buffer.owner = array
+        out.append(torch.from_numpy(np.ndarray(shape, kind, buffer)))
+    return out
 
 
 def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:

@@ -185,6 +185,7 @@ class _Compiled:
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = staging.Packing.of(avals) if torch_out and len(avals) >= 8 else None
+        self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         self.random = program.draws or bool(program.generators)
         self.no_seeds = staging.NO_SEEDS
         self.forward = self._jit(staging.forward(program, self.packing))
@@ -252,7 +253,7 @@ class _Compiled:
         if self.packing:
             results = self.packing.unpack(outs, self.device, total)
         else:
-            results = [tensors.to_torch(v, self.device, wait=False) for v in outs]
+            results = tensors.views(outs, self.layouts, self.device)
         if program.written:
             jax.block_until_ready(outs)
             return self._finish(results, leaves, captured)

@@ -253,6 +253,8 @@ class _Compiled:
         if self.packing:
             results = self.packing.unpack(outs, self.device, total)
         else:
+            for v in outs:  # looking at them while the program runs takes a core from it, and longer than it saves
+                v.block_until_ready()
             results = tensors.views(outs, self.layouts, self.device)
         if program.written:
             jax.block_until_ready(outs)

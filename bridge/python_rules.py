@@ -66,6 +66,11 @@ def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
 
 
+def _argwhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """argwhere: PyTorch's C++ makes it nonzero, which torch.func.vmap refuses; argwhere it does not."""
+    return operators.plan(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
+
+
 def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """detach_(): PyTorch's kernel for it hands on to no other."""
     out = func(*args, **kwargs)
@@ -99,6 +104,6 @@ def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 PYTHON_RULES |= {
     torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
-    torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
+    torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
 }

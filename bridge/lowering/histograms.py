@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.lowering.by_lane import by_lane
 from bridge.lowering.promotion import cast, concrete, is_floating, is_integral
 from bridge.lowering.registry import lowering
 
@@ -110,6 +111,7 @@ def aten_histogram_bins(self: Any, bins: Any, *, weight: Any = None, density: bo
 
 
 @lowering("aten.bincount")
+@by_lane
 def aten_bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
     """bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"""
     if minlength < 0:

@@ -8,6 +8,7 @@ from jax import lax
 
 from bridge import dtypes
 from bridge.lowering import promotion
+from bridge.lowering.by_lane import by_lane
 from bridge.lowering.creation import constant, number
 from bridge.lowering.indexing import CHECKED, Place, known, mask_rank
 from bridge.lowering.promotion import fused
@@ -104,10 +105,17 @@ def aten_masked_select(x, mask):
     return Place((x.size,), (0,), (where,), (CHECKED,)).read(lax.reshape(x, (x.size,)))
 
 
-@lowering("aten.nonzero", "aten.argwhere")
+@lowering("aten.nonzero")
 def aten_nonzero(x):
     """nonzero(Tensor self) -> Tensor"""
     return constant(np.argwhere(promotion.concrete(x)), np.int64)
+
+
+@lowering("aten.argwhere")
+@by_lane
+def aten_argwhere(x):
+    """argwhere(Tensor self) -> Tensor"""
+    return aten_nonzero(x)  # which torch.func.vmap refuses, and this not
 
 
 @lowering("aten.nonzero_numpy", "aten.where")
@@ -134,11 +142,18 @@ def aten_repeat_interleave(repeats, *, output_size=None):
         raise RuntimeError("repeat_interleave only accept 1D vector as repeat")
     if repeats.dtype not in (np.int64, np.int32):
         raise RuntimeError("repeats has to be Long or Int tensor")
-    values = known(repeats) if output_size is not None else promotion.concrete(repeats)
+    values = known(repeats)
     if values is None:
+        if output_size is None:
+            return _repeated(repeats)
         return jnp.repeat(lax.iota(repeats.dtype, repeats.size), repeats, total_repeat_length=output_size)
     if values.size and values.min() < 0:
         raise RuntimeError("repeats can not be negative")
     if output_size is not None and output_size != values.sum():
         raise RuntimeError(f"allocated size does not match required size: output_size: expected {values.sum()}, got {output_size}")
     return constant(np.repeat(np.arange(values.size, dtype=repeats.dtype), values))
+
+
+@by_lane
+def _repeated(repeats):
+    return aten_repeat_interleave(repeats)

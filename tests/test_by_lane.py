@@ -1,0 +1,58 @@
+"""Operators whose results have a shape that depends on values, under vmap: as torch.func, lane by lane; under jit an error."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchfunc_jax as tf
+from bridge.errors import DataDependentError
+from torchfunc_jax.testing import assert_parity
+
+X = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 4.0]])
+REPEATS = torch.tensor([[1, 2, 1], [2, 1, 1]])
+
+CASES = {
+    "argwhere": (lambda x: torch.argwhere(x), (X,)),
+    "argwhere, method": (lambda x: x.argwhere(), (X,)),
+    "argwhere of what was computed": (lambda x: torch.argwhere(x.sin().abs() > 0.01), (X,)),
+    "repeat_interleave": (torch.repeat_interleave, (X, REPEATS)),
+    "repeat_interleave of numbers": (lambda r: torch.repeat_interleave(r), (REPEATS,)),
+    "repeat_interleave along a dimension": (lambda x, r: torch.repeat_interleave(x.outer(x), r, dim=1).exp(), (X, REPEATS)),
+    "bincount": (lambda i: torch.bincount(i), (torch.tensor([[1, 2], [0, 2]]),)),
+    "bincount with weights": (lambda i, w: torch.bincount(i, w, minlength=2), (torch.tensor([[1, 3], [3, 2]]), X[:, :2])),
+    "gradient through repeat_interleave": (torch.func.grad(lambda x, r: (torch.repeat_interleave(x, r) ** 3).sum()), (X, REPEATS)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_agrees_with_torch_func(name: str, depth: int) -> None:
+    f, args = CASES[name]
+    got, truth = tf.vmap(f), torch.func.vmap(f)
+    if depth == 2:
+        got, truth, args = tf.vmap(got), torch.func.vmap(truth), tuple(torch.stack([a, a.flip(0)]) for a in args)
+    torch.testing.assert_close(got(*args), truth(*args))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gradient through repeat_interleave"])
+def test_jit_says_that_the_shape_is_not_known(name: str) -> None:
+    f, args = CASES[name]
+    with pytest.raises(DataDependentError, match="output of dynamic shape"):
+        tf.jit(f)(*[a[0] for a in args])
+    with pytest.raises(DataDependentError, match="output of dynamic shape"):
+        tf.jit(tf.vmap(f))(*args)
+
+
+@pytest.mark.parametrize("name, args", {
+    "repeat_interleave": (X, torch.tensor([[1, 2, 1], [1, 1, 1]])), "argwhere": (torch.tensor([[1.0, 0.0], [0.0, 0.0]]),),
+    "bincount": (torch.tensor([[1, 2], [0, 1]]),),
+}.items())
+def test_lanes_of_different_shapes(name: str, args: tuple[torch.Tensor, ...]) -> None:
+    assert_parity(CASES[name][0], *args, transforms=["vmap"], jit=False)
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        tf.vmap(CASES[name][0])(*args)
+
+
+def test_nothing_to_loop_over() -> None:
+    with pytest.raises(RuntimeError, match="at least one lane"):
+        tf.vmap(torch.bincount)(torch.empty(0, 3, dtype=torch.int64))

@@ -368,7 +368,7 @@ def aten_logsumexp(self: Any, dim: Any, keepdim: bool = False) -> Any:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     out, axes = float_dtype(self.dtype), wrap_dims(dim, self.ndim)
     x = cast(self, opmath(out))
-    if not axes:
+    if not axes and not is_complex(x):  # a complex one comes back with its imaginary part within (-pi, pi]
         return cast(self, out)
     if size_of(x, axes) == 0:
         return restore(cast(lax.log(total(x, axes)), out), axes, keepdim)

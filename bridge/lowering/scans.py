@@ -38,7 +38,7 @@ def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
 @lowering("aten.logcumsumexp", "aten._logcumsumexp")
 def aten_logcumsumexp(self: Any, dim: int) -> Any:
     """logcumsumexp(Tensor self, int dim) -> Tensor"""
-    return _scan(self, dim, float_dtype(self.dtype), lax.cumlogsumexp if is_complex(self) else _running_logsumexp)
+    return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else _running_logsumexp)
 
 
 @fused("axis")
@@ -58,6 +58,25 @@ def _running_logsumexp(x: Any, axis: int) -> Any:
     top, total = lax.associative_scan(join, (shift, jnp.exp(x - shift)), axis=axis)
     nothing = total == 0  # only -inf so far, which has no derivative: 0, as of logsumexp
     return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
+
+
+@fused("axis")
+def _running_complex_logsumexp(x: Any, axis: int) -> Any:
+    """One element after the other, as PyTorch: the imaginary part is counted on from that of the larger one, not wrapped into a turn."""
+
+    def join(before: Any, new: Any) -> tuple[Any, Any]:
+        later = lax.real(new) >= lax.real(before)
+        big, small = jnp.where(later, new, before), jnp.where(later, before, new)
+        endless = jnp.isinf(lax.real(big))
+        joined = big + jnp.log1p(jnp.exp(jnp.where(endless, 0, small - big)))
+        both = lax.real(big) == lax.real(small)
+        joined = jnp.where(endless, jnp.where(lax.real(big) < 0, -jnp.inf, jnp.where(both, complex(jnp.inf, jnp.nan), big)), joined)
+        joined = jnp.where(jnp.isnan(before) | jnp.isnan(new), complex(jnp.nan, jnp.nan), joined)
+        return joined, joined
+
+    moved = jnp.moveaxis(x, axis, 0)
+    _, running = lax.scan(join, jnp.full(moved.shape[1:], -jnp.inf, x.dtype), moved)
+    return jnp.moveaxis(running, 0, axis)
 
 
 def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, Any]:

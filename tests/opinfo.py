@@ -49,10 +49,11 @@ _DETERMINED = {
 }
 
 #: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, finite differences too): it forgets the tangent of
-#: nll_loss's weight, all of them in the chunked loss and in scatter_reduce's products; cholesky_inverse's formula holds near the identity
-#: alone, where the database's samples are; half results of the last two have tangents in float32.
+#: nll_loss's and cross_entropy's weight, all of them in the chunked loss and in scatter_reduce's products; cholesky_inverse's formula holds
+#: near the identity alone, where the database's samples are; half results of the last two have tangents in float32.
 _WRONG_FORWARD = frozenset({
-    "nn.functional.nll_loss", "nn.functional.linear_cross_entropy", "scatter_reduce", "cholesky_inverse", "frexp", "renorm",
+    "nn.functional.nll_loss", "nn.functional.cross_entropy", "nn.functional.linear_cross_entropy", "scatter_reduce", "cholesky_inverse",
+    "frexp", "renorm",
 })
 
 RIGHT = "right"

@@ -31,6 +31,12 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
     "prod of NaN and zeros": (lambda x: x.prod(0, keepdim=True), (WITH_ZEROS,)),
     "prod of rows of NaN and zeros": (lambda x: x.prod(1), (WITH_ZEROS,)),
     "prod of nothing": (lambda x: x.prod(0), (floats(0, 3),)),
+    "amax of NaN": (lambda x: x.amax(1), (SPOILT,)),
+    "amin of all, NaN": (lambda x: x.amin(), (SPOILT,)),
+    "aminmax of NaN": (lambda x: torch.cat(torch.aminmax(x, dim=1)), (SPOILT,)),
+    "1-norm of NaN": (lambda x: torch.linalg.vector_norm(x, 1, dim=1), (SPOILT,)),
+    "inf-norm of NaN": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), (SPOILT,)),
+    "inf-norm of equals": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=0), (torch.tensor([[1.0, 2], [-1, 0]]).double(),)),
     "as_strided_scatter": (lambda x, y: x.as_strided_scatter(y, (2, 2), (3, 2), 1), (floats(3, 3), floats(2, 2))),
     "as_strided_scatter broadcast": (lambda x, y: x.as_strided_scatter(y.expand(2, 2), (2, 2), (3, 2)).exp(), (floats(3, 3), floats(2))),
     "attention": (
@@ -231,3 +237,28 @@ def test_the_inverse_from_a_cholesky_factor_forward() -> None:
     near = [torch.cholesky_inverse(factor + sign * step * direction) for sign in (1, -1)]
     along = torchfunc_jax.jvp(torch.cholesky_inverse, (factor,), (direction,))[1]
     torch.testing.assert_close(along, (near[0] - near[1]) / (2 * step), rtol=1e-6, atol=1e-7)
+
+
+INF = float("inf")
+COMPLEX = {
+    "ordinary": [1 + 4j, 2 - 3j, 0.5 + 9j, -700 + 1j, 700 + 2j], "imaginary parts of many turns": [0j, 5 + 9j, 5 + 2j, 5 + 9.1j, -800 + 1j],
+    "nothing at first": [complex(-INF, 1), complex(-INF, 2), 2 + 8j], "infinite": [1 + 2j, complex(INF, 3), 2 + 1j],
+    "infinite twice": [complex(INF, 1), complex(INF, 2)], "NaN": [1 + 1j, complex(NAN, 1), 1 + 1j],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("values", COMPLEX.values(), ids=COMPLEX)
+def test_complex_logsumexp(values: list[complex], dtype: torch.dtype) -> None:
+    x = torch.tensor(values, dtype=dtype)
+    for f in (lambda x: torch.logcumsumexp(x, 0), lambda x: torch.logsumexp(x, 0), lambda x: torch.logsumexp(x[-1], 0)):
+        torch.testing.assert_close(torchfunc_jax.jit(f)(x), f(x), equal_nan=True)
+        torch.testing.assert_close(torchfunc_jax.vmap(f)(x[None])[0], f(x), equal_nan=True)
+
+
+def test_derivatives_of_complex_logcumsumexp() -> None:
+    x, tangent = torch.complex(floats(7), 4 * floats(3, 4)[0].repeat(2)[:7]), torch.complex(floats(7).flip(0), floats(7))
+    f = lambda x: torch.logcumsumexp(x, 0)
+    difference = (f(x + 1e-6 * tangent) - f(x - 1e-6 * tangent)) / 2e-6
+    torch.testing.assert_close(torchfunc_jax.jvp(f, (x,), (tangent,))[1], difference, rtol=1e-7, atol=1e-7)
+    assert torch.autograd.gradcheck(torchfunc_jax.jit(f), x.requires_grad_())

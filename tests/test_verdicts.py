@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import opinfo
 import pytest
+import scipy.special
 import torch
 import verdicts
 from torch.testing._internal.opinfo.core import SampleInput
+
+import torchfunc_jax
 
 OPERATORS = opinfo.operators()
 TIES = torch.tensor([[2.0, 1, 2, 0, 1], [3, 3, 3, 3, 4]])
@@ -136,3 +139,12 @@ def test_attention_with_dropout_in_training_is_random() -> None:
     for sample in opinfo.draw(op, torch.float32, 0, 4):
         dropout = sample.args[9] > 0 and sample.kwargs["training"]
         assert opinfo.Problem(op, sample, sample).random == dropout
+
+
+@pytest.mark.parametrize("name", verdicts.INEXACT)
+def test_what_is_called_inexact_in_pytorch_is_and_here_is_not(name: str) -> None:
+    x = torch.linspace(0.01, 100, 2000, dtype=torch.float64)
+    truth = torch.from_numpy(getattr(scipy.special, name.removeprefix("special.bessel_"))(x.numpy()))
+    theirs = getattr(torch.special, name.removeprefix("special."))
+    assert 1e-7 < (theirs(x) - truth).abs().max() < verdicts.INEXACT[name]
+    assert (torchfunc_jax.jit(theirs)(x) - truth).abs().max() < 1e-14

@@ -19,10 +19,15 @@ Tensors = tuple[torch.Tensor, ...]
 HALF = (torch.float16, torch.bfloat16)
 NARROW = (*HALF, torch.float32)
 
-#: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here: sums of logarithms at 10000 and softmax
-#: of huge numbers cancel.  No element may be farther from float64 than four times PyTorch's worst in the same result: two or three
-#: roundings that happen to fall otherwise.
-CANCELLING = frozenset({"logcumsumexp", "nn.functional.multi_head_attention_forward"})
+#: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here: sums of logarithms at 10000, softmax of
+#: huge numbers, gradients of 100 beside such of 0.1 and the norm of two numbers cancel.  No element may be farther from float64 than
+#: four times PyTorch's worst in the same result: two or three roundings that happen to fall otherwise.
+CANCELLING = frozenset({
+    "logcumsumexp", "nn.functional.multi_head_attention_forward", "grid_sampler_2d", "grid_sampler_3d", "native_layer_norm",
+})
+
+#: Operators whose float64 results are off in PyTorch, by up to so much beyond 5 (tests/test_verdicts.py compares them with SciPy's).
+INEXACT = {"special.bessel_j0": 1e-6, "special.bessel_j1": 1e-6, "special.bessel_y0": 1e-6, "special.bessel_y1": 1e-6}
 
 #: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
 _TOLERANCES = {
@@ -105,6 +110,7 @@ def difference(got: Any, truth: Tensors, terms: Terms) -> str | None:
                 return wrong
             continue
         rtol, atol = _TOLERANCES.get(t.dtype, (0, 0))
+        atol = max(atol, INEXACT.get(terms.name, 0)) if atol else 0
         loose = 100 if terms.name.startswith("linalg") or terms.name in _SOLVED else 1
         try:
             torch.testing.assert_close(g, t, rtol=rtol * loose, atol=atol * loose, equal_nan=True)

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from bridge.dtypes import to_jax
+from bridge.lowering.creation import number
 from bridge.lowering.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.registry import lowering
 
@@ -117,10 +119,16 @@ def aten_log_sigmoid_forward(x: Array) -> tuple[Array, Array]:
     return cast(-jax.nn.softplus(-wide), x.dtype), cast(jnp.exp(-jnp.abs(wide)), x.dtype)
 
 
+def _need_numbers(name: str, x: Array) -> None:
+    if x.dtype == np.bool_:
+        raise NotImplementedError(f"{name}: not implemented for 'Bool'; expected a tensor of numbers")
+
+
 @lowering("aten.hardtanh")
 @fused("min_val", "max_val")
 def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
     """hardtanh(Tensor self, Scalar min_val=-1, Scalar max_val=1) -> Tensor"""
+    _need_numbers("hardtanh", x)
     low, high = (jnp.asarray(v, x.dtype) for v in (min_val, max_val))
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))  # constant at the bounds: their gradient is 0
 
@@ -151,7 +159,8 @@ def aten_hardswish(x: Array) -> Array:
 @fused("threshold", "value")
 def aten_threshold(x: Array, threshold: float, value: float) -> Array:
     """threshold(Tensor self, Scalar threshold, Scalar value) -> Tensor"""
-    return jnp.where(x <= threshold, jnp.asarray(value, x.dtype), x)
+    _need_numbers("threshold", x)
+    return jnp.where(x <= number(threshold, x.dtype), number(value, x.dtype), x)
 
 
 @lowering("aten.hardshrink")

@@ -27,9 +27,20 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _sub(a: Any, b: Any) -> Any:
-    if a.dtype == np.bool_:
-        raise RuntimeError("self, other: subtraction of two bool tensors is not defined; use torch.logical_xor or ^ instead")
     return lax.sub(a, b)
+
+
+def _refuse_bool(*operands: Any) -> None:
+    truths = [isinstance(x, bool) or (is_array(x) and x.dtype == np.bool_) for x in operands]
+    if all(truths):
+        raise RuntimeError(
+            "Subtraction, the `-` operator, with two bool tensors is not supported. Use the `^` or `logical_xor()` operator instead."
+        )
+    if any(truths):
+        raise RuntimeError(
+            "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use the `~` or "
+            "`logical_not()` operator instead."
+        )
 
 
 def _mul(a: Any, b: Any) -> Any:
@@ -65,6 +76,7 @@ def aten_add(self: Any, other: Any, alpha: Any = 1) -> Any:
 @lowering("aten.sub.Tensor", "aten.sub.Scalar")
 def aten_sub(self: Any, other: Any, alpha: Any = 1) -> Any:
     """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
+    _refuse_bool(self, other)
     return _plain_sub(self, other) if type(alpha) is int and alpha == 1 else _add_scaled(self, other, alpha, True)
 
 

@@ -9,14 +9,8 @@ from jax import lax
 from bridge import dtypes
 
 from .pointwise import expand, number
-from .promotion import cast, is_array, is_floating
+from .promotion import cast, is_array
 from .registry import lowering
-
-
-def _convert(x: Any, dtype: np.dtype) -> Any:
-    if dtype == np.uint8 and is_floating(x):
-        x = lax.convert_element_type(x, np.int64)  # XLA saturates, torch wraps around: -1.0 becomes 255
-    return cast(x, dtype)
 
 
 @lowering("aten._to_copy")
@@ -34,7 +28,7 @@ def aten_to_copy(
     if dtype is None:
         return self
     target = dtypes.to_jax(dtype)
-    return self if self.dtype == target else _convert(self, target)
+    return self if self.dtype == target else cast(self, target)
 
 
 @lowering("aten.clone", "aten.positive", "aten.resolve_conj", "aten.resolve_neg")
@@ -52,7 +46,7 @@ def aten_detach(self: Any) -> Any:
 @lowering("aten.copy")
 def aten_copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
     """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
-    x = _convert(src, self.dtype)
+    x = cast(src, self.dtype)
     return x if x.shape == self.shape else expand(x, self.shape)
 
 
@@ -61,7 +55,7 @@ def aten_fill(self: Any, value: Any) -> Any:
     """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
     if np.ndim(value) > 0:
         raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
-    return expand(_convert(value, self.dtype) if is_array(value) else number(value, self.dtype), self.shape)
+    return expand(cast(value, self.dtype) if is_array(value) else number(value, self.dtype), self.shape)
 
 
 @lowering("aten.zero")

@@ -41,7 +41,7 @@ def number(value: Any, dtype: Any) -> np.ndarray:
         fits = True
     else:
         info = np.iinfo(dtype)
-        fits = math.isfinite(value) and (info.min if info.min else -info.max) <= value <= info.max
+        fits = math.isfinite(value) and (info.min if info.min or isinstance(value, float) else -info.max) <= value <= info.max
     if not fits:
         raise RuntimeError(f"value: {value} cannot be converted to type {dtypes.to_torch(dtype)} without overflow")
     return _as(np.asarray(value), dtype)

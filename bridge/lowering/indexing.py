@@ -16,7 +16,7 @@ from jax import lax
 
 from bridge import dtypes
 from bridge.lowering import promotion
-from bridge.lowering.creation import constant
+from bridge.lowering.creation import constant, number
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.shape import aten_expand
@@ -274,7 +274,7 @@ def index_write(name: str, x, dim: int, index, source, *, add: bool):
 @lowering("aten.index_add")
 def aten_index_add(x, dim, index, source, *, alpha=1):
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
-    source = source if alpha == 1 else source * promotion.cast(alpha, source.dtype)
+    source = source if alpha == 1 else source * number(alpha, source.dtype)
     return index_write("index_add", x, dim, index, source, add=True)
 
 
@@ -292,7 +292,8 @@ def aten_index_fill(x, dim, index, value):
     dim = promotion.wrap_dim(dim, x.ndim)
     base = _as_vector(x)
     index, mode = in_range(_flat_index(index), base.shape[dim], OUT_OF_BOUNDS, dim=dim, wrap=True)
-    return lax.reshape(_fill_at(base, index, promotion.cast(value, x.dtype), dim, mode), x.shape)
+    value = promotion.cast(value, x.dtype) if promotion.is_array(value) else number(value, x.dtype)
+    return lax.reshape(_fill_at(base, index, value, dim, mode), x.shape)
 
 
 @fused("dim", "mode")

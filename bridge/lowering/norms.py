@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.lowering.promotion import cast, is_complex, is_integral, jdtype, opmath, real_dtype, wrap_dims
-from bridge.lowering.reductions import abs_square, restore, sqrt_or_zero, total
+from bridge.lowering.elementwise import absolute
+from bridge.lowering.promotion import cast, is_integral, jdtype, opmath, real_dtype, wrap_dims
+from bridge.lowering.reductions import abs_square, restore, spread_ties, sqrt_or_zero, total
 from bridge.lowering.registry import lowering
 
 
@@ -31,10 +32,10 @@ def norm_over(x: Any, p: float, axes: tuple[int, ...]) -> Any:
         return sqrt_or_zero(total(abs_square(x), axes))
     if p == 0:
         return total(cast(x != 0, real_dtype(x.dtype)), axes)
-    # |x| with derivative 0 at 0, where lax.abs has 1
-    size = lax.abs(x) if is_complex(x) else x * lax.sign(x)
+    size = absolute(x)
     if math.isinf(p):
-        return (lax.reduce_max if p > 0 else lax.reduce_min)(size, axes) if axes else size
+        extremum = (lax.reduce_max if p > 0 else lax.reduce_min)(lax.stop_gradient(size), axes)
+        return spread_ties(size, extremum, axes) if axes else size
     return total(size, axes) if p == 1 else _power_norm(size, p, axes)
 
 

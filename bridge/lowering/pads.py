@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax import lax
 
 from bridge.lowering import promotion
+from bridge.lowering.creation import number
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 
@@ -26,7 +26,7 @@ def aten_constant_pad_nd(x, pad, value=0):
                 f"The input size {n}, plus negative padding {low} and {high}, resulted in a negative output size, which is invalid."
             )
         config[x.ndim - 1 - i] = (low, high, 0)
-    value = promotion.cast(value, x.dtype) if promotion.is_array(value) else np.asarray(value).astype(x.dtype)
+    value = promotion.cast(value, x.dtype) if promotion.is_array(value) else number(value, x.dtype)
     return _constant_pad(x, value, tuple(config)) if any(c != (0, 0, 0) for c in config) else x
 
 

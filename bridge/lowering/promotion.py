@@ -94,7 +94,20 @@ def cast(x: Any, dtype: Any) -> Any:
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = (x != 0) if dtype == np.bool_ else lax.real(x)
+    if jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(dtype).kind in "iu":
+        return _whole(x, np.dtype(dtype))
     return lax.convert_element_type(x, dtype)
+
+
+def _whole(x: Any, dtype: np.dtype) -> Any:
+    """Floats as integers: towards zero, and where they do not fit as PyTorch's on x86, by way of 32 (or 64) bits, the least for NaN."""
+    info = np.iinfo(np.int32 if dtype.itemsize < 4 else dtype)
+    wide = lax.convert_element_type(x, info.dtype)  # XLA's goes to the nearest instead, and NaN to 0
+    if info.min:
+        bound = 2.0 ** (info.bits - 1)
+        fits = lax.lt(x, lax.full_like(x, bound)) if bound <= float(jnp.finfo(x.dtype).max) else lax.lt(x, lax.full_like(x, np.inf))
+        wide = lax.select(fits, wide, lax.full_like(wide, info.min))
+    return lax.convert_element_type(wide, dtype)
 
 
 def promote(*operands: Any) -> list[Any]:

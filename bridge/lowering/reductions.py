@@ -85,6 +85,23 @@ def spread_ties(x: Any, value: Any, axes: tuple[int, ...]) -> Any:
     return _with_ties(x, lax.stop_gradient(value), axes) if is_floating(x) else value
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _peak(x: Any, axes: tuple[int, ...], largest: bool) -> Any:
+    """The extremum, with its derivative shared evenly by the elements equal to it; a NaN equals none, and every share is NaN."""
+    return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
+
+
+@_peak.defjvp
+def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    value = _peak(x, axes, largest)
+    full = lax.expand_dims(value, axes)
+    hit = cast(x == full, opmath(x.dtype))
+    # 0 / 0 would do, but XLA makes a choice of a product with what was a bool, and 0 of 0 * NaN
+    share = jnp.where(jnp.isnan(full), jnp.nan, hit / lax.expand_dims(total(hit, axes), axes))
+    return value, total(tangent * cast(share, x.dtype), axes)
+
+
 def need_elements(x: Any, axes: tuple[int, ...], name: str) -> None:
     """Refuse a reduction without identity over no elements, in PyTorch's words."""
     for a in axes:
@@ -108,6 +125,8 @@ def _sum_dtype(x: Any, dtype: Any) -> np.dtype:
 def aten_sum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
+    if out == np.bool_:
+        return restore(lax.reduce_or(cast(self, out), axes), axes, keepdim)
     return restore(cast(total(cast(self, opmath(out)), axes), out), axes, keepdim)
 
 
@@ -128,6 +147,8 @@ def aten_mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 def aten_prod(self: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
+    if out == np.bool_:
+        return restore(lax.reduce_and(cast(self, out), axes), axes, keepdim)
     x = cast(self, opmath(out))
     if axes:
         x = lax.reduce_prod(x, axes) if is_integral(x) else _product(x, axes)
@@ -153,8 +174,7 @@ def _extremum(x: Any, dim: Any, keepdim: bool, name: str) -> Any:
         need_any_element(x, name)
     need_elements(x, axes, name)
     need_order(x, name)
-    reduce = lax.reduce_max if name == "amax" else lax.reduce_min
-    return restore(reduce(x, axes) if axes else x, axes, keepdim)
+    return restore(_peak(x, axes, name == "amax") if axes else x, axes, keepdim)
 
 
 @lowering("aten.amax")

@@ -107,6 +107,25 @@ _MATRICES: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
+def _whole(matrix: np.ndarray) -> tuple[np.ndarray, int]:
+    """The matrix in whole numbers of 16 bits, and the power of two that they are multiplied by."""
+    precision = next((p for p in range(22) if int(0.5 + matrix.max() * 2 ** (p + 1)) >= 2**15), 22)
+    return np.trunc(matrix * 2**precision + np.where(matrix < 0, -0.5, 0.5)).astype(np.int32), precision
+
+
+@fused("kind", "output_size", "align_corners", "scales")
+def _interpolate_bytes(x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales) -> Array:
+    """Images of bytes, as PyTorch resizes them: in whole numbers, rounded to bytes after the last dimension and after the one before."""
+    for dim in (3, 2):
+        size, out, given = x.shape[dim], output_size[dim - 2], scales[dim - 2]
+        if size == out and not (kind.endswith("_aa") and given):
+            continue
+        matrix, precision = _whole(_MATRICES[kind](size, out, align_corners, given, np.float64))
+        product = jnp.moveaxis(lax.dot_general(cast(x, np.int32), jnp.asarray(matrix), (((dim,), (1,)), ((), ()))), -1, dim)
+        x = cast(jnp.clip(lax.shift_right_arithmetic(product + 2 ** (precision - 1), np.int32(precision)), 0, 255), np.uint8)
+    return x
+
+
 @fused("kind", "output_size", "align_corners", "scales")
 def _interpolate(x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales) -> Array:
     n = len(output_size)
@@ -150,7 +169,8 @@ def _checked(x: Array, output_size: Sequence[int], n: int, scales: Sequence[floa
 def _with_corners(kind: str, n: int) -> Callable[..., Array]:
     def upsample(x: Array, output_size: Sequence[int], align_corners: bool, *scales: float | None, **named: float | None) -> Array:
         size, given = _checked(x, output_size, n, (*scales, *named.values()))
-        return _interpolate(x, kind, size, bool(align_corners), given)
+        resize = _interpolate_bytes if n == 2 and x.dtype == np.uint8 else _interpolate
+        return resize(x, kind, size, bool(align_corners), given)
 
     upsample.__doc__ = "upsample(Tensor self, SymInt[] output_size, bool align_corners, float? scales...) -> Tensor"
     return upsample

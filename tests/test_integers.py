@@ -70,7 +70,7 @@ def test_numbers_wrap_or_are_refused_as_in_pytorch(name: str, dtype: torch.dtype
         assert torch.equal(got, truth)
 
 
-FLOATS = (250.0, -1.0, 300.0, -129.0, 40000.0, -40000.0, 3e9, -3e9, 1e19, 2147483647.0, -2147483648.0, 0.9, -2.5, float("inf"), float("nan"))
+FLOATS = (250.0, -1.0, 300.0, -129.0, 40000.0, -40000.0, 3e9, -3e9, 1e19, 2147483647.0, -2.0**31, 0.9, -2.5, float("inf"), float("nan"))
 
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)

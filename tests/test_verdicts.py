@@ -148,3 +148,12 @@ def test_what_is_called_inexact_in_pytorch_is_and_here_is_not(name: str) -> None
     theirs = getattr(torch.special, name.removeprefix("special."))
     assert 1e-7 < (theirs(x) - truth).abs().max() < verdicts.INEXACT[name]
     assert (torchfunc_jax.jit(theirs)(x) - truth).abs().max() < 1e-14
+
+
+def test_poles_are_infinite() -> None:
+    inf, nan = float("inf"), float("nan")
+    q = asked("polygamma.polygamma_n_0", "jit", 1, input=torch.tensor([-2.0, 1, 0.5]))
+    assert 1e12 < q.truth[0][0] < inf
+    assert verdict(q, torch.tensor([inf, 1.644934, 4.934802])) is None
+    assert verdict(q, torch.tensor([nan, 1.644934, 4.934802])) is not None
+    assert verdict(q, torch.tensor([inf, inf, 4.934802])) is not None

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  the page's sentences
-"""Writes coverage.md and coverage.json: PyTorch's operators through every transform, right or not, and torch.func beside them.
+"""Writes coverage.md, coverage/ and coverage.json: PyTorch's operators through every transform, right or not, and torch.func beside them.
 
     python docs/coverage.py                                 float32, 4 samples an operator
     python docs/coverage.py --dtypes all --samples 20       everything
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 PAGE, BASELINE = ROOT / "docs" / "coverage.md", ROOT / "docs" / "coverage.json"
+PAGES = ROOT / "docs" / "coverage"
 OURS, THEIRS = "torchfunc_jax", "torch.func"
 MODES = ("jit", "vjp", "jvp", "vmap", "vmapvjp")
 DTYPES = (
@@ -152,10 +153,11 @@ def _short(answer: str | None) -> str:
 def page(about: dict[str, Any], coverage: Coverage) -> str:
     """coverage.md."""
     dtypes = [d for d in DTYPES if any(d in by for by in coverage.values())]
+    counts = ", ".join(f"{d}: {about['samples'][d]}" for d in dtypes)
     lines = [
         "# Operators", "",
         f"Every operator of PyTorch's own test database (`op_db`, torch {about['torch']}, JAX {about['jax']}) on its own samples "
-        f"({', '.join(f'{d}: {n}' for d, n in about['samples'].items())} an operator), through each transform, compared with plain PyTorch on "
+        f"({counts} an operator), through each transform, compared with plain PyTorch on "
         "the CPU. Written by `python docs/coverage.py`, with torch.func asked the same questions in the same run.", "",
         "An operator counts as right in a mode where every sample agrees in shape, dtype and values. jvp of operators without a forward "
         "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype.", "",
@@ -175,6 +177,7 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
         "| operator | dtype | mode | why | torch.func |", "| --- | --- | --- | --- | --- |",
     ]
     for key, by in sorted(coverage.items()):
+        alike: dict[tuple[str, ...], list[str]] = {}  # dtypes with the same modes, reason, and answers of torch.func
         for d in dtypes:
             whys: dict[str, list[str]] = {}
             for m, cell in by.get(d, {}).items():
@@ -182,16 +185,33 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
                     whys.setdefault(cell["ours"], []).append(m)
             for why, modes in whys.items():
                 theirs = " ".join(_short(by[d][m].get("theirs")) for m in modes)
-                lines.append(f"| `{key}` | {d} | {', '.join(modes)} | {why.replace('|', chr(92) + '|')} | {theirs} |")
-    lines += ["", "## Each operator", "", "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no answer to compare with. Second in a pair: torch.func.", ""]
-    for d in dtypes:
-        lines += [f"### {d}", "", "| operator | " + " | ".join(MODES) + " |", "| --- |" + " :---: |" * len(MODES)]
-        for key, by in sorted(coverage.items()):
-            if d in by:
-                shown = [(by[d].get(m) or {}) for m in MODES]
-                lines.append(f"| `{key}` | " + " | ".join(f"{_short(c.get('ours'))} {_short(c.get('theirs'))}".strip() for c in shown) + " |")
-        lines.append("")
+                alike.setdefault((", ".join(modes), why.replace("|", "\\|"), theirs), []).append(d)
+        lines += [f"| `{key}` | {', '.join(ds)} | {modes} | {why} | {theirs} |" for (modes, why, theirs), ds in alike.items()]
+    lines += ["", "## Each operator", "", *[f"- [{d}](coverage/{d}.md)" for d in dtypes], ""]
     return "\n".join(lines)
+
+
+def dtype_page(coverage: Coverage, dtype: str) -> str:
+    """coverage/DTYPE.md."""
+    lines = [
+        f"# Operators in {dtype}", "",
+        "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no answer to compare with. Second in a pair: torch.func. [Why](../coverage.md)", "",
+        "| operator | " + " | ".join(MODES) + " |", "| --- |" + " :---: |" * len(MODES),
+    ]
+    for key, by in sorted(coverage.items()):
+        if dtype in by:
+            shown = [(by[dtype].get(m) or {}) for m in MODES]
+            lines.append(f"| `{key}` | " + " | ".join(f"{_short(c.get('ours'))} {_short(c.get('theirs'))}".strip() for c in shown) + " |")
+    return "\n".join([*lines, ""])
+
+
+def write(about: dict[str, Any], coverage: Coverage) -> None:
+    """coverage.json, coverage.md, and coverage/DTYPE.md of each dtype."""
+    BASELINE.write_text(dumped(about, coverage))
+    PAGE.write_text(page(about, coverage))
+    PAGES.mkdir(exist_ok=True)
+    for dtype in about["samples"]:
+        (PAGES / f"{dtype}.md").write_text(dtype_page(coverage, dtype))
 
 
 def dumped(about: dict[str, Any], coverage: Coverage) -> str:
@@ -295,8 +315,7 @@ def main(argv: list[str] | None = None) -> int:
             for m in modes:
                 by.get(d, {}).pop(m, None)
     coverage = {k: by for k, by in merged(known, rows).items() if any(by.values())}
-    BASELINE.write_text(dumped(about, coverage))
-    PAGE.write_text(page(about, coverage))
+    write(about, coverage)
     return 0
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 Tensors = tuple[torch.Tensor, ...]
 
 HALF = (torch.float16, torch.bfloat16)
-NARROW = (*HALF, torch.float32)
+WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 #: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here: sums of logarithms at 10000, softmax of
 #: huge numbers, gradients of 100 beside such of 0.1 and the norm of two numbers cancel.  No element may be farther from float64 than
@@ -66,8 +66,8 @@ class Terms:
 
 
 def wide(tensors: Tensors) -> Tensors:
-    """The tensors, those of a narrower type in float64."""
-    return tuple(t.double() if t.dtype in NARROW else t for t in tensors)
+    """The tensors, those of a narrower type in float64 or complex128."""
+    return tuple(t.to(WIDE.get(t.dtype, t.dtype)) for t in tensors)
 
 
 def untied(t: torch.Tensor) -> torch.Tensor:
@@ -144,20 +144,20 @@ def _misplaced(got: torch.Tensor, truth: torch.Tensor, input: torch.Tensor, dim:
 
 def _nearer(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, terms: Terms) -> bool:
     """Whether the elements that are off are no farther from a float64 computation than PyTorch's own."""
-    cancelling = terms.name in CANCELLING and truth.dtype == torch.float32
+    cancelling = terms.name in CANCELLING and truth.dtype in (torch.float32, torch.complex64)
     if (truth.dtype not in HALF and not cancelling) or terms.exact is None:
         return False
     try:
         found = terms.exact()
     except Exception:  # no float64 in this operator
         return False
-    if len(found) <= i or found[i].shape != off.shape or found[i].dtype != torch.float64:
+    if len(found) <= i or found[i].shape != off.shape or found[i].dtype != WIDE[truth.dtype]:
         return False
     whole, exact, got = found[i].detach(), found[i].detach()[off], got[off]
     rtol, atol = _TOLERANCES[truth.dtype]
-    allowed = (truth[off].double() - exact).abs()
+    allowed = (truth[off].to(exact.dtype) - exact).abs()
     if cancelling:
-        allowed = 4 * (truth.double() - whole).abs().max().expand_as(exact)
+        allowed = 4 * (truth.to(whole.dtype) - whole).abs().max().expand(exact.shape)
     allowed = torch.where(allowed.isfinite(), allowed, atol + rtol * exact.abs())  # PyTorch overflowed
-    near = got.isfinite() & ((got.double() - exact).abs() <= allowed)
+    near = got.isfinite() & ((got.to(exact.dtype) - exact).abs() <= allowed)
     return bool((near | (got == exact.to(got.dtype))).all())  # or too large for the dtype, and so infinite

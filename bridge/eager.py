@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from bridge import checks
 from bridge.levels import state
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
@@ -114,7 +115,7 @@ class Piece:
         """The piece for all lanes at once; axes: 0 for the arrays that have a value for each lane."""
         run = self.mapped.get(axes)
         if run is None:
-            run = self.mapped[axes] = jax.jit(jax.vmap(self.fn, in_axes=axes))
+            run = self.mapped[axes] = checks.compiled(jax.vmap(self.fn, in_axes=axes))
         try:
             local.compiling = True
             return run(*arrays)
@@ -122,7 +123,7 @@ class Piece:
             local.compiling = False
 
     def compile(self, arrays: list[Any]) -> None:
-        self.jitted = jax.jit(self.fn)
+        self.jitted = checks.compiled(self.fn)
         self.small = bool(arrays) and len(jax.make_jaxpr(self.fn)(*arrays).eqns) <= 1
 
     def __call__(self, arrays: list[Any]) -> Any:

@@ -17,6 +17,7 @@ from jax import lax
 
 from bridge import dtypes, eager, linked, private, tensors
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
+from bridge.checks import refuse
 from bridge.errors import DataDependentError, NoLoweringError, at_line
 from bridge.levels import state
 from bridge.lowering.promotion import cast
@@ -526,9 +527,11 @@ def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.distributions checks its arguments with this; where values are not known the check is left out, as torch.compile does."""
+    """torch.distributions checks its arguments with this; where values are not known they are looked at when the program has run."""
     value = _value(args[0])
     known = not isinstance(value, jax.core.Tracer)
+    if not known:
+        refuse(~value, "torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError)
     with jax.ensure_compile_time_eval():
         return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
 
@@ -536,6 +539,8 @@ def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 #: What PyTorch's C++ (cov, istft) expects when it asks ``equal(comparison, True)`` of values that are not known, by the comparison:
 #: weights that are >= 0 and do not sum to 0, degrees of freedom that are not <= 0, window sums that are not < 1e-11.
 _EXPECTED = {aten.ge.Scalar: True, aten.ne.Scalar: True, aten.le.Scalar: False, aten.lt.Scalar: False}
+
+_UNEXPECTED = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
 
 
 def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -546,6 +551,7 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool((concrete(a, "torch.equal") == concrete(b, "torch.equal")).all())
     maker = a.node.maker if type(a) is Traced else None
     if a.dim() == 0 and a.dtype is torch.bool and maker in _EXPECTED:
+        refuse(_value(a) != _EXPECTED[maker], _UNEXPECTED)
         return _EXPECTED[maker]
     raise unknown_value("torch.equal")
 

@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from bridge import capture, outer, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, take_apart
+from bridge.checks import Bounds
 from bridge.levels import push
 
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -72,6 +73,11 @@ class Program:
 
     def _bit(self, captured: int) -> int:
         return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
+
+    def checked(self) -> tuple[Program, Bounds | None]:
+        """The program with one output more, if it checks any values, and what judges that output."""
+        jaxpr, bounds = Bounds.of(self.jaxpr)
+        return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values."""
@@ -233,8 +239,12 @@ class Packing:
 
 
 def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
-    """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it."""
+    """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it.
+
+    What a checked program has beyond its results comes last.
+    """
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer.in_order(program.jaxpr.jaxpr)))
+    count = len(program.sources)
     inputs = set(map(id, program.jaxpr.jaxpr.invars))
     outvars = program.jaxpr.jaxpr.outvars
     seen: set[int] = set()
@@ -246,13 +256,17 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
     def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
         values = program.run(arguments, captured, seeds)
         values = [jnp.copy(v) if c else v for v, c in zip(values, copy, strict=True)]
-        return values if packing is None else packing.pack(values)
+        return values if packing is None else packing.pack(values[:count]) + values[count:]
 
     return run
 
 
 def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
-    """(outputs, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted."""
+    """(outputs, others, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted.
+
+    What a checked program has beyond its results comes last among the others.
+    """
+    count = len(program.sources)
     kinds = program.kinds_for(active, active_captured)
 
     def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
@@ -263,7 +277,7 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
             for i, v in zip(active_captured, diff[len(active) :], strict=True):
                 caps[i] = v
             values = program.run(args, caps, seeds)
-            return pick(values, kinds), pick(values, [not k for k in kinds])
+            return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + values[count:]
 
         outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
         return outs, rest, pull

@@ -188,7 +188,9 @@ class _Compiled:
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         self.random = program.draws or bool(program.generators)
         self.no_seeds = staging.NO_SEEDS
-        self.forward = self._jit(staging.forward(program, self.packing))
+        # jax.Arrays are computed while the caller goes on, and what they hold is checked no more than JAX does
+        self.checked, self.bounds = program.checked() if torch_out else (program, None)
+        self.forward = self._jit(staging.forward(self.checked, self.packing))
         self.recorded: dict[Any, Any] = {}
         self.active: dict[Any, Any] = {}
         self.device = self._device(call)
@@ -247,6 +249,8 @@ class _Compiled:
             outs = self.forward(inputs, values, seeds)
         if not self.torch_out:
             return self._finish_jax(outs, leaves, captured)
+        if self.bounds is not None:
+            self.bounds.judge(outs.pop())
         if self.plain_out and self.packing is None:
             return tensors.to_torch(outs[0], self.device)
         total = len(program.jaxpr.jaxpr.outvars)
@@ -305,7 +309,7 @@ class _Compiled:
         """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
         key = (active, active_captured)
         if key not in self.recorded:
-            run = jax.jit(staging.differentiated(self.program, active, active_captured))
+            run = jax.jit(staging.differentiated(self.checked, active, active_captured))
             self.recorded[key] = (run, jax.jit(staging.pull_back), self.program.kinds_for(active, active_captured))
         return self.recorded[key]
 
@@ -330,6 +334,8 @@ class _Program(torch.autograd.Function):
         values = [tensors.to_jax(t) for t in captured]
         with jax.enable_x64(True):
             outs, rest, pull = run(inputs, values, seeds)
+        if compiled.bounds is not None:
+            compiled.bounds.judge(rest.pop())
         floats, others = iter(outs), iter(rest)
         held = autograd.addresses(pull)
         avoid = held | {a.unsafe_buffer_pointer() for a in (*inputs, *values) if is_local(a)}

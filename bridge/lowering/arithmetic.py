@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from bridge.checks import refuse
+
 from .elementwise import trunc
 from .pointwise import align, binary, choose, define_slopes, fused, like, number
 from .promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
@@ -141,8 +143,11 @@ def aten_div(self: Any, other: Any) -> Any:
 
 
 def _checked_divisor(self: Any, other: Any) -> Any:
-    if not is_array(other) and other == 0 and np.size(self) and result_dtype(self, other).kind in "iub":
-        raise RuntimeError("other: integer division by zero (ZeroDivisionError)")
+    if np.size(self) and result_dtype(self, other).kind in "iub":
+        if is_array(other):
+            refuse(lax.eq(other, lax.full_like(other, 0)), "ZeroDivisionError: other: an integer divided by zero")
+        elif other == 0:
+            raise RuntimeError("ZeroDivisionError: other: an integer divided by zero")
     return other
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.lowering.indexing import in_range
 from bridge.lowering.promotion import concrete, fused
 from bridge.lowering.registry import lowering
 
@@ -125,8 +126,10 @@ def _lengths(name: str, value: Any, batch: int, most: int | None) -> Any:
         value = np.asarray(value, np.int64)
     if value.shape != (batch,):
         raise RuntimeError(f"{name} must be of size batch_size {batch}, got {list(value.shape)}")
-    if most is not None and not isinstance(value, jax.core.Tracer) and value.size and (np.asarray(value) > most).any():
-        raise RuntimeError(f"Expected {name} to have value at most {most}, but got value {np.asarray(value).max()}")
+    if value.size:
+        high = np.iinfo(np.int64).max if most is None else most + 1
+        error = f"Expected {name} to have value at least 0" + ("" if most is None else f" and at most {most}") + ", but got value {index}"
+        value, _ = in_range(value, high, error, kind=RuntimeError)
     return value
 
 

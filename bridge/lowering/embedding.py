@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
+from bridge.checks import refuse
 from bridge.lowering import promotion
 from bridge.lowering.creation import constant
 from bridge.lowering.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range
@@ -110,7 +111,8 @@ def aten_one_hot(x, num_classes=-1):
         if not values.size:
             raise RuntimeError("Can not infer total number of classes from empty tensor.")
         num_classes = int(values.max()) + 1
-    in_range(x, num_classes, "Class values must be non-negative and smaller than num_classes ({size}), got {index}", kind=RuntimeError)
+    error = "Class values must be non-negative and smaller than num_classes ({size}), got {index}"
+    x, _ = in_range(x, num_classes, error, kind=RuntimeError)
     return lax.convert_element_type(x[..., None] == constant(np.arange(num_classes)), np.int64)
 
 
@@ -125,7 +127,11 @@ def aten__embedding_bag(
     """_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, ...) -> (Tensor, Tensor, Tensor, Tensor)"""
     if per_sample_weights is not None and mode != SUM:
         raise RuntimeError("embedding_bag: per_sample_weights was not None: only supported for mode='sum'")
-    index, checked = in_range(indices, weight.shape[0], OUT_OF_RANGE)
+    error = f"Index of input takes value {{index}} which is not in the valid range [0, {weight.shape[0]})"
+    index, checked = in_range(indices, weight.shape[0], error, kind=RuntimeError)
+    if offsets.size:
+        refuse(offsets[0] != 0, "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0")
+        refuse(offsets[-1] > indices.size, f"offsets[-1] can not be greater than input's length, {indices.size}")
     bags, count = offsets.size - bool(include_last_offset), indices.size
     bag = _bag_of(indices, offsets[:bags])
     kept = lax.ne(index, lax.full_like(index, padding_idx)) if padding_idx >= 0 else lax.full(index.shape, True, np.bool_)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.checks import refuse
 from bridge.lowering.by_lane import by_lane
 from bridge.lowering.promotion import cast, concrete, is_floating, is_integral
 from bridge.lowering.registry import lowering
@@ -41,6 +42,7 @@ def aten_histc(self: Any, bins: int = 100, min: float = 0, max: float = 0) -> An
         raise NotImplementedError(f"histc: not implemented for {self.dtype}; expected a floating point tensor")
     x = lax.stop_gradient(self).reshape(-1)
     low, high = _outer(x, None if min == max else (min, max), 1.0)
+    refuse(lax.bitwise_not(jnp.isfinite(low) & jnp.isfinite(high)), "torch.histc: the range of the data is not finite")
     place = jnp.minimum(lax.floor((x - low) * bins / (high - low)), bins - 1)
     valid = (x >= low) & (x <= high)
     return _count(cast(jnp.where(valid, place, 0), np.int32), valid, None, bins, self.dtype)

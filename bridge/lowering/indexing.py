@@ -1,8 +1,8 @@
 """x[indices] and x[indices] = values with tensors, index_select and its kin, take and put.  Each is one gather or scatter.
 
-Indices that are known now are checked, and raise IndexError as in PyTorch.  Where they are not (jit, or mapped by vmap), a read
-out of range gives NaN (the least integer) and a write there is dropped.  gather and scatter along a dim live in
-scattering.py, embedding tables in embedding.py.
+Indices are checked, and raise IndexError as in PyTorch: now where they are known, else when the program has run (checks.py).  Where
+nobody looks (inside of a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write there is dropped.
+gather and scatter along a dim live in scattering.py, embedding tables in embedding.py.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
+from bridge.checks import Range, check
 from bridge.lowering import promotion
 from bridge.lowering.creation import constant, number
 from bridge.lowering.promotion import fused
@@ -38,17 +39,19 @@ OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {s
 
 
 def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False):
-    """An index into n places with its gather mode: checked where it is known, else left to JAX.  wrap: negative ones count from the end."""
+    """An index into n places, checked, with its gather mode.  wrap: negative ones count from the end.
+
+    error is formatted with {index}, the culprit, {dim} and {size}.
+    """
+    if not index.size:
+        return index, SAFE
+    where = Range(-n if wrap else 0, n, error.replace("{dim}", str(dim)).replace("{size}", str(n)), kind)
     values = known(index)
     if values is None:
-        if wrap:
-            index = _from_end(index, n)
-        return index, CHECKED
-    if not values.size:
-        return index, SAFE
-    low, high = values.min(), values.max()
-    if high >= n or low < (-n if wrap else 0):
-        raise kind(error.format(index=int(high if high >= n else low), dim=dim, size=n))
+        index = check(index, where)
+        return (_from_end(index, n) if wrap else index), CHECKED
+    low = values.min()
+    where.judge(low, values.max())
     return (constant(np.where(values < 0, values + n, values)) if low < 0 else index), SAFE
 
 

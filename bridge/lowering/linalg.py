@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from bridge.checks import Range, check
 from bridge.lowering.promotion import cast, concrete, opmath
 from bridge.lowering.registry import lowering
 
@@ -88,15 +89,18 @@ _REASONS = {
 
 
 def report(info: Any, name: str, is_matrix: bool) -> None:
-    """Raise LinAlgError where info, if its values are known now, holds the code of a failure."""
+    """Raise LinAlgError where info, now or when the program has run, holds the code of a failure."""
+    reason = next(text for key, text in _REASONS.items() if key in name)
     try:
         values = concrete(info).reshape(-1)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        if info.size:
+            check(info, Range(0, 1, f"{name}: {reason.replace('{0}', '{index}')}", torch.linalg.LinAlgError))
         return
     failed = values.nonzero()[0]
     if not failed.size:
         return
-    reason = next(text for key, text in _REASONS.items() if key in name).format(values[failed[0]])
+    reason = reason.format(values[failed[0]])
     raise torch.linalg.LinAlgError(f"{name}: {'' if is_matrix else f'(Batch element {failed[0]}): '}{reason}")
 
 

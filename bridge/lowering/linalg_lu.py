@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from bridge.checks import refuse
 from bridge.lowering.linalg import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report, with_cotangent
 from bridge.lowering.registry import lowering
 
@@ -217,11 +218,21 @@ def aten_linalg_lu(A, *, pivot=True):
 
 
 @lowering("aten.lu_unpack")
-@functools.partial(jax.jit, static_argnames=("unpack_data", "unpack_pivots"))
 def aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
     """lu_unpack(Tensor LU_data, Tensor LU_pivots, bool unpack_data=True, bool unpack_pivots=True) -> (Tensor P, Tensor L, Tensor U)"""
     if unpack_pivots and LU_pivots.dtype != jnp.int32:
         raise RuntimeError("torch.lu_unpack: LU_pivots is expected to be a contiguous tensor of torch.int32 dtype")
+    if unpack_pivots:
+        refuse(
+            (LU_pivots < 1) | (LU_pivots > LU_data.shape[-2]),
+            f"pivots passed to lu_unpack must be between 1 and LU.size(-2) inclusive, which is {LU_data.shape[-2]}; did you properly pass "
+            "the result of lu_factor?",
+        )
+    return _lu_unpack(LU_data, LU_pivots, unpack_data, unpack_pivots)
+
+
+@functools.partial(jax.jit, static_argnames=("unpack_data", "unpack_pivots"))
+def _lu_unpack(LU_data, LU_pivots, unpack_data, unpack_pivots):
     P = L = U = jnp.zeros((0,), LU_data.dtype)
     if unpack_data:
         L, U = _unpack(LU_data)

@@ -10,8 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
+from bridge.checks import refuse
 from bridge.lowering.linalg import check_matrix, diagonal, hermitian_part, matmul, mH, mT, skew_diagonal, with_cotangent
 from bridge.lowering.promotion import concrete
 from bridge.lowering.registry import lowering
@@ -41,13 +43,25 @@ def _eigh_jvp(lower, primals, tangents):
     return (L, V), (diagonal(turned).real, matmul(V, _off_diagonal_ratio(turned, _gaps(L))))
 
 
+def _need_finite(A, error, kind=torch.linalg.LinAlgError):
+    refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), error, kind)
+
+
+_DIVERGED = "{}: The algorithm failed to converge because the input matrix contained non-finite values."
+_NOT_FINITE = "torch.linalg.eig: input tensor should not contain infs or NaNs."
+
+
 @lowering("aten._linalg_eigh")
-@functools.partial(jax.jit, static_argnames=("UPLO", "compute_v"))
 def aten_linalg_eigh(A, UPLO="L", compute_v=True):
     """_linalg_eigh(Tensor A, str UPLO="L", bool compute_v=True) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(A, "linalg.eigh", square=True)
-    values, vectors = _eigh(UPLO.upper() == "L", A)
+    lower = UPLO.upper() == "L"
+    _need_finite(jnp.tril(A) if lower else jnp.triu(A), _DIVERGED.format("linalg.eigh"))
+    values, vectors = _eigh_jitted(lower, A)
     return values, vectors if compute_v else jnp.zeros((0,), A.dtype)
+
+
+_eigh_jitted = jax.jit(_eigh, static_argnums=0)
 
 
 @jax.custom_jvp
@@ -64,20 +78,23 @@ def _eig_jvp(primals, tangents):
     return (L, V), (diagonal(turned), dV - V * along.astype(V.dtype))
 
 
+_eig_jitted = jax.jit(_eig)
+
+
 @lowering("aten.linalg_eig")
-@jax.jit
 def aten_linalg_eig(self):
     """linalg_eig(Tensor self) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(self, "linalg.eig", square=True)
-    return _eig(self)
+    _need_finite(self, _NOT_FINITE, RuntimeError)
+    return _eig_jitted(self)
 
 
 @lowering("aten._linalg_eigvals", "aten.linalg_eigvals")
-@jax.jit
 def aten_linalg_eigvals(self):
     """_linalg_eigvals(Tensor self) -> Tensor"""
     check_matrix(self, "linalg.eigvals", square=True)
-    return _eig(self)[0]
+    _need_finite(self, _NOT_FINITE, RuntimeError)
+    return _eig_jitted(self)[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -126,15 +143,18 @@ def _svdvals_jvp(primals, tangents):
     return S, (jnp.conj(U) * matmul(tangents[0], mH(Vh))).sum(-2).real
 
 
+_svd_jitted, _svdvals_jitted = jax.jit(_svd, static_argnums=0), jax.jit(_svdvals)
+
+
 @lowering("aten._linalg_svd")
-@functools.partial(jax.jit, static_argnames=("full_matrices", "compute_uv", "driver"))
 def aten_linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
     """_linalg_svd(Tensor A, bool full_matrices=False, bool compute_uv=True, *, str? driver=None) -> (Tensor U, Tensor S, Tensor Vh)"""
     check_matrix(A, "linalg.svd")
+    _need_finite(A, _DIVERGED.format("linalg.svd"))
     if compute_uv:
-        return _svd(full_matrices, A)
+        return _svd_jitted(full_matrices, A)
     empty = jnp.zeros((0,), A.dtype)
-    return empty, _svdvals(A), empty
+    return empty, _svdvals_jitted(A), empty
 
 
 def _default_rtol(A):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.checks import outside, refuse
 from bridge.lowering.activations import log_softmax
 from bridge.lowering.indexing import in_range
 from bridge.lowering.matmul import precision
@@ -104,9 +105,14 @@ def _cross_entropy_terms_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Ar
 
 
 @lowering("aten.binary_cross_entropy")
-@fused("reduction")
 def aten_binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN) -> Array:
     """binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""
+    refuse(outside(x, 0, 1), "input: all elements of input should be between 0 and 1")
+    return _binary_cross_entropy(x, target, weight, reduction)
+
+
+@fused("reduction")
+def _binary_cross_entropy(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:
     wide = opmath(x.dtype)
     loss = _cross_entropy_terms(cast(x, wide), cast(target, wide))
     return _reduce(loss if weight is None else loss * cast(weight, wide), reduction, x.dtype)
@@ -178,8 +184,8 @@ def aten_multilabel_margin_loss_forward(x: Array, target: Array, reduction: int)
     classes = x.shape[-1] if x.ndim else 1
     if x.ndim > 2 or not classes or target.shape != x.shape:
         raise RuntimeError(f"target: inconsistent target size: {list(target.shape)} for input of size: {list(x.shape)}")
-    in_range(target + 1, classes + 1, "target out of range", kind=RuntimeError)
-    return _multilabel_margin(x, target, reduction)
+    labels, _ = in_range(target + 1, classes + 1, "target out of range", kind=RuntimeError)
+    return _multilabel_margin(x, labels - 1, reduction)
 
 
 @fused("reduction")
@@ -232,11 +238,10 @@ def _checked_nll(
     classes = x.shape[dim]
     if weight is not None and weight.shape != (classes,):
         raise RuntimeError(f"weight: expected one weight for each of {classes} classes or nothing, got shape {list(weight.shape)}")
-    if not isinstance(target, jax.core.Tracer):
-        known = np.asarray(target)
-        wrong = known[(known != ignore_index) & ((known < 0) | (known >= classes))]
-        if wrong.size:
-            raise IndexError(f"Target {wrong.flat[0]} is out of bounds.")
+    if target.size:
+        ignored = lax.eq(target, lax.full_like(target, ignore_index))
+        labels, _ = in_range(lax.select(ignored, lax.full_like(target, 0), target), classes, "Target {index} is out of bounds.")
+        target = lax.select(ignored, target, labels)
     return _nll_loss(x, target, weight, reduction, ignore_index, dim)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
+from bridge.checks import refuse
 from bridge.lowering import promotion
 from bridge.lowering.by_lane import by_lane
 from bridge.lowering.creation import constant, number
@@ -146,6 +147,8 @@ def aten_repeat_interleave(repeats, *, output_size=None):
     if values is None:
         if output_size is None:
             return _repeated(repeats)
+        refuse(repeats < 0, "repeats can not be negative")
+        refuse(jnp.sum(repeats) != output_size, f"allocated size does not match required size: output_size: got {output_size}")
         return jnp.repeat(lax.iota(repeats.dtype, repeats.size), repeats, total_repeat_length=output_size)
     if values.size and values.min() < 0:
         raise RuntimeError("repeats can not be negative")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.lowering.promotion import cast, concrete, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
+from bridge.checks import outside, refuse
+from bridge.lowering.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
 from bridge.lowering.registry import lowering
 from bridge.random import next_key
 
@@ -93,7 +94,9 @@ def aten_uniform(self: Any, low: float = 0.0, high: float = 1.0, *, generator: A
 
 
 def _check_std(std: Any) -> None:
-    if not hasattr(std, "dtype") and std < 0:
+    if hasattr(std, "dtype"):
+        refuse(std < 0, "normal expects all elements of std >= 0.0")
+    elif std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
 
 
@@ -222,6 +225,7 @@ def aten_bernoulli(self: Any, *, generator: Any = None) -> Any:
 def aten_bernoulli_tensor(self: Any, p: Any, *, generator: Any = None) -> Any:
     """bernoulli.Tensor(Tensor self, Tensor p, *, Generator? generator=None) -> Tensor"""
     _need_floating(p.dtype, "bernoulli")
+    refuse(outside(p, 0, 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false: a probability is outside of [0, 1]")
     p = cast(lax.stop_gradient(p), opmath(p.dtype))
     return cast(_uniform(next_key(generator), self.shape, p.dtype) < p, self.dtype)
 
@@ -307,6 +311,7 @@ def _threefry(key: Any) -> Any:
 def aten_poisson(self: Any, generator: Any = None) -> Any:
     """poisson(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "poisson")
+    refuse(outside(self, 0, np.inf), "invalid Poisson rate, expected rate to be non-negative")
     rate = cast(lax.stop_gradient(self), opmath(self.dtype))
     return cast(jax.random.poisson(_threefry(next_key(generator)), rate, rate.shape, np.int64), self.dtype)
 
@@ -330,14 +335,9 @@ def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
     if not replacement and num_samples > weights.shape[-1]:
         raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    try:
-        values = concrete(weights).astype(np.float64)
-    except jax.errors.JAXTypeError:
-        return
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if (values.sum(-1) <= 0).any():
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    refuse(outside(weights, 0, float(jnp.finfo(weights.dtype).max)), "probability tensor contains either `inf`, `nan` or element < 0")
+    total = jnp.sum(cast(lax.stop_gradient(weights), opmath(weights.dtype)), -1)
+    refuse(lax.le(total, lax.full_like(total, 0)), "invalid multinomial distribution (sum of probabilities <= 0)")
 
 
 @lowering("aten.multinomial")

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from bridge.lowering import promotion
-from bridge.lowering.indexing import OUT_OF_BOUNDS, SAFE, in_range
+from bridge.lowering.indexing import OUT_OF_BOUNDS, OUT_OF_RANGE, SAFE, in_range
 from bridge.lowering.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.shape import (
@@ -160,6 +160,7 @@ def aten_index_reduce(x, dim, index, source, reduce, *, include_self=True):
         raise RuntimeError(f"index_reduce(): source: expected {x.ndim} dimensions, as self has, got {source.ndim}")
     if index.ndim > 1 or index.size != (source.shape[dim] if source.ndim else 1):
         raise RuntimeError(f"index_reduce(): index: expected a vector of {source.shape[dim] if source.ndim else 1} elements")
+    index, _ = in_range(index, x.shape[dim] if x.ndim else 1, OUT_OF_RANGE)
     row = [1] * max(source.ndim, 1)
     row[dim] = index.size
     wide = aten_expand(lax.reshape(index, row), _vector(source).shape)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.lowering.indexing import known
+from bridge.checks import refuse
 from bridge.lowering.promotion import cast, fused, is_floating, opmath, wrap_dim
 from bridge.lowering.registry import lowering
 
@@ -37,16 +37,16 @@ def _check(data: Array, lengths: Array | None, offsets: Array | None, axis: int,
         raise RuntimeError(f"segment_reduce(): {name}: expected sizes {list(data.shape[:axis])} before axis, got {list(given.shape[:-1])}")
     if offsets is not None and not given.shape[-1]:
         raise RuntimeError("segment_reduce(): offsets: expected one more than there are segments, got none")
-    values, n = known(given), data.shape[axis]
-    if values is None or not values.size:
+    n = data.shape[axis]
+    if not given.size:
         return
-    counts = np.diff(values) if offsets is not None else values
-    if (counts < 0).any():
-        raise RuntimeError(f"segment_reduce(): {name} " + ("contains negative value!" if offsets is None else "decrease"))
-    if offsets is None and not unsafe and (counts.sum(-1) != n).any():
-        raise RuntimeError("segment_reduce(): Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1) when !unsafe.")
-    if (values[..., 0] < 0).any() or ((values[..., -1] if offsets is not None else counts.sum(-1)) > n).any():
-        raise RuntimeError(f"segment_reduce(): {name} reach beyond the {n} elements along axis {axis}")
+    counts = jnp.diff(given) if offsets is not None else given
+    total = jnp.sum(given, -1) if offsets is None else given[..., -1]
+    refuse(counts < 0, f"segment_reduce(): {name} " + ("contains negative value!" if offsets is None else "decrease"))
+    if offsets is None and not unsafe:
+        error = "segment_reduce(): Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1) when !unsafe."
+        refuse(total != n, error)
+    refuse((given[..., 0] < 0) | (total > n), f"segment_reduce(): {name} reach beyond the {n} elements along axis {axis}")
 
 
 @lowering("aten.segment_reduce")

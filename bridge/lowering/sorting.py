@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.lowering.indexing import in_range
 from bridge.lowering.promotion import cast, concrete, is_floating, is_integral, promote, wrap_dim
 from bridge.lowering.reductions import need_elements, need_order, pick, pick_along, restore, spread_ties
 from bridge.lowering.registry import lowering
@@ -265,6 +266,8 @@ def aten_searchsorted(
         raise RuntimeError("searchsorted(): side and right can't be set to opposites, got side of left while right was True")
     where = "right" if right or side == "right" else "left"
     if sorter is not None:
+        error = "torch.searchsorted(): sorter index {index} out of range"
+        sorter, _ = in_range(sorter, sorted_sequence.shape[-1], error, kind=RuntimeError)
         sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
     sequence, values = promote(sorted_sequence, self)
     if sequence.ndim > 1 and sequence.shape[:-1] != values.shape[:-1]:

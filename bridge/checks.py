@@ -1,0 +1,171 @@
+"""What PyTorch refuses by values that are known only when a program runs: an index out of range.
+
+A check is an operation that gives its operand back.  Outside of compilation it looks at the values, through vmap and derivatives, and
+raises.  Inside of it, it costs nothing by itself: who compiles takes the checked operands out of the program and looks at them when
+it has run.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from bridge.errors import at_line
+from bridge.levels import state
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Where whole numbers must lie (low <= x < high), and what is said of one that does not; error is formatted with it as {index}."""
+
+    low: int
+    high: int
+    error: str
+    kind: type[Exception] = IndexError
+
+    def judge(self, least: int, greatest: int) -> None:
+        """Raise for the outermost of the numbers between these two that lies outside."""
+        if greatest >= self.high or least < self.low:
+            raise self.kind(self.error.format(index=int(greatest if greatest >= self.high else least)))
+
+
+class _Met(threading.local):
+    count = 0  # checks met on this thread: whether a function has any is seen by tracing it
+
+
+_met = _Met()
+_check_p = Primitive("in_range")
+_check_p.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_check_p] = lambda primals, tangents, **params: (_check_p.bind(*primals, **params), tangents[0])
+batching.primitive_batchers[_check_p] = lambda args, dims, **params: (_check_p.bind(*args, **params), dims[0])
+mlir.register_lowering(_check_p, lambda _, x, **__: [x])
+
+
+@_check_p.def_impl
+def _look(x: Any, *, where: Range) -> Any:
+    values = np.asarray(x)
+    if values.size:
+        where.judge(values.min(), values.max())
+    return x
+
+
+def check(x: Any, where: Range) -> Any:
+    """x, an integer array; raises where.kind, now or when the program that computes it has run, if any of it lies outside of the range."""
+    _met.count += 1
+    if state.level is not None and state.level.root.staged:
+        line = at_line().replace("{", "{{").replace("}", "}}")
+        where = dataclasses.replace(where, error=where.error + line)
+    return _check_p.bind(x, where=where)
+
+
+def refuse(bad: Any, error: str, kind: type[Exception] = RuntimeError) -> None:
+    """Raise kind(error), now or when the program that computes it has run, if any of a boolean array is true.
+
+    Of no effect inside of a function that is jitted by itself (``promotion.fused``): call it before.
+    """
+    if bad.size:
+        check(lax.convert_element_type(bad, np.int32), Range(0, 1, error.replace("{", "{{").replace("}", "}}"), kind))
+
+
+def outside(x: Any, low: float, high: float) -> Any:
+    """Where real numbers are not within low <= x <= high, nor numbers at all; for ``refuse``."""
+    return lax.bitwise_not((x >= low) & (x <= high))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["where"])
+@dataclasses.dataclass(slots=True)
+class Found:
+    """A checked operand, out of the compiled function that computed it."""
+
+    value: Any
+    where: Range
+
+    def verify(self) -> None:
+        """Raise if it lies outside of its range; inside of a transform, leave that to it."""
+        if isinstance(self.value, jax.core.Tracer):
+            check(self.value, self.where)
+        else:
+            _look(self.value, where=self.where)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit(fn)``, whose checks are made after each call."""
+
+    @jax.jit
+    def run(*arrays: Any) -> tuple[Any, list[Found]]:
+        before = _met.count
+        out = fn(*arrays)
+        return (out, []) if _met.count == before else _with_operands(fn, arrays)
+
+    def call(*arrays: Any) -> Any:
+        out, found = run(*arrays)
+        for f in found:
+            f.verify()
+        return out
+
+    return call
+
+
+def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Found]]:
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+    jaxpr, operands, ranges = _taken(closed.jaxpr)
+    values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
+    out = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), values[: len(values) - operands])
+    return out, [Found(v, r) for v, r in zip(values[len(values) - operands :], ranges, strict=True)]
+
+
+def _taken(jaxpr: Any) -> tuple[Any, int, list[Range]]:
+    """The jaxpr with the operands of its checks as outputs, after those it has; how many; and their ranges."""
+    eqns = [e for e in jaxpr.eqns if e.primitive is _check_p and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
+    if not eqns:
+        return jaxpr, 0, []
+    outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), len(eqns), [e.params["where"] for e in eqns]
+
+
+class Bounds:
+    """The checks of a whole program: one more output, of the least and the greatest number of each operand."""
+
+    __slots__ = ("high", "low", "ranges")
+
+    def __init__(self, ranges: list[Range]) -> None:
+        self.ranges = ranges
+        self.low, self.high = np.array([r.low for r in ranges]), np.array([r.high for r in ranges])
+
+    @classmethod
+    def of(cls, closed: Any) -> tuple[Any, Bounds | None]:
+        """A closed jaxpr with that output, its last, and what judges it; as it is and None where nothing is checked.
+
+        What is checked inside of a loop or a branch is not seen.
+        """
+        taken, count, ranges = _taken(closed.jaxpr)
+        if not count:
+            return closed, None
+
+        def run(*arrays: Any) -> list[Any]:
+            values = jax.core.eval_jaxpr(taken, closed.consts, *arrays)
+            ends = [(jnp.min(v), jnp.max(v)) for v in values[-count:]]
+            return [*values[:-count], jnp.stack([jnp.stack(e).astype(np.int64) for e in ends])]
+
+        with jax.enable_x64(True):
+            return jax.make_jaxpr(run)(*[v.aval for v in closed.jaxpr.invars]), cls(ranges)
+
+    def judge(self, ends: Any) -> None:
+        """Raise for the first operand that lies outside of its range."""
+        found = np.asarray(ends)
+        wrong = (found[:, 0] < self.low) | (found[:, 1] >= self.high)
+        if wrong.any():
+            k = int(wrong.argmax())
+            self.ranges[k].judge(*found[k])
+
+
+__all__ = ["Bounds", "Found", "Range", "check", "compiled", "outside", "refuse"]

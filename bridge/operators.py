@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from bridge.levels import state
 from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, View, read, unread
+from bridge.overlaps import refuse_overlap
 from bridge.tracing import Traced, assign, concrete, node_of, shape_of, traced_python, unknown_value, value_of, wrap
 
 aten = torch.ops.aten
@@ -352,14 +353,17 @@ def _mutation(func: Any) -> Plan:
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         targets = [given[name] for name in written]
+        flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
+        refuse_overlap(func, flat, _tensors(given[name] for name in given if name not in written), is_out)
         if is_out:
             kwargs = {k: v for k, v in kwargs.items() if k not in written}
         results = inner(args, kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
-        flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
         for target, result in zip(flat, results[-len(flat) :], strict=True):
             if target is None:
                 continue
+            if is_out and target.dtype is not result.dtype:
+                _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)))
             if is_out and target.shape != result.shape:
                 _resize(target, result.shape)
             _store(target, value_of(result), func)
@@ -370,6 +374,26 @@ def _mutation(func: Any) -> Plan:
         return returned[0] if len(returned) == 1 else returned
 
     return run_write
+
+
+def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
+    for x in operands:
+        yield from x if isinstance(x, list | tuple) else (x,)
+
+
+#: of whose kernels for shapes alone PyTorch's refusal cannot be had
+_EXACT_OUT = frozenset({"aten::complex", "aten::aminmax", "aten::multinomial"})
+
+
+def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any]) -> None:
+    """PyTorch's own error where it does not cast the result to the dtype of out=."""
+    if func._schema.name in _EXACT_OUT:
+        raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
+    try:
+        with private.below_python():
+            func(*_meta_tree(args), **{k: _meta_tree(v) for k, v in (kwargs | out).items()})
+    except NotImplementedError:  # computed by no kernel for shapes alone
+        return
 
 
 def _resize(target: torch.Tensor, shape: Any) -> None:
@@ -480,6 +504,7 @@ def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
+    refuse_overlap(aten.copy_.default, [target], [source])
     value = _value(source)
     if not hasattr(value, "shape"):
         value = jnp.asarray(value, dtypes.to_jax(target.dtype))
@@ -534,6 +559,13 @@ def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(~value, "torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError)
     with jax.ensure_compile_time_eval():
         return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
+
+
+def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch._assert_async: looked at now, or when the program has run."""
+    value = _value(args[0])
+    refuse(value == 0, args[1] if len(args) > 1 else "Expected Tensor with single nonzero value, but got zero")
+    return args[2] if len(args) > 2 else None
 
 
 #: What PyTorch's C++ (cov, istft) expects when it asks ``equal(comparison, True)`` of values that are not known, by the comparison:
@@ -603,6 +635,9 @@ _SPECIAL: dict[Any, Plan] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.is_same_size.default: _same_size,
     aten._is_all_true.default: _is_all_true,
+    aten._assert_async.default: _assert,
+    aten._assert_async.msg: _assert,
+    aten._functional_assert_async.msg: _assert,
     aten.equal.default: _equal,
     aten._has_same_storage_numel.default: _same_storage,
     aten._new_zeros_with_same_feature_meta.default: _feature_zeros,

@@ -71,6 +71,12 @@ def _argwhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return operators.plan(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
 
 
+def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """one_hot: for tensors like ours PyTorch's C++ leaves out the check of the classes."""
+    given = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
+    return operators.plan(torch.ops.aten.one_hot.default)((given.get("input", given.get("self")), given.get("num_classes", -1)), {})
+
+
 def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """detach_(): PyTorch's kernel for it hands on to no other."""
     out = func(*args, **kwargs)
@@ -106,4 +112,5 @@ PYTHON_RULES |= {
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
+    F.one_hot: _one_hot,
 }

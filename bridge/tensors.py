@@ -145,6 +145,8 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     strange = private.without_memory(t)
     if strange:
         raise TypeError(f"tensor: expected a tensor with data, got {strange}")
+    if t.dim() > 64:
+        raise RuntimeError(f"only tensors with up to 64 dims are supported, got {t.dim()}")
     t = t.detach()
     if t.is_conj():
         t = t.resolve_conj()

@@ -55,13 +55,29 @@ def _fill(shape, value, dtype):
 _filled = fused("shape")(lambda value, shape: lax.broadcast_in_dim(value, shape, ()))
 
 
-_ZEROS = ("aten.zeros", "aten.empty.memory_format", "aten.empty_permuted", "aten.empty_strided", "aten._efficientzerotensor")
+_ZEROS = ("aten.zeros", "aten.empty.memory_format", "aten.empty_strided", "aten._efficientzerotensor")
 
 
 @lowering(*_ZEROS)
 def aten_zeros(size, layout_or_stride=None, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     """zeros(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     return _fill(size, 0, promotion.jdtype(dtype, promotion.default_float()))
+
+
+@lowering("aten.empty_permuted")
+def aten_empty_permuted(size, physical_layout, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """empty_permuted(SymInt[] size, int[] physical_layout, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
+    if len(size) != len(physical_layout):
+        raise RuntimeError(
+            "Number of dimensions in size does not match the length of the physical_layout; i.e. "
+            f"len(size) = {len(size)} is not equal to len(physical_layout) = {len(physical_layout)}"
+        )
+    for i, d in enumerate(physical_layout):
+        if not 0 <= d < len(size):
+            raise RuntimeError(f"Dimension out of range (expected to be between 0 and {len(size) - 1}, but got {d} at index {i})")
+    if len(set(physical_layout)) != len(size):
+        raise RuntimeError("Duplicate dim not allowed")
+    return aten_zeros(size, dtype=dtype)
 
 
 @lowering("aten.ones")

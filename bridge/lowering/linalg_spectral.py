@@ -43,21 +43,15 @@ def _eigh_jvp(lower, primals, tangents):
     return (L, V), (diagonal(turned).real, matmul(V, _off_diagonal_ratio(turned, _gaps(L))))
 
 
-def _need_finite(A, error, kind=torch.linalg.LinAlgError):
-    refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), error, kind)
-
-
-_DIVERGED = "{}: The algorithm failed to converge because the input matrix contained non-finite values."
-_NOT_FINITE = "torch.linalg.eig: input tensor should not contain infs or NaNs."
+def _need_finite(A):
+    refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), "torch.linalg.eig: input tensor should not contain infs or NaNs.")
 
 
 @lowering("aten._linalg_eigh")
 def aten_linalg_eigh(A, UPLO="L", compute_v=True):
     """_linalg_eigh(Tensor A, str UPLO="L", bool compute_v=True) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(A, "linalg.eigh", square=True)
-    lower = UPLO.upper() == "L"
-    _need_finite(jnp.tril(A) if lower else jnp.triu(A), _DIVERGED.format("linalg.eigh"))
-    values, vectors = _eigh_jitted(lower, A)
+    values, vectors = _eigh_jitted(UPLO.upper() == "L", A)
     return values, vectors if compute_v else jnp.zeros((0,), A.dtype)
 
 
@@ -85,7 +79,7 @@ _eig_jitted = jax.jit(_eig)
 def aten_linalg_eig(self):
     """linalg_eig(Tensor self) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(self, "linalg.eig", square=True)
-    _need_finite(self, _NOT_FINITE, RuntimeError)
+    _need_finite(self)
     return _eig_jitted(self)
 
 
@@ -93,7 +87,7 @@ def aten_linalg_eig(self):
 def aten_linalg_eigvals(self):
     """_linalg_eigvals(Tensor self) -> Tensor"""
     check_matrix(self, "linalg.eigvals", square=True)
-    _need_finite(self, _NOT_FINITE, RuntimeError)
+    _need_finite(self)
     return _eig_jitted(self)[0]
 
 
@@ -150,7 +144,8 @@ _svd_jitted, _svdvals_jitted = jax.jit(_svd, static_argnums=0), jax.jit(_svdvals
 def aten_linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
     """_linalg_svd(Tensor A, bool full_matrices=False, bool compute_uv=True, *, str? driver=None) -> (Tensor U, Tensor S, Tensor Vh)"""
     check_matrix(A, "linalg.svd")
-    _need_finite(A, _DIVERGED.format("linalg.svd"))
+    error = "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values."
+    refuse(jnp.isnan(lax.stop_gradient(A)), error, torch.linalg.LinAlgError)
     if compute_uv:
         return _svd_jitted(full_matrices, A)
     empty = jnp.zeros((0,), A.dtype)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge import dtypes
 from bridge.checks import outside, refuse
 from bridge.lowering.activations import log_softmax
 from bridge.lowering.indexing import in_range
@@ -147,6 +148,8 @@ def aten_multi_margin_loss(
         raise RuntimeError(f"target: inconsistent target size, got {list(target.shape)} for an input of shape {list(x.shape)}")
     if weight is not None and weight.size != classes:
         raise RuntimeError(f"weight: inconsistent weight size, expected {classes} but got {list(weight.shape)}")
+    if target.dtype != np.int64:
+        raise RuntimeError(f"target: expected scalar type Long but found {dtypes.to_torch(target.dtype)}")
     labels, _ = in_range(target, classes, "target out of range: {index}", kind=RuntimeError)
     return _multi_margin(x, labels, weight, p, margin, reduction)
 

@@ -54,6 +54,8 @@ def aten_masked_fill(x, mask, value):
     if promotion.is_array(value):
         if value.ndim:
             raise RuntimeError(f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
+        if promotion.is_complex(value) and not promotion.is_complex(x):
+            raise RuntimeError(f"value cannot be converted to type {dtypes.to_torch(x.dtype)} without overflow: it is complex")
         value = promotion.cast(value, x.dtype)
     else:
         value = number(value, x.dtype)

@@ -95,6 +95,8 @@ def _adaptive(x: Array, n: int, output_size: Sequence[int]) -> _Axes:
     _check_rank(x, n)
     found = []
     for size, out in zip(x.shape[-n:], expand("output_size", output_size, n), strict=True):
+        if out < 0:
+            raise RuntimeError(f"output_size: Trying to create tensor with negative dimension {out}: {list(output_size)}")
         if out > 0 and size % out == 0:
             found.append(Axis(size, out, size // out, size // out))
         else:

@@ -183,6 +183,10 @@ def _slice(x, dim: int, start: int, end: int, step: int = 1):
 @lowering("aten.narrow_copy")
 def aten_narrow_copy(x, dim, start, length):
     """narrow_copy(Tensor self, int dim, SymInt start, SymInt length) -> Tensor"""
+    if not x.ndim:
+        raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
+    if dim >= x.ndim:
+        raise RuntimeError(f"dim: expected a value in [{-x.ndim}, {x.ndim - 1}], got {dim}")
     dim = promotion.wrap_dim(dim, x.ndim)
     n = x.shape[dim]
     if not -n <= start <= n:
@@ -313,7 +317,11 @@ def aten_roll(x, shifts, dims=()):
         return lax.reshape(aten_roll(lax.reshape(x, (x.size,)), shifts, (0,)), x.shape)
     if len(shifts) != len(dims) or not dims:
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
-    return _roll(x, tuple(int(s) for s in shifts), tuple(promotion.wrap_dim(d, x.ndim) for d in dims)) if x.size and x.ndim else x
+    if not x.size:
+        return x
+    if not x.ndim:
+        raise IndexError(f"Dimension specified as {dims[0]} but tensor has no dimensions")
+    return _roll(x, tuple(int(s) for s in shifts), tuple(promotion.wrap_dim(d, x.ndim) for d in dims))
 
 
 @fused("shifts", "dims")

@@ -132,8 +132,13 @@ def _taken(jaxpr: Any) -> tuple[Any, int, list[Range]]:
     return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), len(eqns), [e.params["where"] for e in eqns]
 
 
+def ends(operands: Sequence[Any]) -> list[Any]:
+    """What ``Bounds`` judges, as a list: the least and the greatest number of each operand, in one array; of none, none."""
+    return [jnp.stack([jnp.stack([jnp.min(v), jnp.max(v)]).astype(np.int64) for v in operands])] if operands else []
+
+
 class Bounds:
-    """The checks of a whole program: one more output, of the least and the greatest number of each operand."""
+    """The ranges of the operands that a whole program checks."""
 
     __slots__ = ("high", "low", "ranges")
 
@@ -143,29 +148,20 @@ class Bounds:
 
     @classmethod
     def of(cls, closed: Any) -> tuple[Any, Bounds | None]:
-        """A closed jaxpr with that output, its last, and what judges it; as it is and None where nothing is checked.
+        """A closed jaxpr with the operands as its last outputs, and their ranges; as it is and None where nothing is checked.
 
         What is checked inside of a loop or a branch is not seen.
         """
-        taken, count, ranges = _taken(closed.jaxpr)
-        if not count:
-            return closed, None
+        taken, _, ranges = _taken(closed.jaxpr)
+        return (closed.replace(jaxpr=taken), cls(ranges)) if ranges else (closed, None)
 
-        def run(*arrays: Any) -> list[Any]:
-            values = jax.core.eval_jaxpr(taken, closed.consts, *arrays)
-            ends = [(jnp.min(v), jnp.max(v)) for v in values[-count:]]
-            return [*values[:-count], jnp.stack([jnp.stack(e).astype(np.int64) for e in ends])]
-
-        with jax.enable_x64(True):
-            return jax.make_jaxpr(run)(*[v.aval for v in closed.jaxpr.invars]), cls(ranges)
-
-    def judge(self, ends: Any) -> None:
-        """Raise for the first operand that lies outside of its range."""
-        found = np.asarray(ends)
+    def judge(self, found: Any) -> None:
+        """Raise for the first operand whose ``ends`` lie outside of its range."""
+        found = np.asarray(found)
         wrong = (found[:, 0] < self.low) | (found[:, 1] >= self.high)
         if wrong.any():
             k = int(wrong.argmax())
             self.ranges[k].judge(*found[k])
 
 
-__all__ = ["Bounds", "Found", "Range", "check", "compiled", "outside", "refuse"]
+__all__ = ["Bounds", "Found", "Range", "check", "compiled", "ends", "outside", "refuse"]

@@ -30,7 +30,7 @@ def _extent(t: torch.Tensor) -> tuple[int, int] | None:
         if s != dense:
             return None
         dense *= n
-    return (t.storage_offset(), t.storage_offset() + t.numel()) if t.numel() else None
+    return (int(t.storage_offset()), int(t.storage_offset()) + t.numel()) if t.numel() else None
 
 
 def refuse_overlap(func: Any, targets: Iterable[Any], operands: Iterable[Any], out: bool = False) -> None:

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from bridge import capture, outer, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, take_apart
-from bridge.checks import Bounds
+from bridge.checks import Bounds, ends
 from bridge.levels import push
 
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -75,7 +75,7 @@ class Program:
         return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
 
     def checked(self) -> tuple[Program, Bounds | None]:
-        """The program with one output more, if it checks any values, and what judges that output."""
+        """The program with the operands that it checks as its last outputs, and what judges their ``ends``; None where it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
@@ -241,7 +241,7 @@ class Packing:
 def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
     """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it.
 
-    What a checked program has beyond its results comes last.
+    The ``ends`` of what it checks come last.
     """
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer.in_order(program.jaxpr.jaxpr)))
     count = len(program.sources)
@@ -249,14 +249,14 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
     outvars = program.jaxpr.jaxpr.outvars
     seen: set[int] = set()
     copy = []
-    for v in outvars:
+    for v in outvars[:count]:
         copy.append(guard_aliases and (id(v) in inputs or id(v) in seen))
         seen.add(id(v))
 
     def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
         values = program.run(arguments, captured, seeds)
-        values = [jnp.copy(v) if c else v for v, c in zip(values, copy, strict=True)]
-        return values if packing is None else packing.pack(values[:count]) + values[count:]
+        results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
+        return (results if packing is None else packing.pack(results)) + ends(values[count:])
 
     return run
 
@@ -264,7 +264,7 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
 def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
     """(outputs, others, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted.
 
-    What a checked program has beyond its results comes last among the others.
+    The ``ends`` of what it checks come last among the others.
     """
     count = len(program.sources)
     kinds = program.kinds_for(active, active_captured)
@@ -277,7 +277,7 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
             for i, v in zip(active_captured, diff[len(active) :], strict=True):
                 caps[i] = v
             values = program.run(args, caps, seeds)
-            return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + values[count:]
+            return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
 
         outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
         return outs, rest, pull

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import branch_cuts
 from .pointwise import align, choose, fused, like, number, unary
 from .promotion import is_complex, promote
 from .registry import lowering
@@ -25,9 +26,10 @@ def _log_base(base: int) -> Callable:
     scale = 1 / math.log(base)
 
     def log(x: Any) -> Any:
-        y = lax.mul(lax.log(x), number(scale, x.dtype))
-        if is_complex(x):
-            return y
+        y = lax.log(x)
+        if is_complex(x):  # part by part: an infinity times 0 is not a number
+            return lax.complex(*(lax.mul(part(y), number(scale, part(y).dtype)) for part in (lax.real, lax.imag)))
+        y = lax.mul(y, number(scale, x.dtype))
         # log(8)/log(2) is one rounding off 3, and floor(log2(x)) is common: a result next to an integer is that integer
         gap = lax.sub(lax.round(y), y)
         near = lax.le(lax.abs(gap), lax.mul(lax.abs(y), number(2 * float(np.finfo(x.dtype).eps), x.dtype)))
@@ -68,8 +70,11 @@ def signbit(x: Any) -> Any:
 
 @jax.custom_jvp
 def absolute(x: Any) -> Any:
-    """|x|, with derivative 0 at 0 (JAX has 1)."""
-    return x if x.dtype.kind in "ub" else lax.abs(x)
+    """|x|, with derivative 0 at 0 (JAX has 1); infinite where one part is, whatever the other."""
+    if not is_complex(x):
+        return x if x.dtype.kind in "ub" else lax.abs(x)
+    infinite = lax.bitwise_or(isinf(lax.real(x)), isinf(lax.imag(x)))
+    return choose(infinite, math.inf, lax.abs(x))
 
 
 @absolute.defjvp
@@ -146,17 +151,17 @@ _FLOAT = {
     "sigmoid": lax.logistic,
     "sin": lax.sin,
     "sinh": lax.sinh,
-    "sqrt": lax.sqrt,
+    "sqrt": branch_cuts.sqrt,
     "tan": lax.tan,
     "tanh": lax.tanh,
     "atan": lax.atan,
 }
 # the same, computed in float32 for half types: XLA expands these in the type itself, roundings and all
 _FLOAT_WIDE = {
-    "acos": lax.acos,
-    "acosh": lax.acosh,
-    "asin": lax.asin,
-    "asinh": lax.asinh,
+    "acos": fused()(branch_cuts.acos),
+    "acosh": fused()(branch_cuts.acosh),
+    "asin": fused()(branch_cuts.asin),
+    "asinh": fused()(branch_cuts.asinh),
     "atanh": lax.atanh,
     "exp2": lambda x: lax.pow(number(2, x.dtype), x),  # lax.exp2 misses 2**3 by 4e-6
     "expm1": lax.expm1,

@@ -52,7 +52,12 @@ def _added(self: Any, a: Any, b: Any, dims: Any, ndims: tuple[int, int], beta: A
 
 
 def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
-    """beta * self + alpha * product; self is not read (its NaNs do not spread) where beta is 0."""
+    """beta * self + alpha * product; self is not read (its NaNs do not spread) where beta is 0.
+
+    Of whole numbers beta and alpha are, cut off as in PyTorch.
+    """
+    if product.dtype.kind in "iu":
+        beta, alpha = int(beta), int(alpha)
     if alpha != 1:
         product = product * alpha
     if beta == 0:

@@ -137,7 +137,10 @@ def _zeta(x: Any, q: Any) -> Any:
     undefined = lax.bitwise_or(far, lax.ne(x, lax.floor(x)))
     one = number(1, x.dtype)
     value = choose(lax.bitwise_and(negative, undefined), math.nan, value)
-    value = choose(lax.bitwise_or(lax.eq(x, one), lax.bitwise_and(negative, pole)), math.inf, value)
+    unordered = lax.bitwise_and(lax.ne(x, x), lax.le(q, zero))  # PyTorch asks where q is before it looks at x
+    poles = lax.bitwise_and(lax.bitwise_or(negative, unordered), pole)
+    steep = lax.bitwise_and(lax.eq(x, like(math.inf, x)), lax.bitwise_and(lax.gt(q, zero), lax.lt(q, number(1, q.dtype))))
+    value = choose(lax.bitwise_or(lax.eq(x, one), lax.bitwise_or(poles, steep)), math.inf, value)
     return choose(lax.lt(x, one), math.nan, value)
 
 
@@ -248,10 +251,25 @@ _UNARY: dict[str, Any] = {
     "special_ndtr": _ndtr,
     "special_ndtri": _ndtri,
 }
+
+
+def _at_no_shape(value: float, function: Any) -> Any:
+    """An incomplete gamma function, with its value where a is 0 (all of the mass lies at 0) or infinite (none lies before x)."""
+
+    def incomplete(a: Any, x: Any) -> Any:
+        none = lax.bitwise_and(lax.eq(a, number(0, a.dtype)), lax.gt(x, number(0, x.dtype)))
+        endless, far = lax.eq(a, number(math.inf, a.dtype)), lax.eq(x, number(math.inf, x.dtype))
+        y = function(choose(lax.bitwise_or(none, endless), 1, a), x)
+        beyond = choose(lax.bitwise_or(far, lax.ne(x, x)), math.nan, choose(lax.lt(x, number(0, x.dtype)), y, like(1 - value, y)))
+        return choose(none, value, lax.select(endless, beyond, y))
+
+    return incomplete
+
+
 # name -> function of two floating arrays; Python numbers may stand for either
 _BINARY = {
-    "igamma": lax.igamma,
-    "igammac": lax.igammac,
+    "igamma": _at_no_shape(1, lax.igamma),
+    "igammac": _at_no_shape(0, lax.igammac),
     "special_xlog1py": _times_log(lax.log1p, -1),
     "special_zeta": _zeta,
     "xlogy": _times_log(lax.log, 0),

@@ -60,14 +60,14 @@ def _finite_or(x: Any, at_infinity: float, value: Any) -> Any:
 def _j0(x: Any) -> Any:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
     y = _piecewise(lambda s: _near_zero(tables.J0_SMALL, s), _below(size, 8), lambda s: _wave(s, 0, False), size, 8)
-    return _finite_or(x, 0, y)
+    return _finite_or(x, math.nan, y)
 
 
 @jax.custom_jvp
 def _j1(x: Any) -> Any:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
     y = _piecewise(lambda s: lax.mul(s, _near_zero(tables.J1_SMALL, s)), _below(size, 8), lambda s: _wave(s, 1, False), size, 8)
-    return _finite_or(x, 0, lax.select_n(_below(x, 0), y, lax.neg(y)))
+    return _finite_or(x, math.nan, lax.select_n(_below(x, 0), y, lax.neg(y)))
 
 
 def _y0_near_zero(x: Any) -> Any:
@@ -84,7 +84,7 @@ def _second_kind(near_zero: Any, order: int) -> Any:
         infinite = lax.eq(x, number(math.inf, x.dtype))
         positive = choose(lax.bitwise_or(infinite, lax.le(x, number(0, x.dtype))), 1, x)
         y = _piecewise(near_zero, _below(positive, 8), lambda s: _wave(s, order, True), positive, 8)
-        y = choose(infinite, 0, y)
+        y = choose(infinite, math.nan, y)
         return choose(lax.eq(x, number(0, x.dtype)), -math.inf, choose(_below(x, 0), math.nan, y))
 
     return function

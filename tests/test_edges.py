@@ -1,0 +1,89 @@
+"""Values at the edge of what is defined, against plain PyTorch: zeros, infinities, NaNs, and numbers cut off."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from torchfunc_jax import functionalize, jit, jvp, vjp
+
+INF, NAN = math.inf, math.nan
+PARTS = torch.tensor([0.0, -0.0, 1.0, -2.5, INF, -INF, NAN])
+COMPLEX = torch.complex(*torch.meshgrid(PARTS, PARTS, indexing="ij")).reshape(-1)
+SIGNED = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -2.5])
+CUT = torch.complex(*torch.meshgrid(SIGNED, SIGNED, indexing="ij")).reshape(-1)
+PAIRS = torch.meshgrid(torch.tensor([0.0, -0.0, 0.5, 3.0, INF]), torch.tensor([0.0, 0.25, 2.0, 40.0, INF]), indexing="ij")
+WHOLE = torch.arange(6).view(2, 3)
+
+CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
+    "igamma": (torch.special.gammainc, PAIRS),
+    "igammac": (torch.special.gammaincc, PAIRS),
+    "bessel_j0": (torch.special.bessel_j0, (PARTS,)),
+    "bessel_j1": (torch.special.bessel_j1, (PARTS,)),
+    "bessel_y0": (torch.special.bessel_y0, (PARTS,)),
+    "bessel_y1": (torch.special.bessel_y1, (PARTS,)),
+    "zeta": (torch.special.zeta, torch.meshgrid(PARTS, torch.tensor([2.0, 0.5, -1.0, 0.0, -INF]), indexing="ij")),
+    "abs of complex": (torch.abs, (COMPLEX,)),
+    "sqrt of complex": (torch.sqrt, (COMPLEX,)),
+    **{f"{f.__name__} along its cut": (f, (CUT,)) for f in (
+        torch.sqrt, torch.log, torch.log2, torch.log10, torch.acos, torch.acosh, torch.asin, torch.asinh, torch.atan, torch.atanh,
+    )},
+    "addmm of whole numbers": (lambda x: torch.addmm(x, WHOLE, WHOLE.mT, beta=1.7, alpha=2.9), (torch.ones(2, 2, dtype=torch.int64),)),
+    "addmv of whole numbers": (lambda x: torch.addmv(x, WHOLE, WHOLE[0], beta=-1.5, alpha=0.6), (torch.ones(2, dtype=torch.int64),)),
+    "baddbmm of whole numbers": (
+        lambda x: torch.baddbmm(x, WHOLE[None], WHOLE.mT[None], beta=2.5, alpha=-1.5), (torch.ones(1, 2, 2, dtype=torch.int64),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [functionalize, jit])
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_pytorch(name: str, transform: Any) -> None:
+    function, given = CASES[name]
+    torch.testing.assert_close(transform(function)(*given), function(*given), equal_nan=True)
+
+
+@pytest.mark.parametrize("transform", [functionalize, jit])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x[1:].add_(x[:-1]), lambda x: x[1:].copy_(x[:-1]), lambda x: x[:-1].mul_(x[1:].cos()),
+        lambda x: x[1:].masked_fill_(x[:-1] > 0, 2.0), lambda x: torch.add(x[:-1], 1, out=x[1:]), lambda x: torch.add(x, 1, out=x),
+        lambda x: x[::2].add_(x[1::2]), lambda x: x[:3].sub_(x[3:]), lambda x: torch.gather(x, 0, torch.arange(3), out=x[:3]),
+        lambda x: x.view(2, 3).add_(x.view(3, 2).t()), lambda x: x.view(2, 3).mul_(x.view(2, 3)),
+        lambda x: torch.cat([x[:3], x[:3]], out=x), lambda x: torch.clamp(x[1:], min=x[:-1], out=x[1:]),
+        lambda x: torch.cumsum(x[:-1], 0, out=x[1:]), lambda x: x[1:].index_add_(0, torch.arange(5), x[:-1]),
+        lambda x: x[1:].index_put_((torch.arange(5),), x[:-1]),
+    ],
+)  # fmt: skip
+def test_writes_to_memory_that_is_read(write: Any, transform: Any) -> None:
+    """Refused where PyTorch refuses them, else with its values."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        write(x)
+        return x
+
+    x = torch.arange(6.0)
+    try:
+        want = function(x)
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            transform(function)(x)
+    else:
+        torch.testing.assert_close(transform(function)(x), want)
+
+
+@pytest.mark.parametrize("function", [torch.sqrt, torch.acos, torch.acosh, torch.asin, torch.asinh], ids=lambda f: f.__name__)
+def test_derivatives_on_both_sides_of_a_cut(function: Any) -> None:
+    """By finite differences along the cut, which keep the sign of the zero; PyTorch's own are those of the other side at some points."""
+    real = torch.tensor([-2.5, -2.5, 2.5, 2.5, -2.5, 2.5, -0.3, 0.5, 0.5, -0.7, -0.7], dtype=torch.float64)
+    imag = torch.tensor([0.0, -0.0, 0.0, -0.0, 1.0, -1.0, 0.2, 0.0, -0.0, 0.0, -0.0], dtype=torch.float64)
+    cut = (lambda shift: torch.complex(imag, real + shift)) if function is torch.asinh else (lambda shift: torch.complex(real + shift, imag))
+    step = 1e-6
+    slope = (function(cut(step)) - function(cut(-step))) / (2 * step) / (1j if function is torch.asinh else 1)
+    tangent = torch.full_like(slope, 0.5 - 2j)
+    torch.testing.assert_close(jvp(function, (cut(0),), (tangent,))[1], slope * tangent, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(vjp(function, cut(0))[1](tangent)[0], slope.conj() * tangent, rtol=1e-6, atol=1e-6)

@@ -84,6 +84,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "jit of grad": lambda f, x, i: _jitted(f, "grad")(x, i),
     "jit in autograd": lambda f, x, i: _jitted(f, None)(x.clone().requires_grad_(), i),
 }
+_FAST = ("functionalize", "grad", "vmap", "vmap in vmap", "jit", "jit of vmap", "jit in autograd")
 _kept: dict[Any, Any] = {}
 
 
@@ -93,7 +94,7 @@ def _jitted(f: Any, transform: str | None) -> Any:
     return _kept.setdefault((f, transform), jit(inner.get(transform, lambda f: f)(f)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [w if w in _FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_as_by_pytorch(name: str, way: str) -> None:
     f, run = REFUSED[name], WAYS[way]
@@ -197,7 +198,7 @@ def test_a_check_inside_of_a_jitted_function_is_the_callers_to_see() -> None:
     assert checks.compiled(lambda i: i + 1)(jnp.asarray(3)) == 4
 
 
-@pytest.mark.parametrize("way", ["functionalize", "jit"])
+@pytest.mark.parametrize("way", ["functionalize", pytest.param("jit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", refusing(), ids=lambda op: op.full_name)
 def test_pytorchs_own_bad_inputs(op: Refusing, way: str) -> None:
     """``op_db``'s error_inputs: refused with the same class of error."""

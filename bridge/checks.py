@@ -117,19 +117,19 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Found]]:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-    jaxpr, operands, ranges = _taken(closed.jaxpr)
+    jaxpr, ranges = _taken(closed.jaxpr)
     values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
-    out = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), values[: len(values) - operands])
-    return out, [Found(v, r) for v, r in zip(values[len(values) - operands :], ranges, strict=True)]
+    tree = jax.tree_util.tree_structure(shapes)
+    return tree.unflatten(values[: tree.num_leaves]), [Found(v, r) for v, r in zip(values[tree.num_leaves :], ranges, strict=True)]
 
 
-def _taken(jaxpr: Any) -> tuple[Any, int, list[Range]]:
-    """The jaxpr with the operands of its checks as outputs, after those it has; how many; and their ranges."""
+def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
+    """The jaxpr with the operands of its checks as outputs, after those it has; and their ranges."""
     eqns = [e for e in jaxpr.eqns if e.primitive is _check_p and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
     if not eqns:
-        return jaxpr, 0, []
+        return jaxpr, []
     outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
-    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), len(eqns), [e.params["where"] for e in eqns]
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [e.params["where"] for e in eqns]
 
 
 def ends(operands: Sequence[Any]) -> list[Any]:
@@ -152,7 +152,7 @@ class Bounds:
 
         What is checked inside of a loop or a branch is not seen.
         """
-        taken, _, ranges = _taken(closed.jaxpr)
+        taken, ranges = _taken(closed.jaxpr)
         return (closed.replace(jaxpr=taken), cls(ranges)) if ranges else (closed, None)
 
     def judge(self, found: Any) -> None:

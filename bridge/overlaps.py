@@ -10,10 +10,11 @@ from bridge.errors import at_line
 from bridge.tracing import Traced
 
 aten = torch.ops.aten
-#: operators that PyTorch lets read and write places that overlap
-_FREE = frozenset({
-    "aten::masked_fill_", "aten::masked_scatter_", "aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm",
-    "aten::baddbmm_", "aten::mv", "aten::addmv", "aten::addmv_", "aten::dot", "aten::resize_", "aten::set_", "aten::_foreach_copy_",
+#: operators that are no pointwise ones and look at where their operands lie too
+_LOOKING = frozenset({
+    "aten::copy_", "aten::scatter_", "aten::scatter_add_", "aten::index_add_", "aten::index_copy_", "aten::index_put_", "aten::addr_",
+    "aten::cumsum", "aten::sort", "aten::gather", "aten::take", "aten::cat", "aten::kthvalue", "aten::index_select",
+    "aten::where",
 })  # fmt: skip
 #: operators whose out= may not be an operand either
 _APART = frozenset({"aten::gather", "aten::take", "aten::cat", "aten::kthvalue", "aten::index_select"})
@@ -42,7 +43,7 @@ def refuse_overlap(func: Any, targets: Iterable[Any], operands: Iterable[Any], o
         out: whether the targets are out= arguments.
     """
     name = func._schema.name
-    if name in _FREE:
+    if torch.Tag.pointwise not in func.tags and name not in _LOOKING:
         return
     operands = [t for t in operands if type(t) is Traced]
     for target in targets:

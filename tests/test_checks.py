@@ -98,7 +98,7 @@ def _jitted(f: Any, transform: str | None) -> Any:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_as_by_pytorch(name: str, way: str) -> None:
     f, run = REFUSED[name], WAYS[way]
-    with pytest.raises(RuntimeError if name not in _INDEX_ERRORS else (IndexError, RuntimeError)) as theirs:
+    with pytest.raises((IndexError, RuntimeError)) as theirs:
         f(X, BAD)
     run(f, X, GOOD)
     run(f, X, GOOD)  # compiled by now
@@ -106,12 +106,6 @@ def test_refused_as_by_pytorch(name: str, way: str) -> None:
         run(f, X, BAD)
     assert isinstance(ours.value, type(theirs.value)) or isinstance(theirs.value, type(ours.value)) or name == "index_add", ours.value
     run(f, X, GOOD)
-
-
-_INDEX_ERRORS = {
-    "x[i]", "x[-i]", "x[:, i]", "x[0, i]", "x[i] = 0", "x[i] += 1", "index_select", "take", "put", "index_copy", "index_fill",
-    "index_reduce", "embedding", "cross_entropy", "nll_loss", "index_add",
-}  # fmt: skip
 
 
 def test_the_message_shows_the_line_under_jit() -> None:
@@ -203,7 +197,10 @@ def test_a_check_inside_of_a_jitted_function_is_the_callers_to_see() -> None:
 def test_pytorchs_own_bad_inputs(op: Refusing, way: str) -> None:
     """``op_db``'s error_inputs: refused with the same class of error."""
     transform = getattr(torchfunc_jax, way)
-    for function, tensors, theirs in op.refused():
+    asked = list(op.refused())
+    if not asked:
+        pytest.skip("none that is of dense tensors with memory of their own")
+    for function, tensors, theirs in asked:
         with pytest.raises(Exception) as ours:
             transform(function)(*tensors)
         assert isinstance(ours.value, type(theirs)) or isinstance(theirs, type(ours.value)), f"{ours.value!r} for {theirs!r}"

@@ -56,6 +56,10 @@ def test_as_in_pytorch(name: str, transform: Any) -> None:
         lambda x: torch.cat([x[:3], x[:3]], out=x), lambda x: torch.clamp(x[1:], min=x[:-1], out=x[1:]),
         lambda x: torch.cumsum(x[:-1], 0, out=x[1:]), lambda x: x[1:].index_add_(0, torch.arange(5), x[:-1]),
         lambda x: x[1:].index_put_((torch.arange(5),), x[:-1]),
+        lambda x: x[:4].copy_(x[1]), lambda x: x.mul_(x[0]), lambda x: x.fill_(x[3]), lambda x: x.__setitem__(slice(0, 3), x[4]),
+        lambda x: x.__setitem__(0, x[3]), lambda x: x.index_fill_(0, torch.tensor([0]), x[3]), lambda x: x[:4].clamp_(min=x[1]),
+
+        lambda x: torch.where(x[:4] > 0, x[:4], x[1:5], out=x[2:]), lambda x: x[1:5].view(2, 2).addr_(x[:2], x[:2]),
     ],
 )  # fmt: skip
 def test_writes_to_memory_that_is_read(write: Any, transform: Any) -> None:

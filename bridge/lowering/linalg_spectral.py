@@ -43,19 +43,13 @@ def _eigh_jvp(lower, primals, tangents):
     return (L, V), (diagonal(turned).real, matmul(V, _off_diagonal_ratio(turned, _gaps(L))))
 
 
-def _need_finite(A):
-    refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), "torch.linalg.eig: input tensor should not contain infs or NaNs.")
-
-
 @lowering("aten._linalg_eigh")
+@functools.partial(jax.jit, static_argnames=("UPLO", "compute_v"))
 def aten_linalg_eigh(A, UPLO="L", compute_v=True):
     """_linalg_eigh(Tensor A, str UPLO="L", bool compute_v=True) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(A, "linalg.eigh", square=True)
-    values, vectors = _eigh_jitted(UPLO.upper() == "L", A)
+    values, vectors = _eigh(UPLO.upper() == "L", A)
     return values, vectors if compute_v else jnp.zeros((0,), A.dtype)
-
-
-_eigh_jitted = jax.jit(_eigh, static_argnums=0)
 
 
 @jax.custom_jvp
@@ -73,6 +67,10 @@ def _eig_jvp(primals, tangents):
 
 
 _eig_jitted = jax.jit(_eig)
+
+
+def _need_finite(A):
+    refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), "torch.linalg.eig: input tensor should not contain infs or NaNs.")
 
 
 @lowering("aten.linalg_eig")

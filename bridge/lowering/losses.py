@@ -187,8 +187,8 @@ def aten_multilabel_margin_loss_forward(x: Array, target: Array, reduction: int)
     classes = x.shape[-1] if x.ndim else 1
     if x.ndim > 2 or not classes or target.shape != x.shape:
         raise RuntimeError(f"target: inconsistent target size: {list(target.shape)} for input of size: {list(x.shape)}")
-    labels, _ = in_range(target + 1, classes + 1, "target out of range", kind=RuntimeError)
-    return _multilabel_margin(x, labels - 1, reduction)
+    in_range(target + 1, classes + 1, "target out of range", kind=RuntimeError)
+    return _multilabel_margin(x, target, reduction)
 
 
 @fused("reduction")
@@ -243,8 +243,7 @@ def _checked_nll(
         raise RuntimeError(f"weight: expected one weight for each of {classes} classes or nothing, got shape {list(weight.shape)}")
     if target.size:
         ignored = lax.eq(target, lax.full_like(target, ignore_index))
-        labels, _ = in_range(lax.select(ignored, lax.full_like(target, 0), target), classes, "Target {index} is out of bounds.")
-        target = lax.select(ignored, target, labels)
+        in_range(lax.select(ignored, lax.full_like(target, 0), target), classes, "Target {index} is out of bounds.")
     return _nll_loss(x, target, weight, reduction, ignore_index, dim)
 
 

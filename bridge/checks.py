@@ -119,7 +119,7 @@ def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, 
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     jaxpr, ranges = _taken(closed.jaxpr)
     values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
-    tree = jax.tree_util.tree_structure(shapes)
+    tree: Any = jax.tree_util.tree_structure(shapes)
     return tree.unflatten(values[: tree.num_leaves]), [Found(v, r) for v, r in zip(values[tree.num_leaves :], ranges, strict=True)]
 
 

@@ -19,9 +19,10 @@ from bridge import dtypes, eager, linked, private, tensors
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.checks import refuse
 from bridge.errors import DataDependentError, NoLoweringError, at_line
+from bridge.kernels import guarded
 from bridge.levels import state
 from bridge.lowering.promotion import cast
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.nodes import Node, View, read, unread
 from bridge.overlaps import refuse_overlap
 from bridge.tracing import Traced, assign, concrete, node_of, shape_of, traced_python, unknown_value, value_of, wrap
@@ -34,6 +35,10 @@ _make = private.make_wrapper
 
 def plan(func: Any) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
+    return _plan(func) if func in OVERRIDDEN else guarded(func, _plan(func))
+
+
+def _plan(func: Any) -> Plan:
     special = _SPECIAL.get(func)
     if special is not None:
         return special

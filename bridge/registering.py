@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bridge import eager, tracing
-from bridge.lowering.registry import LOWERINGS, Lowering, overload
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, overload
 
 
 def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
@@ -50,6 +50,7 @@ def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
     def register(fn: Lowering) -> Lowering:
         for op in found:
             LOWERINGS[op] = fn
+            OVERRIDDEN.add(op)
         tracing._plans.clear()  # what was decided about operators while they had another lowering, or none
         eager.forget()
         return fn

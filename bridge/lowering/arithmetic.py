@@ -354,7 +354,18 @@ def _lerp(start: Any, end: Any, weight: Any, _: Any) -> Any:
     return lax.select_n(near, lax.sub(end, lax.mul(span, lax.sub(one, weight))), lax.add(start, lax.mul(weight, span)))
 
 
-lowering("aten.lerp.Tensor", "aten.lerp.Scalar")(_ternary(_lerp))
+_any_lerp = _ternary(_lerp)
+
+
+@lowering("aten.lerp.Tensor", "aten.lerp.Scalar")
+def aten_lerp(start: Any, end: Any, weight: Any) -> Any:
+    """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor"""
+    for name, x in (("end", end), ("weight", weight)):
+        if isinstance(x, jax.Array) and x.dtype != start.dtype:
+            raise RuntimeError(f"expected dtype {start.dtype} for `{name}` but got dtype {x.dtype}")
+    return _any_lerp(start, end, weight)
+
+
 _multiply_add = _ternary(lambda a, b, c, value: lax.add(a, lax.mul(lax.mul(b, c), value)))
 _divide_add = _ternary(lambda a, b, c, value: lax.add(a, lax.mul(lax.div(b, c), value)))
 

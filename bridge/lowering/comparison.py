@@ -33,7 +33,7 @@ for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitw
 def _integral(name: str, fn: Callable, bools: bool = True) -> Callable:
     def checked(a: Any, b: Any) -> Any:
         if a.dtype.kind not in ("iub" if bools else "iu"):
-            raise RuntimeError(f"self, other: {name} is not defined for the dtype {a.dtype}; expected integers" + " or bools" * bools)
+            raise NotImplementedError(f"self, other: {name} is not defined for {a.dtype}; expected integers" + " or bools" * bools)
         return fn(a, b)
 
     return binary(checked)
@@ -51,19 +51,7 @@ def _shift_right(a: Any, b: Any) -> Any:
 
 for _name, _fn in {"left": lax.shift_left, "right": _shift_right}.items():
     _names = [f"aten.bitwise_{_name}_shift.{kind}" for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")]
+    _names += [f"aten.__{_name[0]}shift__.{kind}" for kind in ("Tensor", "Scalar")]
     lowering(*_names)(_integral(f"bitwise_{_name}_shift", _fn, bools=False))
-
-
-def _float_shift(integer: Callable, scale: Callable) -> Callable:
-    """<< and >> of Python also take floats: times or over a power of two."""
-
-    def shift(a: Any, b: Any) -> Any:
-        return integer(a, b) if a.dtype.kind in "iu" else scale(a, lax.pow(lax.full_like(a, 2), b))
-
-    return binary(shift)
-
-
-lowering("aten.__lshift__.Tensor", "aten.__lshift__.Scalar")(_float_shift(lax.shift_left, lax.mul))
-lowering("aten.__rshift__.Tensor", "aten.__rshift__.Scalar")(_float_shift(_shift_right, lax.div))
 lowering("aten.gcd")(_integral("gcd", jnp.gcd, bools=False))
 lowering("aten.lcm")(_integral("lcm", jnp.lcm, bools=False))

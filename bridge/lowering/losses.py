@@ -80,7 +80,7 @@ def aten_huber_loss(x: Array, target: Array, reduction: int = _MEAN, delta: floa
         d = jnp.abs(x - target)
         return jnp.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta))
 
-    return _pointwise(loss)(x, target, reduction)
+    return cast(_pointwise(loss)(x, target, reduction), x.dtype)  # whatever the target's is
 
 
 @lowering("aten.soft_margin_loss")

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
+from bridge import dtypes
 from bridge.lowering.elementwise import absolute
 from bridge.lowering.promotion import cast, is_integral, jdtype, opmath, real_dtype, wrap_dims
 from bridge.lowering.reductions import abs_square, restore, spread_ties, sqrt_or_zero, total
@@ -39,11 +41,25 @@ def norm_over(x: Any, p: float, axes: tuple[int, ...]) -> Any:
     return total(size, axes) if p == 1 else _power_norm(size, p, axes)
 
 
+def _refuse_narrowing(have: Any, dtype: torch.dtype) -> None:
+    """What dtype= of a norm may not be, for an input of the other dtype."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"dtype: linalg.vector_norm expects a floating point or complex dtype, got {dtype}")
+    given = dtypes.to_torch(have)
+    if given.is_complex != dtype.is_complex:
+        kind = "complex" if given.is_complex else "real"
+        raise RuntimeError(f"dtype: linalg.vector_norm expects a {kind} dtype for a {kind} input, got {dtype}")
+    if torch.promote_types(given, dtype) is not dtype:
+        raise RuntimeError(f"dtype: linalg.vector_norm cannot convert an input of {given} to {dtype} without narrowing it")
+
+
 @lowering("aten.linalg_vector_norm")
 def aten_linalg_vector_norm(self: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     if is_integral(self):
         raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {self.dtype}")
+    if dtype is not None:
+        _refuse_narrowing(self.dtype, dtype)
     axes, out, p = wrap_dims(dim, self.ndim), jdtype(dtype, self.dtype), float(ord)
     if (math.isinf(p) or p < 0) and any(self.shape[a] == 0 for a in axes):
         raise RuntimeError(f"linalg.vector_norm cannot compute the {ord} norm on an empty tensor because it has no identity")

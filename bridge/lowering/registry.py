@@ -16,6 +16,8 @@ Lowering = Callable[..., Any]
 
 #: OpOverload -> lowering.
 LOWERINGS: dict[Any, Lowering] = {}
+#: operators whose lowering a user has registered, which takes the dtypes that it takes
+OVERRIDDEN: set[Any] = set()
 
 
 def overload(name: str) -> Any:

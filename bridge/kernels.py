@@ -1,0 +1,128 @@
+"""Dtypes for which PyTorch has no kernel on the CPU: refused here in its own words, though JAX could compute with them."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bridge.errors import at_line
+from bridge.refused_dtypes import INDICES, REFUSED, TOGETHER, Refusals
+
+Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+#: what PyTorch's messages call a dtype
+NAMES = {
+    torch.float32: "Float", torch.float64: "Double", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
+    torch.uint8: "Byte", torch.bool: "Bool",
+}  # fmt: skip
+_CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError, "IndexError": IndexError}
+_EACH = "aten._foreach_"
+_HALF = (torch.bfloat16, torch.float16)
+Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
+def guarded(func: Any, run: Plan) -> Plan:
+    """The plan of an operator, with the dtypes refused that PyTorch refuses.
+
+    What has no elements is no kernel's business, nor is what other devices hold.  Scalars, which some kernels answer at once, and
+    what is promoted are let through: only what PyTorch has been seen to refuse is refused.
+    """
+    name = str(func)
+    checks: list[Check] = []
+    if name in REFUSED:
+        checks.append(_own(func, REFUSED[name]))
+    if name in TOGETHER:
+        checks.append(_shared(func, TOGETHER[name]))
+    if name in INDICES:
+        checks.append(_indices(func, INDICES[name]))
+    if name.startswith(_EACH) and (entry := REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
+        checks.append(_each(func, entry))
+    if not checks:
+        return run
+
+    @functools.wraps(run)  # tracing goes by a plan's name
+    def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for check in checks:
+            check(args, kwargs)
+        return run(args, kwargs)
+
+    return run_guarded
+
+
+def _asked(args: tuple[Any, ...], place: int) -> Any:
+    """The tensor at that place if its dtype matters."""
+    t = args[place] if len(args) > place else None
+    return t if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.numel() else None
+
+
+def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callable[[torch.dtype], None]]:
+    refused = {getattr(torch, name): (_CLASSES[kind], message) for kind, message, names in lines for name in names}
+
+    def refuse(dtype: torch.dtype) -> None:
+        kind, message = refused[dtype]
+        raise kind(f"{message.replace('{}', NAMES[dtype])} ({func}){at_line()}")
+
+    return frozenset(refused), refuse
+
+
+def _own(func: Any, entry: tuple[int, Refusals]) -> Check:
+    """The dtype of one argument, for which there is no kernel."""
+    place, (refused, refuse) = entry[0], _refuser(func, entry[1])
+    pointwise = torch.Tag.pointwise in func.tags
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if place < 0:  # a factory
+            if kwargs.get("dtype") in refused:
+                refuse(kwargs["dtype"])
+            return
+        t = _asked(args, place)
+        if t is None or t.dtype not in refused or kwargs.get("dtype") is not None:
+            return
+        promoted = any(isinstance(x, torch.Tensor) and x.dtype is not t.dtype for x in args[place + 1 :])
+        if not promoted if pointwise else t.dim():
+            refuse(t.dtype)
+
+    return check
+
+
+def _each(func: Any, entry: tuple[int, Refusals]) -> Check:
+    """The tensors of a list, each by itself."""
+    check_one = _own(func, entry)
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for t in args[0]:
+            check_one((t,), kwargs)
+
+    return check
+
+
+def _shared(func: Any, entry: tuple[int, tuple[int, ...]]) -> Check:
+    """Arguments that must have the dtype of another; parameters in float32 beside halves are another matter."""
+    place, others = entry
+    names = [a.name for a in func._schema.arguments]
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        t = _asked(args, place)
+        if t is None or not t.dim():
+            return
+        for other in others:
+            x = _asked(args, other)
+            if x is not None and x.dtype is not t.dtype and x.dim() and not (t.dtype in _HALF and x.dtype is torch.float32):
+                raise RuntimeError(f"{names[other]}: expected {t.dtype}, as {names[place]} has, but got {x.dtype} ({func}){at_line()}")
+
+    return check
+
+
+def _indices(func: Any, entry: dict[int, Refusals]) -> Check:
+    """The dtypes of indices."""
+    refusers = {place: _refuser(func, lines) for place, lines in entry.items()}
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, (refused, refuse) in refusers.items():
+            t = _asked(args, place)
+            if t is not None and t.dtype in refused and t.dim():
+                refuse(t.dtype)
+
+    return check

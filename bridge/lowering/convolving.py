@@ -194,14 +194,21 @@ def _divisor(n: int, most: int) -> int:
     return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
 
 
+def _loop(fn: Callable[..., Array], *operands: Array) -> Array:
+    """fn of the leading elements one after the other; axes of size 1 stay outside, for XLA copies what has any into a loop."""
+    shapes = [a.shape[1:] for a in operands]
+    lean = tuple(a.reshape(len(a), *(n for n in a.shape[1:] if n != 1)) for a in operands)
+    return lax.map(lambda args: fn(*(a.reshape(shape) for a, shape in zip(args, shapes, strict=True))), lean)
+
+
 def _mapped(fn: Callable[..., Array], chunk: int, *operands: Array) -> Array:
     """fn of so many leading elements at a time, the results put together."""
     n = operands[0].shape[0]
     if chunk == n:
         return fn(*operands)
     if chunk == 1:
-        return lax.map(lambda args: fn(*(a[None] for a in args))[0], operands)
-    parts = lax.map(lambda args: fn(*args), tuple(a.reshape(n // chunk, chunk, *a.shape[1:]) for a in operands))
+        return _loop(lambda *args: fn(*(a[None] for a in args))[0], *operands)
+    parts = _loop(fn, *(a.reshape(n // chunk, chunk, *a.shape[1:]) for a in operands))
     return parts.reshape(n, *parts.shape[2:])
 
 
@@ -277,7 +284,7 @@ def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, pr
     if sizes["B"] == 1:
         return one(left[0], right[0])[None]
     if kernels == 1:
-        return lax.map(lambda args: one(*args), (left, right))
+        return _loop(one, left, right)
     return _mapped(jax.vmap(one), kernels, left, right)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bridge.errors import at_line
-from bridge.refused_dtypes import INDICES, REFUSED, TOGETHER, Refusals
+from bridge.refused_dtypes import INDICES, MODES, REFUSED, TOGETHER, Refusals
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 #: what PyTorch's messages call a dtype
@@ -26,19 +26,21 @@ Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 def guarded(func: Any, run: Plan) -> Plan:
     """The plan of an operator, with the dtypes refused that PyTorch refuses.
 
-    What has no elements is no kernel's business, nor is what other devices hold.  Scalars, which some kernels answer at once, and
-    what is promoted are let through: only what PyTorch has been seen to refuse is refused.
+    What has no elements is no kernel's business, nor is what other devices hold.  What is promoted is let through, and scalars where
+    PyTorch has not been seen to refuse those: some kernels answer them at once.
     """
     name = str(func)
     checks: list[Check] = []
     if name in REFUSED:
-        checks.append(_own(func, REFUSED[name]))
+        checks.append(_own(func, *REFUSED[name]))
+    if name in MODES:
+        checks.append(_in_mode(func, *MODES[name]))
     if name in TOGETHER:
         checks.append(_shared(func, TOGETHER[name]))
     if name in INDICES:
         checks.append(_indices(func, INDICES[name]))
     if name.startswith(_EACH) and (entry := REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
-        checks.append(_each(func, entry))
+        checks.append(_each(func, *entry))
     if not checks:
         return run
 
@@ -67,9 +69,9 @@ def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callab
     return frozenset(refused), refuse
 
 
-def _own(func: Any, entry: tuple[int, Refusals]) -> Check:
+def _own(func: Any, place: int, lines: Refusals) -> Check:
     """The dtype of one argument, for which there is no kernel."""
-    place, (refused, refuse) = entry[0], _refuser(func, entry[1])
+    refused, refuse = _refuser(func, lines)
     pointwise = torch.Tag.pointwise in func.tags
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,16 +82,54 @@ def _own(func: Any, entry: tuple[int, Refusals]) -> Check:
         t = _asked(args, place)
         if t is None or t.dtype not in refused or kwargs.get("dtype") is not None:
             return
-        promoted = any(isinstance(x, torch.Tensor) and x.dtype is not t.dtype for x in args[place + 1 :])
-        if not promoted if pointwise else t.dim():
-            refuse(t.dtype)
+        dtype = _common(args, place, refused) if pointwise else t.dtype if t.dim() else None
+        if dtype in refused:
+            refuse(dtype)
 
     return check
 
 
-def _each(func: Any, entry: tuple[int, Refusals]) -> Check:
+def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
+    """What besides the dtype decides which kernel runs: a scalar at that place, words, tensors left out, a kind of convolution."""
+    found = ["scalar"] if place >= 0 and not args[place].dim() and torch.Tag.pointwise not in func.tags else []
+    for i, a in enumerate(func._schema.arguments):
+        x, kind = args[i] if i < len(args) else kwargs.get(a.name, a.default_value), str(a.type)
+        if kind in ("str", "Optional[str]"):
+            found.append(f"{a.name}={x}")
+        elif kind == "Optional[Tensor]":
+            found.append(f"{a.name}={'None' if x is None else 'Tensor'}")
+    if func is torch.ops.aten.convolution.default:
+        found.append(f"{args[0].dim() - 2}d{' transposed' * args[6]}")
+    return " ".join(found)
+
+
+def _in_mode(func: Any, place: int, lines: dict[str, Refusals]) -> Check:
+    """The dtype of one argument, for which there is no kernel in some modes."""
+    checks = {name: _refuser(func, some) for name, some in lines.items()}
+    suspect = frozenset().union(*(refused for refused, _ in checks.values()))
+    pointwise = torch.Tag.pointwise in func.tags
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        t = _asked(args, place)
+        if t is None or t.dtype not in suspect or kwargs.get("dtype") is not None:
+            return
+        refused, refuse = checks.get(mode(func, args, kwargs, place), (suspect, None))
+        dtype = _common(args, place, refused) if pointwise else t.dtype
+        if refuse and dtype in refused:
+            refuse(dtype)
+
+    return check
+
+
+def _common(args: tuple[Any, ...], place: int, refused: frozenset[torch.dtype]) -> torch.dtype | None:
+    """The dtype that a pointwise operator promotes its tensors to; None if one of them has a dtype for which there may be a kernel."""
+    dtypes = [x.dtype for x in args[place:] if isinstance(x, torch.Tensor)]
+    return functools.reduce(torch.promote_types, dtypes) if refused.issuperset(dtypes) else None
+
+
+def _each(func: Any, place: int, lines: Refusals) -> Check:
     """The tensors of a list, each by itself."""
-    check_one = _own(func, entry)
+    check_one = _own(func, place, lines)
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in args[0]:

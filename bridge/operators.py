@@ -19,7 +19,7 @@ from bridge import dtypes, eager, linked, private, tensors
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.checks import refuse
 from bridge.errors import DataDependentError, NoLoweringError, at_line
-from bridge.kernels import guarded
+from bridge.kernels import NAMES, guarded
 from bridge.levels import state
 from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
@@ -47,7 +47,7 @@ def _plan(func: Any) -> Plan:
     if func._schema.is_mutable:
         return _mutation(func)
     if func in LOWERINGS:
-        return _view(func) if func.is_view and func not in _NEVER_VIEW else _pure(func, LOWERINGS[func])
+        return _view(func) if func.is_view else _pure(func, LOWERINGS[func])
     return _fallback(func)
 
 
@@ -319,8 +319,8 @@ def _store(target: torch.Tensor, value: Any, func: Any) -> None:
     if value.dtype != dtype:
         source = dtypes.to_torch(value.dtype)
         if not torch.can_cast(source, target.dtype):
-            name = lambda d: {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double", torch.bool: "Bool"}.get(d, str(d))
-            raise RuntimeError(f"result type {name(source)} can't be cast to the desired output type {name(target.dtype)}")
+            names = [NAMES.get(d, str(d)) for d in (source, target.dtype)]
+            raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
         value = eager.run("cast", cast, (value, dtype), {})
     shape = shape_of(value)
     if shape != target.shape:
@@ -627,7 +627,6 @@ def _determinant(func: Any) -> Plan:
     return run_pure
 
 
-_NEVER_VIEW: frozenset[Any] = frozenset()
 _SPECIAL: dict[Any, Plan] = {
     aten._linalg_check_errors.default: _linalg_errors,
     aten._linalg_det.default: _determinant(aten._linalg_det.default),

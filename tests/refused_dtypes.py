@@ -22,15 +22,16 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.kernels import NAMES
+from bridge.kernels import NAMES, mode
 
 DTYPES = tuple(NAMES)
-SAMPLES, CALLS = 20, 12  # of an operator; of a kernel by it
+SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
 TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "refused_dtypes.py"
 _HEAD = '''"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch {version}); not by hand.
 
 REFUSED    overload: (the place of the argument whose dtype is looked at, a line for each error: its class, its message, the dtypes);
            place -1 is dtype=
+MODES      overload: (the same place, for each mode as bridge.kernels.mode says it the lines that REFUSED does not have)
 TOGETHER   overload: (the place of an argument, the places of those that must have its dtype)
 INDICES    overload: for the place of an index, a line for each error
 """
@@ -39,15 +40,22 @@ from __future__ import annotations
 Refusals = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 '''
-_TABLES = {
+TABLES = {
     "REFUSED": "dict[str, tuple[int, Refusals]]",
+    "MODES": "dict[str, tuple[int, dict[str, Refusals]]]",
     "TOGETHER": "dict[str, tuple[int, tuple[int, ...]]]",
     "INDICES": "dict[str, dict[int, Refusals]]",
 }
 #: int32 is no bad index, whatever PyTorch says of some: whole numbers of JAX have it unless told otherwise
 _INDICES = (torch.int16, torch.uint8, torch.bool, torch.float32)
-_ABOUT_DTYPES = re.compile("implemented for|support|type|xpected")
+_ABOUT_DTYPES = re.compile("implemented for|support|type|xpected|may not be")
+_ABOUT_OTHERS = re.compile(r"\[|rtol tensor")  # shapes, another argument
 Call = tuple[tuple[Any, ...], dict[str, Any], torch.dtype]
+
+
+aten = torch.ops.aten
+#: what writes some of its arguments beside what it computes
+_WRITERS = frozenset({aten._native_batch_norm_legit.default, aten._batch_norm_with_update.default, aten.embedding_renorm_.default})
 
 
 class _Noting(TorchDispatchMode):
@@ -57,17 +65,19 @@ class _Noting(TorchDispatchMode):
         super().__init__()
         self.dtype = dtype
         self.calls: dict[Any, list[Call]] = collections.defaultdict(list)
+        self.counts: collections.Counter[Any] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable and not func.is_view and len(self.calls[func]) < CALLS:
-            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            if all(t.layout is torch.strided and t.numel() for t in given) and kwargs.get("dtype") is None:
-                self.calls[func].append((*pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs)), self.dtype))
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        kind = func, bool(given) and not given[0].ndim
+        computes = not func.is_view and (not func._schema.is_mutable or func in _WRITERS) and kwargs.get("dtype") is None
+        if computes and self.counts[kind] < CALLS and all(t.layout is torch.strided and t.numel() for t in given):
+            self.counts[kind] += 1
+            self.calls[func].append((*pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs)), self.dtype))
         return func(*args, **kwargs)
 
 
-aten = torch.ops.aten
 #: What makes a tensor of the dtype that it is asked for, by nothing but numbers.
 _FACTORIES: dict[Any, tuple[Any, ...]] = {
     aten.arange.default: (2,), aten.arange.start: (0, 2), aten.arange.start_step: (0, 2, 1), aten.range.default: (0, 1),
@@ -91,8 +101,8 @@ def noted(ops: Iterable[Any]) -> dict[Any, list[Call]]:
         if dtype is None:
             continue
         with contextlib.suppress(Exception), _Noting(dtype) as noting:
-            samples = (s for s in op.sample_inputs("cpu", dtype, requires_grad=False) if _full(s.input))
-            for sample in itertools.islice(samples, SAMPLES):
+            samples = [s for s in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 400) if _full(s.input)]
+            for sample in samples[:: -(-len(samples) // SAMPLES) or 1]:
                 op(sample.input, *sample.args, **sample.kwargs)
         for func, calls in noting.calls.items():
             found[func] += calls
@@ -104,20 +114,20 @@ def _full(x: Any) -> bool:
     return x.numel() > 0 if isinstance(x, torch.Tensor) else isinstance(x, list | tuple)
 
 
-def _place(call: Call) -> int | None:
+def _place(call: Call, scalars: bool = False) -> int | None:
     """The place of the first argument that is a tensor of the dtype that was asked for; None where it is a scalar, -1 for dtype=."""
     if not pytree.tree_any(lambda x: isinstance(x, torch.Tensor), call[0]):
         return -1
     for i, x in enumerate(call[0]):
         if isinstance(x, torch.Tensor) and x.dtype is call[2]:
-            return i if x.ndim else None
+            return i if x.ndim or scalars else None
     return None
 
 
 def _uniform(func: Any, call: Call) -> bool:
     """Whether there is nothing to promote."""
     given = [x for x in pytree.tree_leaves(call[:2]) if isinstance(x, torch.Tensor)]
-    return torch.Tag.pointwise not in func.tags or all(t.dtype is call[2] for t in given[_place(call) :])
+    return torch.Tag.pointwise not in func.tags or all(t.dtype is call[2] for t in given[_place(call, scalars=True) :])
 
 
 def _variants(call: Call, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
@@ -134,7 +144,7 @@ def _answer(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[str,
         func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
         message = re.sub(rf"\b{NAMES[dtype]}\b", "{}", str(error).partition("\n")[0].partition("; but got")[0].strip())
-        return (type(error).__name__, message) if _ABOUT_DTYPES.search(message) and "[" not in message else ("", "")
+        return (type(error).__name__, message) if _ABOUT_DTYPES.search(message) and not _ABOUT_OTHERS.search(message) else ("", "")
     except Exception:
         return "", ""
     return "value", ""
@@ -157,12 +167,31 @@ def _lines(func: Any, asked: Asked) -> tuple[tuple[str, str, tuple[str, ...]], .
 def refused(func: Any, calls: list[Call]) -> tuple[int, Any] | None:
     """An overload's line of REFUSED; None where there is nothing to say."""
     calls = [call for call in calls if _place(call) is not None and _uniform(func, call)]
-    lines = _lines(func, ((d, [v for call in calls for v in _variants(call, d)]) for d in DTYPES))
+    lines = _refused_in(func, calls, DTYPES)
     return (_first(calls), lines) if lines else None
 
 
+def _refused_in(func: Any, calls: list[Call], dtypes: Iterable[torch.dtype]) -> Any:
+    return _lines(func, ((d, [v for call in calls for v in _variants(call, d)]) for d in dtypes))
+
+
+def modes(func: Any, calls: list[Call]) -> tuple[int, Any] | None:
+    """An overload's line of MODES."""
+    known = {name for _, _, names in (refused(func, calls) or (0, ()))[1] for name in names}
+    calls = [call for call in calls if (_place(call, scalars=True) or 0) >= 0 and _uniform(func, call)]
+    if not calls:
+        return None
+    place, found = _first(calls), collections.defaultdict(list)
+    for call in calls:
+        if _place(call, scalars=True) == place:
+            found[mode(func, call[0], call[1], place)].append(call)
+    asked = {name: [d for d in DTYPES if "scalar" in name or str(d).removeprefix("torch.") not in known] for name in found}
+    lines = {name: _refused_in(func, some, asked[name]) for name, some in sorted(found.items())}
+    return (place, kept) if (kept := {name: some for name, some in lines.items() if some}) else None
+
+
 def _first(calls: list[Call]) -> int:
-    return collections.Counter(_place(call) or 0 for call in calls).most_common(1)[0][0]
+    return collections.Counter(_place(call, scalars=True) or 0 for call in calls).most_common(1)[0][0]
 
 
 def _with(call: Call, place: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -203,16 +232,16 @@ def indices(func: Any, calls: list[Call]) -> dict[int, Any] | None:
 
 
 def tables(ops: Iterable[Any] = op_db) -> dict[str, dict[str, Any]]:
-    """The three tables, for all kernels that these operators call."""
+    """The tables, for all kernels that these operators call."""
     found = noted(track(list(ops), "noting"))
     found[aten.div.Tensor_mode].append(((torch.ones(2), torch.ones(2)), {"rounding_mode": None}, torch.float32))
     for factory, args in _FACTORIES.items():
         found[factory] = [(args, {"dtype": torch.float32}, torch.float32)]
     for func, args in _IN_PLACE.items():
         found[func] = [((torch.ones(2), *args), {}, torch.float32)]
-    out: dict[str, dict[str, Any]] = {name: {} for name in _TABLES}
+    out: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
     for func, calls in track(sorted(found.items(), key=str), "asking"):
-        for name, ask in zip(_TABLES, (refused, together, indices), strict=True):
+        for name, ask in zip(TABLES, (refused, modes, together, indices), strict=True):
             if func.namespace == "aten" and (line := ask(func, calls)):
                 out[name][str(func)] = line
     return out
@@ -222,7 +251,7 @@ def _literal(x: Any) -> str:
     if isinstance(x, tuple):
         return "(" + ", ".join(map(_literal, x)) + ("," if len(x) == 1 else "") + ")"
     if isinstance(x, dict):
-        return "{" + ", ".join(f"{k}: {_literal(v)}" for k, v in x.items()) + "}"
+        return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in x.items()) + "}"
     return json.dumps(x)
 
 
@@ -232,7 +261,7 @@ def main() -> None:
     text = _HEAD.format(version=torch.__version__.split("+")[0])
     for name, lines in tables().items():
         body = "".join(f"    {json.dumps(func)}: {_literal(line)},\n" for func, line in lines.items())
-        text += f"\n{name}: {_TABLES[name]} = {{\n{body}}}\n"
+        text += f"\n{name}: {TABLES[name]} = {{\n{body}}}\n"
     TABLE.write_text(text)
 
 

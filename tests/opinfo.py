@@ -50,10 +50,9 @@ _DETERMINED = {
 
 #: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, finite differences too): it forgets the tangent of
 #: nll_loss's and cross_entropy's weight, all of them in the chunked loss and in scatter_reduce's products; cholesky_inverse's formula holds
-#: near the identity alone, where the database's samples are; half results of the last two have tangents in float32.
+#: near the identity alone, where the database's samples are.
 _WRONG_FORWARD = frozenset({
     "nn.functional.nll_loss", "nn.functional.cross_entropy", "nn.functional.linear_cross_entropy", "scatter_reduce", "cholesky_inverse",
-    "frexp", "renorm",
 })
 
 
@@ -216,7 +215,8 @@ def _forward(p: Problem) -> Tensors:
     primals, tangents = p.primals(p.values), p.tangents()
     if p.name not in _WRONG_FORWARD:
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            return tuple(pytree.tree_leaves(torch.func.jvp(p.smooth, primals, tangents)))
+            outs, moved = map(pytree.tree_leaves, torch.func.jvp(p.smooth, primals, tangents))
+            return (*outs, *(t.to(o.dtype) for o, t in zip(outs, moved)))  # of some half results PyTorch has float32 ones
     xs = [t.detach().clone().requires_grad_() for t in primals]
     outs = p.smooth(*xs)
     if not all(o.requires_grad for o in outs):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from bridge.lowering.activations import safe_softmax
+from bridge.lowering.matmul import precision
 from bridge.lowering.promotion import cast, fused, opmath
 from bridge.lowering.registry import lowering
 
@@ -40,7 +41,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool
     if k.shape[1] != q.shape[1]:  # grouped-query attention: heads of the query share a key and value
         k, v = (jnp.repeat(t, q.shape[1] // t.shape[1], 1) for t in (k, v))
     batch = ((0, 1), (0, 1))
-    scores = lax.dot_general(q * jnp.asarray(scale, dtype), k, (((3,), (3,)), batch), preferred_element_type=wide)
+    scores = lax.dot_general(q, k, (((3,), (3,)), batch), precision(dtype), wide) * jnp.asarray(scale, wide)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + cast(mask, wide)
     if is_causal:
@@ -51,23 +52,30 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool
     return cast(out, dtype), cast(logsumexp, wide)
 
 
-def _mean(weights: Array, v: Array) -> Array:
-    return lax.dot_general(cast(weights, v.dtype), v, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=weights.dtype)
+def _mean(weights: Array, v: Array, dtype: Any) -> Array:
+    """The rows of v by their weights, both read as that dtype and summed in that of the weights."""
+    batch = ((0, 1), (0, 1))
+    return lax.dot_general(cast(weights, dtype), cast(v, dtype), (((3,), (2,)), batch), precision(v.dtype), weights.dtype)
 
 
 @jax.custom_jvp
 def _weighed(scores: Array, v: Array) -> Array:
-    """softmax(scores) @ v.  The derivative to the scores is taken from the output, as PyTorch's kernel does: it rounds as it does."""
-    return _mean(safe_softmax(scores, 3), v)
+    """softmax(scores) @ v.
+
+    The derivative to the scores is taken from the output, as PyTorch's kernel does.  Of halves nothing in it is rounded before the
+    difference is taken: of two nearly equal numbers little would be left.
+    """
+    return _mean(safe_softmax(scores, 3), v, v.dtype)
 
 
 @_weighed.defjvp
 def _weighed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (scores, v), (dscores, dv) = primals, tangents
     weights = safe_softmax(scores, 3)
-    out = _mean(weights, v)
+    out = _mean(weights, v, v.dtype)
     moved = weights * dscores
-    return out, _mean(moved, v) - out * jnp.sum(moved, 3, keepdims=True) + _mean(weights, dv)
+    slope = _mean(moved, v, moved.dtype) - _mean(weights, v, moved.dtype) * jnp.sum(moved, 3, keepdims=True)
+    return out, slope + _mean(weights, dv, v.dtype)
 
 
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu_backward")

@@ -1,6 +1,7 @@
 """Scaled dot-product attention: the CPU's fused operator and its derivative."""
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -32,50 +33,51 @@ def aten__scaled_dot_product_flash_attention_for_cpu(
     if dropout_p != 0.0:
         raise RuntimeError(f"dropout_p: scaled_dot_product_attention on CPU does not support dropout in its fused form, got {dropout_p}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    return _attention(query, key, value, attn_mask, bool(is_causal), scale)
+    return _attention(query, key, value, attn_mask, bool(is_causal), scale, precision(query.dtype))
 
 
-@fused("is_causal", "scale")
-def _attention(q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool, scale: float) -> tuple[Array, Array]:
+@fused("is_causal", "scale", "precise")
+def _attention(
+    q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool, scale: float, precise: lax.Precision | None
+) -> tuple[Array, Array]:
     dtype, wide = q.dtype, opmath(q.dtype)
     if k.shape[1] != q.shape[1]:  # grouped-query attention: heads of the query share a key and value
         k, v = (jnp.repeat(t, q.shape[1] // t.shape[1], 1) for t in (k, v))
     batch = ((0, 1), (0, 1))
-    scores = lax.dot_general(q, k, (((3,), (3,)), batch), precision(dtype), wide) * jnp.asarray(scale, wide)
+    scores = lax.dot_general(q, k, (((3,), (3,)), batch), precise, wide) * jnp.asarray(scale, wide)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + cast(mask, wide)
     if is_causal:
         row, column = (lax.broadcasted_iota(jnp.int32, scores.shape[2:], i) for i in (0, 1))
         scores = jnp.where(row >= column, scores, -jnp.inf)
-    out = _weighed(scores, v)
+    out = _weighed(scores, v, precise)
     logsumexp = jax.scipy.special.logsumexp(lax.stop_gradient(scores), 3)
     return cast(out, dtype), cast(logsumexp, wide)
 
 
-def _mean(weights: Array, v: Array, dtype: Any) -> Array:
+def _mean(weights: Array, v: Array, dtype: Any, precise: lax.Precision | None) -> Array:
     """The rows of v by their weights, both read as that dtype and summed in that of the weights."""
-    batch = ((0, 1), (0, 1))
-    return lax.dot_general(cast(weights, dtype), cast(v, dtype), (((3,), (2,)), batch), precision(v.dtype), weights.dtype)
+    return lax.dot_general(cast(weights, dtype), cast(v, dtype), (((3,), (2,)), ((0, 1), (0, 1))), precise, weights.dtype)
 
 
-@jax.custom_jvp
-def _weighed(scores: Array, v: Array) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weighed(scores: Array, v: Array, precise: lax.Precision | None) -> Array:
     """softmax(scores) @ v.
 
     The derivative to the scores is taken from the output, as PyTorch's kernel does.  Of halves nothing in it is rounded before the
     difference is taken: of two nearly equal numbers little would be left.
     """
-    return _mean(safe_softmax(scores, 3), v, v.dtype)
+    return _mean(safe_softmax(scores, 3), v, v.dtype, precise)
 
 
 @_weighed.defjvp
-def _weighed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _weighed_jvp(precise: lax.Precision | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (scores, v), (dscores, dv) = primals, tangents
     weights = safe_softmax(scores, 3)
-    out = _mean(weights, v, v.dtype)
+    mean = lambda weights, v, dtype: _mean(weights, v, dtype, precise)
     moved = weights * dscores
-    slope = _mean(moved, v, moved.dtype) - _mean(weights, v, moved.dtype) * jnp.sum(moved, 3, keepdims=True)
-    return out, slope + _mean(weights, dv, v.dtype)
+    slope = mean(moved, v, moved.dtype) - mean(weights, v, moved.dtype) * jnp.sum(moved, 3, keepdims=True)
+    return mean(weights, v, v.dtype), slope + mean(weights, dv, v.dtype)
 
 
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu_backward")

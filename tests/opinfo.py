@@ -69,6 +69,16 @@ def _logcumsumexp_forward(p: Problem) -> Tensors:
 #: Operators whose forward mode is stated here, because PyTorch has no true one.
 _STATED_FORWARD = {"logcumsumexp": _logcumsumexp_forward}
 
+
+
+def _renorm_in_words(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
+    norms = torch.linalg.vector_norm(x, p, [d for d in range(x.ndim) if d != dim % x.ndim], keepdim=True)
+    return torch.where(norms > maxnorm, x * (maxnorm / (norms + 1e-7)), x)
+
+
+#: Operators differentiated as another composition, because PyTorch's own derivative is NaN: renorm's of complex numbers by the maximum.
+_IN_WORDS = {"renorm": _renorm_in_words}
+
 RIGHT = "right"
 
 
@@ -128,7 +138,7 @@ class Problem:
     """
 
     def __init__(self, op: Any, sample: Any, other: Any) -> None:
-        self.name, self.op, self.sample = op.name, op, sample
+        self.name, self.op, self.sample, self.run = op.name, op, sample, op.op
         self.leaves, self.spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         self.where = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
         self.values: Tensors = tuple(self.leaves[i].detach().clone() for i in self.where)  # views are asked for their own elements
@@ -153,7 +163,7 @@ class Problem:
         for i, t in zip(self.where, values):
             leaves[i] = t
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        out = self.op.op(first, *args, **kwargs)
+        out = self.run(first, *args, **kwargs)
         post = self.sample.output_process_fn_grad
         found = tuple(x for x in pytree.tree_leaves(post(out) if post else out) if isinstance(x, torch.Tensor))
         if not found:
@@ -201,6 +211,8 @@ def _normal(like: list[torch.Tensor], seed: int) -> Tensors:
 
 # -- truth ------------------------------------------------------------------------------------------------------------------------
 def _backward(p: Problem, primals: Tensors, cotangents: Tensors) -> Tensors:
+    p = copy.copy(p)
+    p.run = _IN_WORDS.get(p.name, p.run)
     xs = [t.detach().clone().requires_grad_() for t in primals]
     pairs = [(o, c.to(o.dtype)) for o, c in zip(p.smooth(*xs), cotangents) if o.requires_grad]
     if not pairs:

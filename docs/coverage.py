@@ -5,6 +5,7 @@
     python docs/coverage.py --dtypes all --samples 20       everything
     python docs/coverage.py --only sin,svd --json           a few, on standard output; the page stays as it is
     python docs/coverage.py --resume                        go on after a crash or an interruption
+    python docs/coverage.py --samples 20 --quick            XLA compiles without optimizing: most of the time goes there
 
 Workers answer one operator at a time; each answer is kept in --rows when it comes, so nothing is asked twice.  Dtypes and modes that
 are not asked for keep what coverage.json says of them.  tests/test_operators.py fails where a cell that is right there turns wrong.
@@ -34,6 +35,8 @@ MODES = ("jit", "vjp", "jvp", "vmap", "vmapvjp")
 DTYPES = (
     "float32", "float64", "bfloat16", "float16", "complex64", "complex128", "int8", "int16", "int32", "int64", "uint8", "bool",
 )
+#: For many small programs that run once; what is lowered is the same.
+_QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
 _GRACE = 60.0  # seconds that a worker may be silent beyond its own limits before it is ended
 
 #: operator -> dtype -> mode -> {"ours": answer, "theirs": answer}; "right", or why not
@@ -160,7 +163,8 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
         f"({counts} an operator), through each transform, compared with plain PyTorch on "
         "the CPU. Written by `python docs/coverage.py`, with torch.func asked the same questions in the same run.", "",
         "An operator counts as right in a mode where every sample agrees in shape, dtype and values. jvp of operators without a forward "
-        "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype.", "",
+        "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype."
+        + (f" Compiled without XLA's optimizations (`--quick`): {', '.join(quick)}." if (quick := about.get("quick")) else ""), "",
         "| dtype | " + " | ".join(f"{m} | torch.func" if m != "jit" else m for m in MODES) + " |",
         "| --- |" + " ---: |" * (2 * len(MODES) - 1),
     ]
@@ -255,6 +259,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--limit", type=float, default=60, help="seconds an answer may take")
     parser.add_argument("--rows", type=Path, default=ROOT / ".cache" / "coverage.jsonl", help="where answers are kept as they come")
+    parser.add_argument("--quick", action="store_true", help="compile without XLA's optimizations: twice as fast")
     parser.add_argument("--resume", action="store_true", help="keep the answers in --rows and ask only for the others")
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
     return parser.parse_args(argv)
@@ -263,6 +268,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     asked = options(argv)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    if asked.quick:  # before jax is imported, here and in the workers
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
     import jax
     import opinfo
     import torch
@@ -310,6 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     about, known = load()
     about |= {"torch": torch.__version__.partition("+")[0], "jax": jax.__version__}
     about["samples"] |= dict.fromkeys(dtypes, asked.samples)
+    about["quick"] = [d for d in DTYPES if (asked.quick if d in dtypes else d in about.get("quick", ()))]
     for by in known.values():  # what was asked for and has no cell any more
         for d in dtypes:
             for m in modes:

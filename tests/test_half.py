@@ -55,6 +55,24 @@ def test_as_near_to_float64_as_pytorch(name: str, dtype: torch.dtype) -> None:
         assert (error <= 2 * once + allowed.max()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": floats(6, 6).bfloat16().double()}], ids=str)
+def test_attention_is_as_near_to_float64_as_pytorchs(options: dict[str, object], dtype: torch.dtype) -> None:
+    """Value and gradients, at weights that are nearly one and at others; forward mode PyTorch's fused kernel has not."""
+    wide = [x.bfloat16().double() for x in (floats(2, 3, 6, 8) * 3, floats(2, 3, 6, 8) * 3, floats(2, 3, 6, 8) + 5)]
+
+    def answers(namespace: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        named = {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        out, pull = namespace.vjp(lambda *xs: F.scaled_dot_product_attention(*xs, **named), *(x.to(dtype) for x in wide))  # type: ignore[attr-defined]
+        return [out, *pull(floats(2, 3, 6, 8).bfloat16().to(dtype))]
+
+    for m, t, e in zip(answers(torchfunc_jax, dtype), answers(torch.func, dtype), answers(torch.func, torch.float64), strict=True):
+        assert m.dtype == t.dtype == dtype
+        error, allowed = (m.double() - e).abs(), (t.double() - e).abs()
+        assert error.mean() <= 1.2 * allowed.mean(), (error.mean(), allowed.mean())  # the weights are rounded before they are used
+        assert error.max() <= 2 * allowed.max()
+
+
 def test_a_tangent_has_its_primals_dtype() -> None:
     """torch.func.jvp's is float32 for these two."""
     x = floats(4, 5).bfloat16()

@@ -20,6 +20,8 @@ NAMES = {
 _CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError, "IndexError": IndexError}
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
+#: Python's numbers as tensors
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32, complex: torch.complex64}
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -80,10 +82,12 @@ def _own(func: Any, place: int, lines: Refusals) -> Check:
                 refuse(kwargs["dtype"])
             return
         t = _asked(args, place)
-        if t is None or t.dtype not in refused or kwargs.get("dtype") is not None:
+        if t is None or kwargs.get("dtype") is not None:
             return
-        dtype = _common(args, place, refused) if pointwise else t.dtype if t.dim() else None
-        if dtype in refused:
+        if not pointwise:
+            if t.dtype in refused and t.dim():
+                refuse(t.dtype)
+        elif _suspicious(args, place, refused) and (dtype := _common(func, args, place)) in refused:
             refuse(dtype)
 
     return check
@@ -111,20 +115,44 @@ def _in_mode(func: Any, place: int, lines: dict[str, Refusals]) -> Check:
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         t = _asked(args, place)
-        if t is None or t.dtype not in suspect or kwargs.get("dtype") is not None:
+        if t is None or kwargs.get("dtype") is not None or not _suspicious(args if pointwise else (t,), place if pointwise else 0, suspect):
             return
-        refused, refuse = checks.get(mode(func, args, kwargs, place), (suspect, None))
-        dtype = _common(args, place, refused) if pointwise else t.dtype
-        if refuse and dtype in refused:
-            refuse(dtype)
+        dtype = _common(func, args, place) if pointwise else t.dtype
+        if dtype in suspect:
+            refused, refuse = checks.get(mode(func, args, kwargs, place), (frozenset(), None))
+            if refuse and dtype in refused:
+                refuse(dtype)
 
     return check
 
 
-def _common(args: tuple[Any, ...], place: int, refused: frozenset[torch.dtype]) -> torch.dtype | None:
-    """The dtype that a pointwise operator promotes its tensors to; None if one of them has a dtype for which there may be a kernel."""
-    dtypes = [x.dtype for x in args[place:] if isinstance(x, torch.Tensor)]
-    return functools.reduce(torch.promote_types, dtypes) if refused.issuperset(dtypes) else None
+def _common(func: Any, args: tuple[Any, ...], place: int) -> torch.dtype | None:
+    """The dtype that a pointwise operator promotes to: tensors by the first of those with dimensions, those without, and numbers, unless
+    a later one is of a higher kind."""
+    found: list[torch.dtype | None] = [None, None, None]
+    for a, x in zip(func._schema.arguments[place:], args[place:], strict=False):
+        if isinstance(x, torch.Tensor):
+            rank, dtype = 0 if x.dim() else 1, x.dtype
+        elif str(a.type) == "Tensor" and type(x) in _NUMBERS:
+            rank, dtype = 2, _NUMBERS[type(x)]
+        else:
+            continue
+        have = found[rank]
+        found[rank] = dtype if have is None else torch.promote_types(have, dtype)
+    common = None
+    for other in found:
+        if other is not None and (common is None or _kind(other) > _kind(common)):
+            common = other if common is None else torch.promote_types(common, other)
+    return common
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def _suspicious(args: tuple[Any, ...], place: int, refused: frozenset[torch.dtype]) -> bool:
+    """Whether a tensor has a refused dtype, or a number makes one of them."""
+    return any(x.dtype in refused if isinstance(x, torch.Tensor) else type(x) is complex for x in args[place:])
 
 
 def _each(func: Any, place: int, lines: Refusals) -> Check:

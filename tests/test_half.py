@@ -73,6 +73,18 @@ def test_attention_is_as_near_to_float64_as_pytorchs(options: dict[str, object],
         assert error.max() <= 2 * allowed.max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_next_number_is_exactly_that(dtype: torch.dtype) -> None:
+    """A tolerance cannot tell it from its neighbour."""
+    f = torch.finfo(dtype)
+    some = [0.0, -0.0, 1.0, -1.0, 3.5, f.max, f.min, f.smallest_normal, f.smallest_normal / 2, math.inf, -math.inf, math.nan]
+    a, b = (torch.tensor(x, dtype=dtype) for x in zip(*[(x, y) for x in some for y in some], strict=True))
+    truth, bits = torch.nextafter(a, b), {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for got in (torchfunc_jax.jit(torch.nextafter)(a, b), torchfunc_jax.vmap(torch.nextafter)(a, b)):
+        assert torch.equal(got.isnan(), truth.isnan())
+        assert torch.equal(got[~got.isnan()].view(bits), truth[~truth.isnan()].view(bits))
+
+
 def test_a_tangent_has_its_primals_dtype() -> None:
     """torch.func.jvp's is float32 for these two."""
     x = floats(4, 5).bfloat16()

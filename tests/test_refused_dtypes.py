@@ -104,6 +104,9 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "a complex batch_norm with statistics": (lambda x: F.batch_norm(x, x[0].real.clone(), x[0].real.clone()), COMPLEX),
     "embeddings of ints renormed": (lambda x: F.embedding(torch.tensor([0, 1]), x.clone(), max_norm=1.0), INTS),
     "mvlgamma of bools": (lambda x: torch.mvlgamma(x, 1), BOOLS),
+    "atan2 by a complex number": (lambda x: torch.atan2(x, torch.tensor(2j)), X),
+    "the larger of reals and complex": (lambda x: torch.maximum(x, x + 1j), X),
+    "heaviside of two dtypes": (lambda x: torch.heaviside(x, torch.tensor(2)), X),
     "atan2 of two complex dtypes": (lambda x: torch.atan2(x, x.to(torch.complex128)), COMPLEX),
 }
 WAYS: dict[str, Callable[..., Any]] = {
@@ -143,6 +146,9 @@ def test_what_is_empty_or_promoted_passes() -> None:
     torch.testing.assert_close(jit(lambda x: F.layer_norm(x, (4,), X[0], X[1]))(half), F.layer_norm(half, (4,), X[0], X[1]))
     assert jit(lambda x: F.huber_loss(x, x.double()))(X).dtype is F.huber_loss(X, X.double()).dtype
     torch.testing.assert_close(jit(lambda b: torch.div(b, b, rounding_mode=None))(BOOLS | True), torch.ones(4, 4))
+    for divided in (lambda b: torch.div(b, -2, rounding_mode="floor"), lambda b: torch.div(b, 2.5, rounding_mode="trunc")):
+        torch.testing.assert_close(jit(divided)(BOOLS), divided(BOOLS))
+    torch.testing.assert_close(jit(lambda x: torch.lerp(x, 2 * x, torch.tensor(2)))(X), 3 * X)
 
 
 def test_jax_arrays_are_held_to_the_same() -> None:

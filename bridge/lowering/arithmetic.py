@@ -361,7 +361,7 @@ _any_lerp = _ternary(_lerp)
 def aten_lerp(start: Any, end: Any, weight: Any) -> Any:
     """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor"""
     for name, x in (("end", end), ("weight", weight)):
-        if isinstance(x, jax.Array) and x.dtype != start.dtype:
+        if isinstance(x, jax.Array) and x.dtype != start.dtype and (x.ndim or name == "end"):
             raise RuntimeError(f"expected dtype {start.dtype} for `{name}` but got dtype {x.dtype}")
     return _any_lerp(start, end, weight)
 

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from .arithmetic import aten_mul, aten_pow_of_scalar
@@ -58,7 +59,18 @@ def _logaddexp2(a: Any, b: Any) -> Any:
 
 @jax.custom_jvp
 def _nextafter(a: Any, b: Any) -> Any:
-    return lax.nextafter(a, b)
+    """By bit patterns, for XLA on CPU compares denormal numbers as zeros."""
+    kind = np.dtype(f"int{a.dtype.itemsize * 8}")
+    bits = [lax.bitcast_convert_type(x, kind) for x in (a, b)]
+    none, one, sign, rest = (lax.full_like(bits[0], x) for x in (0, 1, np.iinfo(kind).min, np.iinfo(kind).max))
+    size_a, size_b = (lax.bitwise_and(x, rest) for x in bits)
+    inward = lax.bitwise_or(lax.lt(lax.bitwise_xor(*bits), none), lax.gt(size_a, size_b))  # the other sign, or nearer to zero
+    moved = lax.select_n(inward, lax.add(bits[0], one), lax.sub(bits[0], one))
+    moved = lax.select_n(lax.eq(size_a, none), moved, lax.bitwise_or(lax.bitwise_and(bits[1], sign), one))
+    same = lax.bitwise_or(lax.eq(*bits), lax.eq(lax.bitwise_or(size_a, size_b), none))
+    found = lax.bitcast_convert_type(lax.select_n(same, moved, bits[1]), a.dtype)
+    nan = lax.bitwise_or(lax.ne(a, a), lax.ne(b, b))
+    return lax.select_n(nan, found, lax.full_like(a, np.nan))
 
 
 define_slopes(_nextafter, lambda a, b, y: like(1, a), lambda a, b, y: like(0, b))
@@ -66,10 +78,20 @@ define_slopes(_nextafter, lambda a, b, y: like(1, a), lambda a, b, y: like(0, b)
 
 lowering("aten.hypot")(binary(_hypot, floating=True))
 lowering("aten.copysign.Tensor", "aten.copysign.Scalar")(binary(_copysign, floating=True))
-lowering("aten.heaviside")(binary(_heaviside))
-lowering("aten.nextafter")(binary(_nextafter))
+lowering("aten.nextafter")(binary(_nextafter, wide=False))
 lowering("aten.logaddexp")(binary(_logaddexp, floating=True))
 lowering("aten.logaddexp2")(binary(_logaddexp2, floating=True))
+
+
+_step = binary(_heaviside)
+
+
+@lowering("aten.heaviside")
+def aten_heaviside(self: Any, values: Any) -> Any:
+    """heaviside(Tensor self, Tensor values) -> Tensor"""
+    if self.dtype != values.dtype:
+        raise RuntimeError("heaviside is not yet implemented for tensors with different dtypes.")
+    return _step(self, values)
 
 
 @lowering("aten.ldexp.Tensor")

@@ -93,7 +93,7 @@ def unary(fn: Callable, wide: bool = False) -> Callable:
     return apply
 
 
-def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitive: bool = False) -> Callable:
+def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitive: bool = False, wide: bool = True) -> Callable:
     """A two-operand lowering with torch's type promotion and broadcasting.
 
     Args:
@@ -101,6 +101,7 @@ def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitiv
         floating: integers are promoted to the default float (true division, atan2 ...).
         boolean: fn returns bools; else its result has the operands' common dtype.
         primitive: fn is one lax primitive, which broadcasts scalars itself, and is called bare where types and shapes allow.
+        wide: half types are computed in float32.
     """
 
     @functools.partial(fused, static_argnums=(2, 3))
@@ -118,7 +119,7 @@ def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitiv
         dtype = result_dtype(self, other)
         if floating and dtype.kind in "iub":
             dtype = default_float()
-        work = dtype if boolean else opmath(dtype)
+        work = dtype if boolean or not wide else opmath(dtype)
         return mixed(number(self, work), number(other, work), work, dtype)
 
     return apply

@@ -116,7 +116,7 @@ def aten_log_sigmoid_forward(x: Array) -> tuple[Array, Array]:
     """log_sigmoid_forward(Tensor self) -> (Tensor output, Tensor buffer)"""
     require_inexact(x, "log_sigmoid")
     wide = cast(x, opmath(x.dtype))
-    return cast(-jax.nn.softplus(-wide), x.dtype), cast(jnp.exp(-jnp.abs(wide)), x.dtype)
+    return cast(0 - jax.nn.softplus(-wide), x.dtype), cast(jnp.exp(-jnp.abs(wide)), x.dtype)
 
 
 def _need_numbers(name: str, x: Array) -> None:
@@ -130,7 +130,8 @@ def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
     """hardtanh(Tensor self, Scalar min_val=-1, Scalar max_val=1) -> Tensor"""
     _need_numbers("hardtanh", x)
     low, high = (jnp.asarray(v, x.dtype) for v in (min_val, max_val))
-    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))  # constant at the bounds: their gradient is 0
+    held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))  # at the bounds x itself: -0.0 stays
+    return jnp.where((x <= low) | (x >= high), held, x)  # constant there: the gradient is 0
 
 
 @lowering("aten.relu6")

@@ -87,7 +87,8 @@ def _absolute_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 @jax.custom_jvp
 def _relu(x: Any) -> Any:
-    return lax.max(x, number(0, x.dtype))
+    """-0.0 stays, as in PyTorch: no maximum."""
+    return choose(lax.lt(x, number(0, x.dtype)), 0, x)
 
 
 @_relu.defjvp

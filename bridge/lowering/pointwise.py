@@ -59,6 +59,16 @@ def choose(mask: Any, a: Any, b: Any) -> Any:
     return lax.select_n(mask, b, a if np.shape(a) == b.shape and is_array(a) else like(a, b))
 
 
+def scaled(x: Any, factor: float) -> Any:
+    """x times a Python number, in x's dtype."""
+    return lax.mul(x, number(factor, x.dtype))
+
+
+def affine(x: Any, factor: float, shift: float) -> Any:
+    """factor * x + shift, in x's dtype."""
+    return lax.add(scaled(x, factor), number(shift, x.dtype))
+
+
 def define_slopes(function: Any, *slopes: Callable) -> None:
     """Give a custom_jvp function its partial derivatives, one per operand, each a function of (operands..., result).
 

@@ -13,16 +13,8 @@ from jax import lax
 from . import chebyshev as tables
 from .chebyshev import clenshaw
 from .elementwise import sign
-from .pointwise import choose, define_slopes, like, number, unary
+from .pointwise import affine, choose, define_slopes, like, number, scaled, unary
 from .registry import lowering
-
-
-def _scaled(x: Any, factor: float) -> Any:
-    return lax.mul(x, number(factor, x.dtype))
-
-
-def _affine(x: Any, factor: float, shift: float) -> Any:
-    return lax.add(_scaled(x, factor), number(shift, x.dtype))
 
 
 def _below(x: Any, bound: float) -> Any:
@@ -38,18 +30,18 @@ def _piecewise(left: Any, inside_left: Any, right: Any, x: Any, middle: float) -
 def _wave(x: Any, order: int, second_kind: bool) -> Any:
     """sqrt(2 / (pi x)) (P cos(c) - Q sin(c)) for J, (P sin(c) + Q cos(c)) for Y, c = x - (order/2 + 1/4) pi; x >= 8."""
     p_table, q_table = ((tables.P0_LARGE, tables.Q0_LARGE), (tables.P1_LARGE, tables.Q1_LARGE))[order]
-    t = _affine(lax.div(like(128, x), lax.mul(x, x)), 1, -1)
+    t = affine(lax.div(like(128, x), lax.mul(x, x)), 1, -1)
     p, q = clenshaw(p_table, t), lax.div(clenshaw(q_table, t), x)
     # sin and cos of x minus an odd multiple of pi/4 by the sum formula: subtracting it from a large x would round
     sine, cosine, root = lax.sin(x), lax.cos(x), math.sqrt(0.5)
-    total, difference = _scaled(lax.add(sine, cosine), root), _scaled(lax.sub(sine, cosine), root)
+    total, difference = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
     c_cos, c_sin = (total, difference) if order == 0 else (difference, lax.neg(total))
     wave = lax.add(lax.mul(p, c_sin), lax.mul(q, c_cos)) if second_kind else lax.sub(lax.mul(p, c_cos), lax.mul(q, c_sin))
     return lax.mul(lax.sqrt(lax.div(like(2 / math.pi, x), x)), wave)
 
 
 def _near_zero(table: tables.Table, x: Any) -> Any:
-    return clenshaw(table, _affine(lax.mul(x, x), 1 / 32, -1))
+    return clenshaw(table, affine(lax.mul(x, x), 1 / 32, -1))
 
 
 def _finite_or(x: Any, at_infinity: float, value: Any) -> Any:
@@ -67,16 +59,16 @@ def _j0(x: Any) -> Any:
 def _j1(x: Any) -> Any:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
     y = _piecewise(lambda s: lax.mul(s, _near_zero(tables.J1_SMALL, s)), _below(size, 8), lambda s: _wave(s, 1, False), size, 8)
-    return _finite_or(x, math.nan, lax.select_n(_below(x, 0), y, lax.neg(y)))
+    return _finite_or(x, math.nan, choose(lax.eq(x, number(0, x.dtype)), x, lax.select_n(_below(x, 0), y, lax.neg(y))))
 
 
 def _y0_near_zero(x: Any) -> Any:
-    return lax.add(_near_zero(tables.Y0_SMALL, x), lax.mul(_scaled(lax.log(x), 2 / math.pi), _near_zero(tables.J0_SMALL, x)))
+    return lax.add(_near_zero(tables.Y0_SMALL, x), lax.mul(scaled(lax.log(x), 2 / math.pi), _near_zero(tables.J0_SMALL, x)))
 
 
 def _y1_near_zero(x: Any) -> Any:
     singular = lax.sub(lax.mul(lax.log(x), lax.mul(x, _near_zero(tables.J1_SMALL, x))), lax.div(like(1, x), x))
-    return lax.add(lax.mul(x, _near_zero(tables.Y1_SMALL, x)), _scaled(singular, 2 / math.pi))
+    return lax.add(lax.mul(x, _near_zero(tables.Y1_SMALL, x)), scaled(singular, 2 / math.pi))
 
 
 def _second_kind(near_zero: Any, order: int) -> Any:
@@ -92,16 +84,20 @@ def _second_kind(near_zero: Any, order: int) -> Any:
 
 # -- K ----------------------------------------------------------------------------------------------------------------
 def _modified_near_zero(table: tables.Table, x: Any) -> Any:
-    return clenshaw(table, _affine(lax.mul(x, x), 0.5, -1))
+    return clenshaw(table, affine(lax.mul(x, x), 0.5, -1))
+
+
+def _log_of_half(x: Any) -> Any:
+    return lax.sub(lax.log(x), number(math.log(2), x.dtype))  # half the least normal number would be 0
 
 
 def _k0_near_zero(x: Any) -> Any:
-    return lax.sub(_modified_near_zero(tables.K0_SMALL, x), lax.mul(lax.log(_scaled(x, 0.5)), _modified_near_zero(tables.I0_SMALL, x)))
+    return lax.sub(_modified_near_zero(tables.K0_SMALL, x), lax.mul(_log_of_half(x), _modified_near_zero(tables.I0_SMALL, x)))
 
 
 def _k1_near_zero(x: Any) -> Any:
     i1 = lax.mul(x, _modified_near_zero(tables.I1_SMALL, x))
-    return lax.add(lax.mul(lax.log(_scaled(x, 0.5)), i1), lax.div(_modified_near_zero(tables.K1_SMALL, x), x))
+    return lax.add(lax.mul(_log_of_half(x), i1), lax.div(_modified_near_zero(tables.K1_SMALL, x), x))
 
 
 def _third_kind(near_zero: Any, table: tables.Table, scaled: bool) -> Any:
@@ -111,7 +107,7 @@ def _third_kind(near_zero: Any, table: tables.Table, scaled: bool) -> Any:
         return lax.mul(near_zero(x), lax.exp(x)) if scaled else near_zero(x)
 
     def large(x: Any) -> Any:
-        y = lax.div(clenshaw(table, _affine(lax.div(like(4, x), x), 1, -1)), lax.sqrt(x))
+        y = lax.div(clenshaw(table, affine(lax.div(like(4, x), x), 1, -1)), lax.sqrt(x))
         return y if scaled else lax.mul(y, lax.exp(lax.neg(x)))
 
     def function(x: Any) -> Any:
@@ -130,7 +126,7 @@ def _i0e(x: Any) -> Any:
 
 @jax.custom_jvp
 def _i1e(x: Any) -> Any:
-    return lax.bessel_i1e(x)
+    return choose(lax.eq(x, number(0, x.dtype)), 0, lax.bessel_i1e(x))
 
 
 @jax.custom_jvp
@@ -140,7 +136,7 @@ def _i0(x: Any) -> Any:
 
 @jax.custom_jvp
 def _i1(x: Any) -> Any:
-    return lax.mul(lax.exp(lax.abs(x)), lax.bessel_i1e(x))
+    return lax.mul(lax.exp(lax.abs(x)), _i1e(x))
 
 
 @jax.custom_jvp
@@ -149,7 +145,7 @@ def _spherical_j0(x: Any) -> Any:
     near, far = choose(small, x, like(0, x)), choose(small, 1, x)
     square, term, series = lax.mul(near, near), like(1, x), like(1, x)
     for k in range(1, 8):
-        term = _scaled(lax.mul(term, square), -1 / (2 * k * (2 * k + 1)))
+        term = scaled(lax.mul(term, square), -1 / (2 * k * (2 * k + 1)))
         series = lax.add(series, term)
     return lax.select_n(small, _finite_or(x, 0, lax.div(lax.sin(far), far)), series)
 
@@ -191,24 +187,24 @@ def _airy_ai(x: Any) -> Any:
     """Ai: an expansion on [-4, 2], decaying beyond, a wave below (Abramowitz and Stegun, 10.4.59 and 10.4.60)."""
 
     def zeta(z: Any) -> Any:
-        return _scaled(lax.mul(z, lax.sqrt(z)), 2 / 3)
+        return scaled(lax.mul(z, lax.sqrt(z)), 2 / 3)
 
     def right(z: Any) -> Any:
         exponent = zeta(z)
-        y = clenshaw(tables.AIRY_RIGHT, _affine(lax.div(like(2 * (2 / 3) * 2**1.5, z), exponent), 1, -1))
-        return lax.div(lax.mul(y, lax.exp(lax.neg(exponent))), _scaled(lax.sqrt(lax.sqrt(z)), 2 * math.sqrt(math.pi)))
+        y = clenshaw(tables.AIRY_RIGHT, affine(lax.div(like(2 * (2 / 3) * 2**1.5, z), exponent), 1, -1))
+        return lax.div(lax.mul(y, lax.exp(lax.neg(exponent))), scaled(lax.sqrt(lax.sqrt(z)), 2 * math.sqrt(math.pi)))
 
     def left(z: Any) -> Any:
         angle = zeta(z)
         ratio = lax.div(like(16 / 3, z), angle)
-        t = _affine(lax.mul(ratio, ratio), 2, -1)
+        t = affine(lax.mul(ratio, ratio), 2, -1)
         p, q = clenshaw(tables.AIRY_LEFT_P, t), lax.div(clenshaw(tables.AIRY_LEFT_Q, t), angle)
         sine, cosine, root = lax.sin(angle), lax.cos(angle), math.sqrt(0.5)
-        c_cos, c_sin = _scaled(lax.add(sine, cosine), root), _scaled(lax.sub(sine, cosine), root)
-        return lax.div(lax.add(lax.mul(p, c_cos), lax.mul(q, c_sin)), _scaled(lax.sqrt(lax.sqrt(z)), math.sqrt(math.pi)))
+        c_cos, c_sin = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
+        return lax.div(lax.add(lax.mul(p, c_cos), lax.mul(q, c_sin)), scaled(lax.sqrt(lax.sqrt(z)), math.sqrt(math.pi)))
 
     def middle(z: Any) -> Any:
-        return clenshaw(tables.AIRY_MIDDLE, _affine(z, 1 / 3, 1 / 3))
+        return clenshaw(tables.AIRY_MIDDLE, affine(z, 1 / 3, 1 / 3))
 
     infinite = lax.eq(lax.abs(x), number(math.inf, x.dtype))
     finite = choose(infinite, 0, x)

@@ -1,5 +1,9 @@
-"""Which JAX dtype stands for which torch dtype, both ways.  One table; nothing about arrays or tensors lives here."""
+"""Which JAX dtype stands for which torch dtype, both ways, by one table; and which of them torch promotes operands to."""
 from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -82,3 +86,73 @@ def to_torch(dtype: object) -> torch.dtype:
         return _TO_TORCH[np.dtype(dtype)]  # type: ignore[call-overload]
     except (KeyError, TypeError):
         raise TypeError(f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast it first, for example with .astype") from None
+
+
+def kind(dtype: torch.dtype) -> int:
+    """0 for bool, 1 for integers, 2 for floats, 3 for complex dtypes."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def of_number(x: Any) -> torch.dtype:
+    """The dtype that a Python or numpy number has as an operand."""
+    if isinstance(x, bool | np.bool_):
+        return torch.bool
+    if isinstance(x, int | np.integer):
+        return torch.int64
+    default = torch.get_default_dtype()
+    if not isinstance(x, complex):
+        return default
+    return torch.complex128 if default is torch.float64 else torch.complex64
+
+
+def promoted(operands: Iterable[Any]) -> torch.dtype:
+    """What torch.result_type says of any number of operands: tensors or JAX arrays, and Python's numbers.
+
+    They fall in three classes: with dimensions, 0-dim, numbers.  A lower class counts only where its kind is higher
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc).
+
+    Args:
+        operands: tensors, arrays and numbers; what is None is left out.
+
+    Returns:
+        torch.dtype: their common dtype; complex64 where torch has complex32, which JAX lacks.
+
+    Raises:
+        TypeError: there are none.
+
+    Example:
+        >>> import torch
+        >>> from bridge import dtypes
+        >>> dtypes.promoted([torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2])
+        torch.float16
+        >>> dtypes.promoted([torch.ones(2, dtype=torch.int8), 2.5])
+        torch.float32
+    """
+    found: list[torch.dtype | None] = [None, None, None]
+    for x in operands:
+        if x is None:
+            continue
+        if hasattr(x, "dtype"):
+            rank, dtype = (0 if x.ndim else 1), x.dtype if isinstance(x.dtype, torch.dtype) else to_torch(x.dtype)
+        else:
+            rank, dtype = 2, of_number(x)
+        have = found[rank]
+        found[rank] = dtype if have is None or have is dtype else torch.promote_types(have, dtype)
+    return _of_classes(*found)
+
+
+@functools.cache
+def _of_classes(*found: torch.dtype | None) -> torch.dtype:
+    common = None
+    for dtype in found:
+        if dtype is None:
+            continue
+        if common is None:
+            common = dtype
+        elif kind(dtype) > kind(common):
+            # a float tensor's width survives a complex number: float64 * 1j is complex128
+            complex_float = dtype.is_complex and common.is_floating_point
+            common = torch.promote_types(common, torch.complex64) if complex_float else dtype
+    if common is None:
+        raise TypeError("operands: expected at least one tensor or number, got none")
+    return common

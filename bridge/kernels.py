@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bridge import dtypes
 from bridge.errors import at_line
 from bridge.refused_dtypes import INDICES, MODES, REFUSED, TOGETHER, Refusals
 
@@ -20,8 +21,9 @@ NAMES = {
 _CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError, "IndexError": IndexError}
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
-#: Python's numbers as tensors
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32, complex: torch.complex64}
+#: overloads of a pointwise operator in which a number takes the place of a tensor
+_SCALAR_KINDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "other_scalar", "self_scalar", "Tensor_Scalar"})
+_NO_REFUSALS: tuple[int, Any] = (0, ())
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -33,16 +35,15 @@ def guarded(func: Any, run: Plan) -> Plan:
     """
     name = str(func)
     checks: list[Check] = []
-    if name in REFUSED:
-        checks.append(_own(func, *REFUSED[name]))
-    if name in MODES:
-        checks.append(_in_mode(func, *MODES[name]))
+    own = _entry(func)
+    if own in REFUSED or own in MODES:
+        checks.append(_own(func, REFUSED.get(own, _NO_REFUSALS), MODES.get(own, _NO_REFUSALS)))
     if name in TOGETHER:
         checks.append(_shared(func, TOGETHER[name]))
     if name in INDICES:
         checks.append(_indices(func, INDICES[name]))
     if name.startswith(_EACH) and (entry := REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
-        checks.append(_each(func, *entry))
+        checks.append(_each(func, entry))
     if not checks:
         return run
 
@@ -55,10 +56,15 @@ def guarded(func: Any, run: Plan) -> Plan:
     return run_guarded
 
 
+def _counts(t: torch.Tensor) -> bool:
+    """Whether a kernel of the CPU's sees it."""
+    return t.device.type == "cpu" and t.numel() > 0
+
+
 def _asked(args: tuple[Any, ...], place: int) -> Any:
     """The tensor at that place if its dtype matters."""
     t = args[place] if len(args) > place else None
-    return t if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.numel() else None
+    return t if isinstance(t, torch.Tensor) and _counts(t) else None
 
 
 def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callable[[torch.dtype], None]]:
@@ -71,9 +77,20 @@ def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callab
     return frozenset(refused), refuse
 
 
-def _own(func: Any, place: int, lines: Refusals) -> Check:
-    """The dtype of one argument, for which there is no kernel."""
-    refused, refuse = _refuser(func, lines)
+def _entry(func: Any) -> str:
+    """The overload that the tables have: where a number stands for a tensor, that of tensors."""
+    names = [str(func)]
+    if func._overloadname in _SCALAR_KINDS and torch.Tag.pointwise in func.tags:
+        names += [f"{func.overloadpacket}.Tensor", f"{func.overloadpacket}.default"]
+    return next((name for name in names if name in REFUSED or name in MODES), names[0])
+
+
+def _own(func: Any, always: tuple[int, Refusals], sometimes: tuple[int, Any]) -> Check:
+    """The dtype of one argument, or the one that a pointwise operator promotes to, for which there is no kernel, or none in some modes."""
+    place = always[0] or sometimes[0]
+    refused, refuse = _refuser(func, always[1])
+    in_modes = {name: _refuser(func, lines) for name, lines in dict(sometimes[1]).items()}
+    suspects = refused.union(*(some for some, _ in in_modes.values()))
     pointwise = torch.Tag.pointwise in func.tags
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,21 +98,25 @@ def _own(func: Any, place: int, lines: Refusals) -> Check:
             if kwargs.get("dtype") in refused:
                 refuse(kwargs["dtype"])
             return
-        t = _asked(args, place)
-        if t is None or kwargs.get("dtype") is not None:
+        operands = args[place:] if pointwise else args[place : place + 1]
+        if not any(x.dtype in suspects if isinstance(x, torch.Tensor) else type(x) is complex for x in operands):
             return
-        if not pointwise:
-            if t.dtype in refused and t.dim():
-                refuse(t.dtype)
-        elif _suspicious(args, place, refused) and (dtype := _common(func, args, place)) in refused:
+        if kwargs.get("dtype") is not None or not all(_counts(x) for x in operands if isinstance(x, torch.Tensor)):
+            return
+        dtype = _common(func, args, place) if pointwise else args[place].dtype
+        if dtype in refused and (pointwise or args[place].dim()):
             refuse(dtype)
+        if dtype in suspects and in_modes:
+            some, refuse_some = in_modes.get(mode(func, args, kwargs, place), (frozenset(), refuse))
+            if dtype in some:
+                refuse_some(dtype)
 
     return check
 
 
 def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
     """What besides the dtype decides which kernel runs: a scalar at that place, words, tensors left out, a kind of convolution."""
-    found = ["scalar"] if place >= 0 and not args[place].dim() and torch.Tag.pointwise not in func.tags else []
+    found = ["scalar"] if place >= 0 and torch.Tag.pointwise not in func.tags and not args[place].dim() else []
     for i, a in enumerate(func._schema.arguments):
         x, kind = args[i] if i < len(args) else kwargs.get(a.name, a.default_value), str(a.type)
         if kind in ("str", "Optional[str]"):
@@ -107,57 +128,16 @@ def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
     return " ".join(found)
 
 
-def _in_mode(func: Any, place: int, lines: dict[str, Refusals]) -> Check:
-    """The dtype of one argument, for which there is no kernel in some modes."""
-    checks = {name: _refuser(func, some) for name, some in lines.items()}
-    suspect = frozenset().union(*(refused for refused, _ in checks.values()))
-    pointwise = torch.Tag.pointwise in func.tags
-
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        t = _asked(args, place)
-        if t is None or kwargs.get("dtype") is not None or not _suspicious(args if pointwise else (t,), place if pointwise else 0, suspect):
-            return
-        dtype = _common(func, args, place) if pointwise else t.dtype
-        if dtype in suspect:
-            refused, refuse = checks.get(mode(func, args, kwargs, place), (frozenset(), None))
-            if refuse and dtype in refused:
-                refuse(dtype)
-
-    return check
+def _common(func: Any, args: tuple[Any, ...], place: int) -> torch.dtype:
+    """The dtype that a pointwise operator promotes to."""
+    number = "number" if func._overloadname in _SCALAR_KINDS else "Tensor"  # others, as alpha=, are not promoted
+    given = zip(func._schema.arguments[place:], args[place:], strict=False)
+    return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or (x is not None and str(a.type) in ("Tensor", number)))
 
 
-def _common(func: Any, args: tuple[Any, ...], place: int) -> torch.dtype | None:
-    """The dtype that a pointwise operator promotes to: tensors by the first of those with dimensions, those without, and numbers, unless
-    a later one is of a higher kind."""
-    found: list[torch.dtype | None] = [None, None, None]
-    for a, x in zip(func._schema.arguments[place:], args[place:], strict=False):
-        if isinstance(x, torch.Tensor):
-            rank, dtype = 0 if x.dim() else 1, x.dtype
-        elif str(a.type) == "Tensor" and type(x) in _NUMBERS:
-            rank, dtype = 2, _NUMBERS[type(x)]
-        else:
-            continue
-        have = found[rank]
-        found[rank] = dtype if have is None else torch.promote_types(have, dtype)
-    common = None
-    for other in found:
-        if other is not None and (common is None or _kind(other) > _kind(common)):
-            common = other if common is None else torch.promote_types(common, other)
-    return common
-
-
-def _kind(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
-
-
-def _suspicious(args: tuple[Any, ...], place: int, refused: frozenset[torch.dtype]) -> bool:
-    """Whether a tensor has a refused dtype, or a number makes one of them."""
-    return any(x.dtype in refused if isinstance(x, torch.Tensor) else type(x) is complex for x in args[place:])
-
-
-def _each(func: Any, place: int, lines: Refusals) -> Check:
+def _each(func: Any, entry: tuple[int, Refusals]) -> Check:
     """The tensors of a list, each by itself."""
-    check_one = _own(func, place, lines)
+    check_one = _own(func, entry, _NO_REFUSALS)
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in args[0]:

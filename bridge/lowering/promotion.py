@@ -1,8 +1,4 @@
-"""PyTorch's type promotion on JAX arrays and Python numbers.  Every lowering that mixes operands goes through here.
-
-Rule (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc): operands fall in three classes, tensors
-with dimensions, 0-dim tensors, Python numbers; a lower class only counts where its kind (bool < int < float < complex) is higher.
-"""
+"""PyTorch's type promotion on JAX arrays and Python numbers.  Every lowering that mixes operands goes through here."""
 from __future__ import annotations
 
 import functools
@@ -27,16 +23,7 @@ def is_array(x: Any) -> bool:
 
 @functools.cache
 def _kind(dtype: np.dtype) -> int:
-    if dtype == np.bool_:
-        return _BOOL
-    if dtypes.to_torch(dtype).is_complex:
-        return _COMPLEX
-    return _FLOAT if dtypes.to_torch(dtype).is_floating_point else _INT
-
-
-@functools.cache
-def _pair(a: np.dtype, b: np.dtype) -> np.dtype:
-    return dtypes.to_jax(torch.promote_types(dtypes.to_torch(a), dtypes.to_torch(b)))
+    return dtypes.kind(dtypes.to_torch(dtype))
 
 
 def default_float() -> np.dtype:
@@ -46,44 +33,12 @@ def default_float() -> np.dtype:
 
 def default_complex() -> np.dtype:
     """The complex dtype as wide as the default float."""
-    return np.dtype(np.complex128 if default_float() == np.float64 else np.complex64)
-
-
-def _number_dtype(x: Any) -> np.dtype:
-    if isinstance(x, bool | np.bool_):
-        return np.dtype(np.bool_)
-    if isinstance(x, int | np.integer):
-        return np.dtype(np.int64)
-    return default_complex() if isinstance(x, complex) else default_float()
+    return dtypes.to_jax(dtypes.of_number(1j))
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The dtype torch.result_type gives: arrays, 0-dim arrays and Python numbers, by class and kind."""
-    found: list[np.dtype | None] = [None, None, None]  # with dimensions, 0-dim, numbers
-    for x in operands:
-        if x is None:
-            continue
-        if is_array(x):
-            rank, dtype = (0 if x.ndim else 1), np.dtype(x.dtype)
-        else:
-            rank, dtype = 2, _number_dtype(x)
-        have = found[rank]
-        found[rank] = dtype if have is None or have == dtype else _pair(have, dtype)
-    result = None
-    for dtype in found:
-        if dtype is None:
-            continue
-        if result is None:
-            result = dtype
-        elif _kind(dtype) > _kind(result):
-            # a float tensor's width survives a complex number: float64 * 1j is complex128
-            if _kind(dtype) == _COMPLEX and _kind(result) == _FLOAT:
-                result = _pair(result, np.dtype(np.complex64)) if result != np.float64 else np.dtype(np.complex128)
-            else:
-                result = dtype
-    if result is None:
-        raise TypeError("operands: expected at least one tensor or number, got none")
-    return result
+    """The dtype torch.result_type gives: arrays, 0-dim arrays and Python numbers, by class and kind; None is left out."""
+    return dtypes.to_jax(dtypes.promoted(operands))
 
 
 def cast(x: Any, dtype: Any) -> Any:

@@ -49,7 +49,8 @@ def _log_ndtr(x: Any) -> Any:
     """log of _ndtr: by erfcx where that is small, by log1p where it is near 1."""
     below = lax.lt(x, number(-1, x.dtype))
     low, high = choose(below, x, like(-1, x)), choose(below, 0, x)
-    tail = lax.sub(lax.log(scaled(_erfcx(scaled(low, -math.sqrt(0.5))), 0.5)), scaled(lax.mul(low, low), 0.5))
+    t = scaled(low, -math.sqrt(0.5))
+    tail = lax.sub(lax.log(scaled(_erfcx(t), 0.5)), lax.mul(t, t))
     return lax.select_n(below, lax.log1p(scaled(lax.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail)
 
 

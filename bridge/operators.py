@@ -344,7 +344,8 @@ def _mutation(func: Any) -> Plan:
     if torch.Tag.inplace_view in func.tags:
         functional = _functional(func)
         return _becomes_view(func, functional) if functional is not None else _fallback(func)
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
+    written = [a.name for a in changed]  # in the order of the functional form's results: those of out= first
     names = [a.name for a in func._schema.arguments]
     functional = _functional(func)
     if functional is None and func in LOWERINGS:
@@ -354,6 +355,7 @@ def _mutation(func: Any) -> Plan:
     else:
         return _fallback(func)
     is_out = any(a.is_out for a in func._schema.arguments)
+    of_dtype = is_out and _is_factory(functional)
 
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -362,6 +364,8 @@ def _mutation(func: Any) -> Plan:
         refuse_overlap(func, flat, _tensors(given[name] for name in given if name not in written), is_out)
         if is_out:
             kwargs = {k: v for k, v in kwargs.items() if k not in written}
+        if of_dtype:
+            kwargs = {**kwargs, "dtype": flat[0].dtype}
         results = inner(args, kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
         for target, result in zip(flat, results[-len(flat) :], strict=True):
@@ -379,6 +383,12 @@ def _mutation(func: Any) -> Plan:
         return returned[0] if len(returned) == 1 else returned
 
     return run_write
+
+
+def _is_factory(func: Any) -> bool:
+    """Whether an operator makes a tensor of nothing but numbers."""
+    kinds = {a.name: str(a.type) for a in func._schema.arguments} if func is not None else {}
+    return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
 def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
@@ -416,8 +426,8 @@ def _resize(target: torch.Tensor, shape: Any) -> None:
 
     value = eager.run("resize", resized, (value_of(target), shape), {})
     with private.below_python():
-        # a wrapper has no memory to check bounds against: an empty tensor can take any strides, then any sizes
-        target.as_strided_((0,) * len(shape), torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
+        # a wrapper has no memory to check bounds against, but that of nothing
+        target.as_strided_(shape, torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
     target.node = Node(value, state.level)
 
 
@@ -463,6 +473,8 @@ def _functional(func: Any) -> Any:
             if other is func or other._schema.is_mutable:
                 continue
             theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
+            if _is_factory(other):  # their dtype and device are those of out=
+                theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
             same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
             if theirs == mine or (kind == func._overloadname and same_types):
                 return other
@@ -627,7 +639,15 @@ def _determinant(func: Any) -> Plan:
     return run_pure
 
 
+def _polygamma_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one in-place operator whose functional form has its arguments in another order."""
+    given = dict(zip(("self", "n"), args, strict=False)) | kwargs
+    _store(given["self"], value_of(_plan_of(aten.polygamma.default)((given["n"], given["self"]), {})), aten.polygamma_.default)
+    return given["self"]
+
+
 _SPECIAL: dict[Any, Plan] = {
+    aten.polygamma_.default: _polygamma_,
     aten._linalg_check_errors.default: _linalg_errors,
     aten._linalg_det.default: _determinant(aten._linalg_det.default),
     aten._linalg_slogdet.default: _determinant(aten._linalg_slogdet.default),

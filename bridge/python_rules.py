@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bridge import operators
+from bridge.errors import at_line
 from bridge.tracing import PYTHON_RULES, Traced, concrete
 
 
@@ -107,7 +108,21 @@ def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return loss.mean() if reduction in ("mean", 1) else loss.sum()
 
 
+def _out_by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """out= of functions in which PyTorch's C++ writes to it by way of other tensors that it takes for the same memory."""
+    out = kwargs.get("out")
+    if out is None:
+        return func(*args, **kwargs)
+    result = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if not torch.can_cast(result.dtype, out.dtype) or (func is torch.matmul and result.dtype is not out.dtype):
+        raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead ({func.__name__}){at_line()}")
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
 PYTHON_RULES |= {
+    torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
     torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,

@@ -106,6 +106,46 @@ def test_a_negative_zero_stays_and_has_no_slope(fn, gradient):
     torch.testing.assert_close((g, y), (reference_g, reference_y), equal_nan=True)
 
 
+_PARTS = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 30.0, -30.0)
+_CIRCULAR = ("exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "atan", "atanh")
+
+
+@pytest.mark.parametrize("name", [*_CIRCULAR, "asin", "asinh", "acosh", "sqrt", "log", "rsqrt", "sgn", "sigmoid"])
+def test_complex_numbers_keep_the_signs_of_their_zeros(name):
+    """On both axes, and so on both sides of a branch cut; of expm1, log and sigmoid in the imaginary part alone."""
+    z = torch.tensor([complex(a, b) for a in _PARTS for b in _PARTS], dtype=torch.complex128)
+    fn = getattr(torch, name)
+    expected, got = (torch.view_as_real(f(z)) for f in (fn, tj.jit(fn)))
+    if name in ("expm1", "sigmoid", "log"):
+        expected, got = expected[:, 1], got[:, 1]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-16, equal_nan=True)
+    where = (expected == 0) & (got == 0)
+    assert expected[where].signbit().equal(got[where].signbit())
+
+
+@pytest.mark.parametrize("name", ["exp", "exp2", "sin", "cos", "tan", "sinh", "cosh", "tanh"])
+def test_complex_infinities(name):
+    """One part may have a value where the other has none (C99, annex G)."""
+    parts = (0.0, 1.0, -1.0, -800.0, _INF, -_INF, _NAN)
+    z = torch.tensor([complex(a, b) for a in parts for b in parts], dtype=torch.complex128)
+    fn = getattr(torch, name)
+    torch.testing.assert_close(torch.view_as_real(tj.jit(fn)(z)), torch.view_as_real(fn(z)), rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*_CIRCULAR, "rsqrt", "sgn"])
+def test_complex_slopes(name):
+    """First and second derivative beside torch.func's."""
+    generator = torch.Generator().manual_seed(0)
+    z, t = (torch.randn(50, generator=generator, dtype=torch.complex128) for _ in range(2))
+    fn = getattr(torch, name)
+
+    def pulled(F, f):
+        return lambda x: F.vjp(f, x)[1](t)[0]
+
+    torch.testing.assert_close(pulled(tj, fn)(z), pulled(torch.func, fn)(z))
+    torch.testing.assert_close(pulled(tj, pulled(tj, fn))(z), pulled(torch.func, pulled(torch.func, fn))(z))
+
+
 # -- the gamma family -------------------------------------------------------------------------------------------------
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-9}  # PyTorch's float64 is no better; against mpmath ours is right to 1e-13
 

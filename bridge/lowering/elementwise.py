@@ -1,7 +1,7 @@
 """Element-wise operators of one tensor: arithmetic, exponentials, trigonometry, rounding, sign, tests, and their backward formulas.
 
-Two operands are in arithmetic.py and comparison.py, copies and casts in copies.py, complex parts in complex_parts.py, special functions
-in special*.py.
+Two operands are in arithmetic.py and comparison.py, copies and casts in copies.py, the parts of complex numbers in complex_parts.py, what
+exp, sin and their kin do with complex numbers in complex_circular.py, special functions in special*.py.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import branch_cuts
+from . import branch_cuts, complex_circular
 from .pointwise import align, choose, fused, like, number, unary
 from .promotion import is_complex, promote
 from .registry import lowering
@@ -57,7 +57,7 @@ def sgn(x: Any) -> Any:
         return sign(x)
     zero = lax.eq(x, number(0, x.dtype))
     size = lax.abs(choose(zero, 1, x))
-    return choose(zero, 0, lax.div(x, lax.convert_element_type(size, x.dtype)))
+    return choose(zero, 0, lax.complex(lax.div(lax.real(x), size), lax.div(lax.imag(x), size)))
 
 
 def signbit(x: Any) -> Any:
@@ -140,22 +140,22 @@ def _no_bools(name: str, fn: Callable) -> Callable:
 
 # name -> function; integers become the default float first
 _FLOAT = {
-    "cos": lax.cos,
-    "cosh": lax.cosh,
+    "cos": complex_circular.cos,
+    "cosh": complex_circular.cosh,
     "deg2rad": lambda x: lax.mul(x, number(math.pi / 180, x.dtype)),
-    "exp": lax.exp,
+    "exp": complex_circular.exp,
     "log": lax.log,
     "log1p": lax.log1p,
     "rad2deg": lambda x: lax.mul(x, number(180 / math.pi, x.dtype)),
     "reciprocal": lax.reciprocal,
-    "rsqrt": lax.rsqrt,
+    "rsqrt": complex_circular.rsqrt,
     "sigmoid": lax.logistic,
-    "sin": lax.sin,
-    "sinh": lax.sinh,
+    "sin": complex_circular.sin,
+    "sinh": complex_circular.sinh,
     "sqrt": branch_cuts.sqrt,
-    "tan": lax.tan,
-    "tanh": lax.tanh,
-    "atan": lax.atan,
+    "tan": complex_circular.tan,
+    "tanh": complex_circular.tanh,
+    "atan": complex_circular.atan,
 }
 # the same, computed in float32 for half types: XLA expands these in the type itself, roundings and all
 _FLOAT_WIDE = {
@@ -163,9 +163,9 @@ _FLOAT_WIDE = {
     "acosh": fused()(branch_cuts.acosh),
     "asin": fused()(branch_cuts.asin),
     "asinh": fused()(branch_cuts.asinh),
-    "atanh": lax.atanh,
-    "exp2": lambda x: lax.pow(number(2, x.dtype), x),  # lax.exp2 misses 2**3 by 4e-6
-    "expm1": lax.expm1,
+    "atanh": complex_circular.atanh,
+    "exp2": complex_circular.exp2,
+    "expm1": complex_circular.expm1,
     "log2": _log_base(2),
     "log10": _log_base(10),
 }

@@ -22,7 +22,8 @@ _CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedE
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
 #: overloads of a pointwise operator in which a number takes the place of a tensor
-_SCALAR_KINDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "other_scalar", "self_scalar", "Tensor_Scalar"})
+_SCALAR_KINDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "other_scalar", "self_scalar", "Tensor_Scalar", "n_scalar", "x_scalar"})
+_OPERANDS = ("self", "other", "exponent", "x", "n")
 _NO_REFUSALS: tuple[int, Any] = (0, ())
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
@@ -56,6 +57,11 @@ def guarded(func: Any, run: Plan) -> Plan:
     return run_guarded
 
 
+def is_pointwise(func: Any) -> bool:
+    """Whether an operator promotes its operands; of floor_divide PyTorch does not say so."""
+    return torch.Tag.pointwise in func.tags or func is torch.ops.aten.floor_divide.default
+
+
 def _counts(t: torch.Tensor) -> bool:
     """Whether a kernel of the CPU's sees it."""
     return t.device.type == "cpu" and t.numel() > 0
@@ -80,7 +86,7 @@ def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callab
 def _entry(func: Any) -> str:
     """The overload that the tables have: where a number stands for a tensor, that of tensors."""
     names = [str(func)]
-    if func._overloadname in _SCALAR_KINDS and torch.Tag.pointwise in func.tags:
+    if func._overloadname in _SCALAR_KINDS and is_pointwise(func):
         names += [f"{func.overloadpacket}.Tensor", f"{func.overloadpacket}.default"]
     return next((name for name in names if name in REFUSED or name in MODES), names[0])
 
@@ -91,7 +97,7 @@ def _own(func: Any, always: tuple[int, Refusals], sometimes: tuple[int, Any]) ->
     refused, refuse = _refuser(func, always[1])
     in_modes = {name: _refuser(func, lines) for name, lines in dict(sometimes[1]).items()}
     suspects = refused.union(*(some for some, _ in in_modes.values()))
-    pointwise = torch.Tag.pointwise in func.tags
+    pointwise = is_pointwise(func)
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if place < 0:  # a factory
@@ -116,7 +122,7 @@ def _own(func: Any, always: tuple[int, Refusals], sometimes: tuple[int, Any]) ->
 
 def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
     """What besides the dtype decides which kernel runs: a scalar at that place, words, tensors left out, a kind of convolution."""
-    found = ["scalar"] if place >= 0 and torch.Tag.pointwise not in func.tags and not args[place].dim() else []
+    found = ["scalar"] if place >= 0 and not is_pointwise(func) and not args[place].dim() else []
     for i, a in enumerate(func._schema.arguments):
         x, kind = args[i] if i < len(args) else kwargs.get(a.name, a.default_value), str(a.type)
         if kind in ("str", "Optional[str]"):
@@ -130,9 +136,9 @@ def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
 
 def _common(func: Any, args: tuple[Any, ...], place: int) -> torch.dtype:
     """The dtype that a pointwise operator promotes to."""
-    number = "number" if func._overloadname in _SCALAR_KINDS else "Tensor"  # others, as alpha=, are not promoted
     given = zip(func._schema.arguments[place:], args[place:], strict=False)
-    return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or (x is not None and str(a.type) in ("Tensor", number)))
+    replaced = _OPERANDS if func._overloadname in _SCALAR_KINDS else ()  # other numbers, as alpha= or a weight, are not promoted
+    return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or str(a.type) == "Tensor" or a.name in replaced)
 
 
 def _each(func: Any, entry: tuple[int, Refusals]) -> Check:

@@ -22,7 +22,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.kernels import NAMES, mode
+from bridge.kernels import NAMES, is_pointwise, mode
 
 DTYPES = tuple(NAMES)
 SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
@@ -127,7 +127,7 @@ def _place(call: Call, scalars: bool = False) -> int | None:
 def _uniform(func: Any, call: Call) -> bool:
     """Whether there is nothing to promote."""
     given = [x for x in pytree.tree_leaves(call[:2]) if isinstance(x, torch.Tensor)]
-    return torch.Tag.pointwise not in func.tags or all(t.dtype is call[2] for t in given[_place(call, scalars=True) :])
+    return not is_pointwise(func) or all(t.dtype is call[2] for t in given[_place(call, scalars=True) :])
 
 
 def _variants(call: Call, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
@@ -213,7 +213,7 @@ def _places(calls: list[Call], first: int, dtype: torch.dtype) -> dict[int, list
 def together(func: Any, calls: list[Call]) -> tuple[int, tuple[int, ...]] | None:
     """An overload's line of TOGETHER."""
     calls = [call for call in calls if _place(call) is not None and call[2] is torch.float32]
-    if not calls or torch.Tag.pointwise in func.tags:
+    if not calls or is_pointwise(func):
         return None
     first, others = _first(calls), (torch.float64, torch.int64)
     ask = lambda place, calls: _lines(func, ((d, [_with(call, place, d) for call in calls]) for d in others))
@@ -225,7 +225,7 @@ def together(func: Any, calls: list[Call]) -> tuple[int, tuple[int, ...]] | None
 def indices(func: Any, calls: list[Call]) -> dict[int, Any] | None:
     """An overload's line of INDICES."""
     places = _places([call for call in calls if call[2] is torch.float32], 0, torch.int64)
-    if torch.Tag.pointwise in func.tags:
+    if is_pointwise(func):
         return None
     lines = {p: _lines(func, ((d, [_with(call, p, d) for call in some]) for d in _INDICES)) for p, some in sorted(places.items())}
     return {p: line for p, line in lines.items() if line} or None

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from bridge import dtypes
 from bridge.checks import refuse
 
 from .elementwise import trunc
@@ -363,6 +364,8 @@ def aten_lerp(start: Any, end: Any, weight: Any) -> Any:
     for name, x in (("end", end), ("weight", weight)):
         if isinstance(x, jax.Array) and x.dtype != start.dtype and (x.ndim or name == "end"):
             raise RuntimeError(f"expected dtype {start.dtype} for `{name}` but got dtype {x.dtype}")
+    if isinstance(weight, complex) and not is_complex(start):
+        raise RuntimeError(f"weight: {weight} cannot be converted to type {dtypes.to_torch(start.dtype)} without overflow")
     return _any_lerp(start, end, weight)
 
 

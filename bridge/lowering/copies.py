@@ -8,7 +8,8 @@ from jax import lax
 
 from bridge import dtypes
 
-from .pointwise import expand, number
+from . import creation
+from .pointwise import expand
 from .promotion import cast, is_array
 from .registry import lowering
 
@@ -55,10 +56,10 @@ def aten_fill(self: Any, value: Any) -> Any:
     """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
     if np.ndim(value) > 0:
         raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
-    return expand(cast(value, self.dtype) if is_array(value) else number(value, self.dtype), self.shape)
+    return expand(cast(value, self.dtype) if is_array(value) else creation.number(value, self.dtype), self.shape)
 
 
 @lowering("aten.zero")
 def aten_zero(self: Any) -> Any:
     """zero(Tensor self) -> Tensor"""
-    return expand(number(0, self.dtype), self.shape)
+    return expand(creation.number(0, self.dtype), self.shape)

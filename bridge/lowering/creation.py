@@ -36,7 +36,7 @@ def _shape(size) -> tuple[int, ...]:
 def number(value: Any, dtype: Any) -> np.ndarray:
     """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError where it does not fit."""
     if isinstance(value, complex):
-        fits = promotion.is_complex(dtype) or not value.imag
+        fits = promotion.is_complex(dtype) or dtype == np.bool_ or not value.imag
     elif not promotion.is_integral(dtype) or dtype == np.bool_:
         fits = True
     else:
@@ -44,7 +44,7 @@ def number(value: Any, dtype: Any) -> np.ndarray:
         fits = math.isfinite(value) and (info.min if info.min or isinstance(value, float) else -info.max) <= value <= info.max
     if not fits:
         raise RuntimeError(f"value: {value} cannot be converted to type {dtypes.to_torch(dtype)} without overflow")
-    return _as(np.asarray(value), dtype)
+    return _as(np.asarray(bool(value) if dtype == np.bool_ else value), dtype)
 
 
 def _fill(shape, value, dtype):

@@ -38,6 +38,8 @@ def test_help_teaches_with_examples() -> None:
 def test_ensemble_prints_the_table_and_writes_the_files(tmp_path: Path) -> None:
     result = run(*SMALL, "--output", str(tmp_path / "new" / "folder"))
     assert result.exit_code == 0, result.output
+    least = torch.tensor(torch.finfo(torch.float32).tiny)
+    assert least * 0.5 > 0, "denormals are still flushed"
     for shown in ("torchfunc_jax", "torch.func", "first step", "final loss", "ensemble vote", "gradients", "Speed-up"):
         assert shown in result.stdout, shown
     folder = tmp_path / "new" / "folder"

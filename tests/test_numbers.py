@@ -17,7 +17,7 @@ import torchfunc_jax as tj
 _MASK = torch.tensor([True, False])
 _INTS, _FLOATS = torch.tensor([1, 2]), torch.tensor([0.5, 1.5])
 _TENSORS = (
-    _MASK, _INTS, _INTS.to(torch.int8), _FLOATS, _FLOATS.bfloat16(), _FLOATS + 1j, torch.tensor(2), torch.tensor(2.5), torch.tensor(True),
+    _MASK, _INTS.to(torch.int8), _INTS, torch.tensor(2), _FLOATS.bfloat16(), _FLOATS, torch.tensor(2.5), _FLOATS + 1j, torch.tensor(True),
 )  # fmt: skip
 _NUMBERS = (True, 3, 1.5, 1j)
 
@@ -58,10 +58,11 @@ def _answer(run: Callable[[], torch.Tensor]) -> tuple[Any, Exception | None]:
         return None, error
 
 
+@pytest.mark.parametrize("kinds", [slice(0, None, 2), pytest.param(slice(1, None, 2), marks=pytest.mark.slow)], ids=["some", "others"])
 @pytest.mark.parametrize("name", [*_BOTH, *_RIGHT])
-def test_as_in_pytorch(name):
+def test_as_in_pytorch(name, kinds):
     fn, places = (_BOTH[name], (False, True)) if name in _BOTH else (_RIGHT[name], (False,))
-    for x in _TENSORS:
+    for x in _TENSORS[kinds]:
         for number in _NUMBERS:
             for swapped in places:
                 call = (lambda t, n=number: fn(n, t)) if swapped else (lambda t, n=number: fn(t, n))

@@ -59,7 +59,9 @@ def _differences(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) 
     return {"zero": zero, "nan": nan, "value": ~near & ~nan}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16], ids=lambda d: str(d)[6:]
+)
 def test_the_values_and_signs_of_zero_are_pytorchs(dtype):
     wrong, asked = [], 0
     for name, (fn, args) in _cases(dtype).items():
@@ -81,6 +83,7 @@ def test_the_values_and_signs_of_zero_are_pytorchs(dtype):
     assert asked > 80 and not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_what_is_left_open_still_differs():
     """An exception that no longer is one must go."""
     seen = set()

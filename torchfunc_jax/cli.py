@@ -83,12 +83,9 @@ def ensemble(
     """
     console = Console(stderr=True)
     console.print("[dim]Loading PyTorch and JAX ...[/dim]")
-    import torch
-
     from torchfunc_jax import plots
     from torchfunc_jax.ensemble import Settings, Training, report
 
-    torch.set_flush_denormal(True)  # as XLA does; Adam's moments of idle units otherwise slow torch down
     settings = Settings(members, epochs, batch_size, learning_rate, seed, device, compare)
     try:
         training = Training(settings)
@@ -96,7 +93,7 @@ def ensemble(
         raise typer.BadParameter(str(error)) from None
     output.mkdir(parents=True, exist_ok=True)
     try:
-        with _stop_on_interrupt(console) as stop, _progress(console, training) as on_step:
+        with _denormals_flushed(), _stop_on_interrupt(console) as stop, _progress(console, training) as on_step:
             training.run(on_step, stop)
     finally:
         training.save(output)
@@ -176,6 +173,18 @@ def tables(result: dict[str, Any]) -> list[Table | str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+@contextlib.contextmanager
+def _denormals_flushed() -> Iterator[None]:
+    """As XLA does: Adam's moments of idle units otherwise slow torch down."""
+    import torch
+
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @contextlib.contextmanager

@@ -146,6 +146,8 @@ def aten_arange(start, end=None, step=1, *, dtype=None, layout=None, device=None
     if promotion.is_integral(dtype) and not whole:
         start, end, step = int(start), int(end), int(step)
         whole = True
+        if step == 0:
+            raise ValueError("step must be nonzero")  # PyTorch's other class, for a step that is less than a whole one
         _check_range(start, end, step)
     count = -((start - end) // step) if whole else math.ceil((end - start) / step)
     return _progression(start, step, max(count, 0), dtype)

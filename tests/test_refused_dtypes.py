@@ -26,7 +26,7 @@ from torchfunc_jax import functionalize, jit, vmap
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 INTS, BOOLS, COMPLEX = (X * 3).int(), X > 0, X.to(torch.complex64)
 
-_OFTEN = (torch.float32, torch.int64)
+_OFTEN = (torch.int64,)  # float32 is what test_operators.py asks of everything
 
 CASES: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "abs of bools": (torch.abs, BOOLS),

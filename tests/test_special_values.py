@@ -150,7 +150,7 @@ def test_complex_slopes(name):
 
 
 # -- the gamma family -------------------------------------------------------------------------------------------------
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-9}  # PyTorch's float64 is no better; against mpmath ours is right to 1e-13
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-9}  # PyTorch's float64 is no better; beside SciPy ours is right to 3e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -166,7 +166,7 @@ def test_incomplete_gamma_of_a_large_shape(fn, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_incomplete_gamma_of_a_small_shape(dtype):
     """igammac(a, x) is a times the exponential integral E1(x), to first order (https://dlmf.nist.gov/8.19.E1)."""
-    e1 = torch.tensor([4.037929576538114, 1.8229239584193906, 0.5597735947761608, 0.21938393439552029], dtype=dtype)  # mpmath
+    e1 = torch.tensor([4.037929576538114, 1.8229239584193906, 0.5597735947761608, 0.21938393439552029], dtype=dtype)  # SciPy
     x = torch.tensor([0.01, 0.1, 0.5, 1.0], dtype=dtype)
     for a in (1e-30, 1e-20) if dtype is torch.float32 else (1e-300, 1e-30, 1e-20):
         shape = torch.full_like(x, a)

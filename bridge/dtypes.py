@@ -88,9 +88,13 @@ def to_torch(dtype: object) -> torch.dtype:
         raise TypeError(f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast it first, for example with .astype") from None
 
 
+#: kinds of dtypes, from the one that yields to the one that prevails
+BOOL, INT, FLOAT, COMPLEX = range(4)
+
+
 def kind(dtype: torch.dtype) -> int:
-    """0 for bool, 1 for integers, 2 for floats, 3 for complex dtypes."""
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+    """Which of BOOL, INT, FLOAT and COMPLEX a dtype is."""
+    return COMPLEX if dtype.is_complex else FLOAT if dtype.is_floating_point else BOOL if dtype is torch.bool else INT
 
 
 def of_number(x: Any) -> torch.dtype:

@@ -22,7 +22,9 @@ _CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedE
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
 #: overloads of a pointwise operator in which a number takes the place of a tensor
-_SCALAR_KINDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "other_scalar", "self_scalar", "Tensor_Scalar", "n_scalar", "x_scalar"})
+_SCALAR_KINDS = frozenset(
+    {"Scalar", "Scalar_Other", "Scalar_Self", "Scalar_Tensor", "other_scalar", "self_scalar", "Tensor_Scalar", "n_scalar", "x_scalar"}
+)
 _OPERANDS = ("self", "other", "exponent", "x", "n")
 _NO_REFUSALS: tuple[int, Any] = (0, ())
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]

@@ -45,8 +45,6 @@ _RIGHT: dict[str, Callable] = {
         "add_", "sub_", "mul_", "div_", "pow_", "fmod_", "bitwise_and_", "xlogy_",
     )},
 }  # fmt: skip
-#: PyTorch refuses the dtype of the result in some ways through these only: bools limited by a bool, a bool to the power of bools
-_BY_PATH = {("clamp_min", torch.bool), ("clamp_max", torch.bool), ("pow", torch.bool)}
 
 
 def _answer(run: Callable[[], torch.Tensor]) -> tuple[Any, Exception | None]:
@@ -68,8 +66,6 @@ def test_as_in_pytorch(name, kinds):
                 call = (lambda t, n=number: fn(n, t)) if swapped else (lambda t, n=number: fn(t, n))
                 (expected, refusal), (got, error) = _answer(lambda c=call, x=x: c(x)), _answer(lambda c=call, x=x: tj.functionalize(c)(x))
                 case = f"{name}, {x.dtype} of {x.dim()} dimensions, {number}, {'swapped' if swapped else 'in order'}"
-                if refusal is not None and (name, x.dtype) in _BY_PATH and number is True:
-                    continue
                 assert (refusal is None) == (error is None), f"{case}: PyTorch {refusal or expected}, here {error or got}"
                 if refusal is None:
                     assert got.dtype is expected.dtype, case

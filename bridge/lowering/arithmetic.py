@@ -273,6 +273,8 @@ def _pow_number(x: Any, exponent: Any, known: float | None) -> Any:
 @lowering("aten.pow.Scalar")
 def aten_pow_of_scalar(self: Any, exponent: Any) -> Any:
     """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
+    if isinstance(self, bool) and exponent.dtype.kind == "b" and exponent.size:
+        raise NotImplementedError("exponent: pow of a bool by bools is not implemented; expected a tensor of numbers, or a number as base")
     return aten_pow(self, exponent)
 
 
@@ -316,6 +318,8 @@ def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     dtype = result_dtype(self, min, max)
     if is_complex(dtype):
         raise RuntimeError("self: clamp is not supported for complex tensors")
+    if dtype.kind == "b" and self.size and not (is_array(min) or is_array(max)):
+        raise NotImplementedError("self: clamp of bools by a bool is not implemented; expected a tensor of numbers, or of bools as bound")
     nan_bounds = is_floating(dtype) and any(is_array(b) or (b is not None and math.isnan(b)) for b in (min, max))
     return _clamp(self, None if min is None else number(min, dtype), None if max is None else number(max, dtype), dtype, nan_bounds)
 

@@ -62,4 +62,4 @@ def aten_fill(self: Any, value: Any) -> Any:
 @lowering("aten.zero")
 def aten_zero(self: Any) -> Any:
     """zero(Tensor self) -> Tensor"""
-    return expand(creation.number(0, self.dtype), self.shape)
+    return expand(self.dtype.type(0), self.shape)

@@ -12,7 +12,6 @@ from jax import lax
 
 from bridge import dtypes
 
-_BOOL, _INT, _FLOAT, _COMPLEX = range(4)
 _LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
 
 
@@ -80,7 +79,7 @@ def promote_float(*operands: Any) -> list[Any]:
 def float_dtype(dtype: Any) -> np.dtype:
     """dtype itself where it is floating or complex, else the default float dtype."""
     dtype = np.dtype(dtype)
-    return dtype if _kind(dtype) >= _FLOAT else default_float()
+    return default_float() if is_integral(dtype) else dtype
 
 
 def opmath(dtype: Any) -> np.dtype:
@@ -99,17 +98,17 @@ def real_dtype(dtype: Any) -> np.dtype:
 
 def is_floating(x: Any) -> bool:
     """Real floating dtype (an array or a dtype)."""
-    return _kind(np.dtype(getattr(x, "dtype", x))) == _FLOAT
+    return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.FLOAT
 
 
 def is_complex(x: Any) -> bool:
     """Complex dtype (an array or a dtype)."""
-    return _kind(np.dtype(getattr(x, "dtype", x))) == _COMPLEX
+    return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.COMPLEX
 
 
 def is_integral(x: Any) -> bool:
     """Integer or bool dtype (an array or a dtype)."""
-    return _kind(np.dtype(getattr(x, "dtype", x))) <= _INT
+    return _kind(np.dtype(getattr(x, "dtype", x))) <= dtypes.INT
 
 
 def jdtype(dtype: torch.dtype | None, default: Any) -> np.dtype:

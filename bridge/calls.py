@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, operators, private, tensors, tracing, trees
+from bridge import autograd, capture, operands, private, tensors, tracing, trees
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.eager import Untaped
 from bridge.errors import reworded
@@ -144,7 +144,7 @@ def apply(
         _carry_out(result, leaves)
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
-            outs = operators.stop(outs)
+            outs = operands.stop(outs)
         return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge import operators
+from bridge import viewing
 from bridge.errors import at_line
-from bridge.tracing import PYTHON_RULES, Traced, concrete
+from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -69,19 +69,19 @@ def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _argwhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """argwhere: PyTorch's C++ makes it nonzero, which torch.func.vmap refuses; argwhere it does not."""
-    return operators.plan(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
+    return plan_of(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
 
 
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """one_hot: for tensors like ours PyTorch's C++ leaves out the check of the classes."""
     given = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
-    return operators.plan(torch.ops.aten.one_hot.default)((given.get("input", given.get("self")), given.get("num_classes", -1)), {})
+    return plan_of(torch.ops.aten.one_hot.default)((given.get("input", given.get("self")), given.get("num_classes", -1)), {})
 
 
 def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """detach_(): PyTorch's kernel for it hands on to no other."""
     out = func(*args, **kwargs)
-    operators.detach_in_place(out)
+    viewing.detach_in_place(out)
     return out
 
 

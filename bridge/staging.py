@@ -191,7 +191,7 @@ def _trace(
 
 
 def _sources(jaxpr: Any) -> list[int]:
-    """For each output the inputs, as bits, that it depends on otherwise than by what ``operators.constant`` has stopped.
+    """For each output the inputs, as bits, that it depends on otherwise than by what ``operands.constant`` has stopped.
 
     Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
     where x does.

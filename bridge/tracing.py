@@ -228,24 +228,29 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"transformed function instead of keeping it elsewhere{at_line()}"
         )
     level.operator = func
-    plan = _plans.get(func)
-    if plan is None:
-        from bridge import operators
-
-        plan = _plans[func] = operators.plan(func)
-    if level.lanes is not None and plan.__name__ not in _LANE_WISE:
+    plan = _plans.get(func) or plan_of(func)
+    if level.lanes is not None and not hasattr(plan, "lane_wise"):
         raise Untaped
     return plan(args, kwargs)
 
 
-#: Plans that touch values only by way of ``eager.run``, which knows about lanes.
-_LANE_WISE = frozenset(
-    {"run_pure", "run_view", "run_split", "run_write", "run_in_place_view", "composite", "decomposed", "_linalg_errors", "_copy_",
-     "_detach", "_lift_fresh", "_same_size", "_same_storage", "_feature_zeros"}
-)
-
-
 _plans: dict[Any, Any] = {}
+
+
+def plan_of(func: Any) -> Any:
+    """The function (args, kwargs) -> result that runs an operator, made when it is first asked for."""
+    found = _plans.get(func)
+    if found is None:
+        from bridge import operators
+
+        found = _plans[func] = operators.plan(func)
+    return found
+
+
+def lane_wise(plan: Any) -> Any:
+    """Marks a plan that touches values only by way of ``eager.run``, which knows about lanes."""
+    plan.lane_wise = True
+    return plan
 
 
 @contextlib.contextmanager

@@ -1,0 +1,148 @@
+"""What every operator does with its arguments and results: traced tensors become values, values are wrapped, no_grad is obeyed."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+
+from bridge import eager, linked, private
+from bridge.errors import at_line
+from bridge.kernels import Plan
+from bridge.levels import state
+from bridge.nodes import read, unread
+from bridge.tracing import Traced, lane_wise, unknown_value, value_of, wrap
+
+_CPU = torch.device("cpu")
+
+
+def value_in(x: Any) -> Any:
+    kind = type(x)
+    if kind is Traced:
+        node = x.node
+        return node.value if node.parent is None and node.level is state.level else value_of(x)
+    if kind is list or kind is tuple:
+        return [value_in(v) for v in x]
+    return value_of(x) if isinstance(x, torch.Tensor) else x
+
+
+def _operand(t: Traced) -> Any:
+    """A traced tensor's value, or, outside of compilation, the view that it is and nobody has read."""
+    node = t.node
+    if node.parent is None or node.level is not state.level:
+        return value_in(t)
+    found = unread(node, state.level)
+    return read(node, state.level) if found is None else found
+
+
+def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    given = kwargs.get("device")
+    if given is not None:
+        return torch.device(given)
+    found = None
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+        elif type(x) is list and x and isinstance(x[0], torch.Tensor):
+            return x[0].device
+    return found or _CPU
+
+
+def wrap_all(out: Any, device: torch.device) -> Any:
+    if isinstance(out, tuple | list):
+        return type(out)(wrap_all(x, device) for x in out) if type(out) in (tuple, list) else tuple(wrap_all(x, device) for x in out)
+    return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
+
+
+def pure(func: Any, lower: Callable[..., Any]) -> Plan:
+    """An operator that only computes."""
+
+    @lane_wise
+    def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        staged = state.level.root.staged
+        values = [value_in(x) if staged or type(x) is not Traced else _operand(x) for x in args]
+        try:
+            out = eager.run(func, lower, values, {k: value_in(v) for k, v in kwargs.items()} if kwargs else kwargs)
+        except Exception as error:
+            raise _explain(func, args, kwargs, error) from error
+        if not torch.is_grad_enabled():
+            out = stop(out)
+        elif state.level.root.recorded:
+            out = linked.tie(func, out, values)
+        device = device_of(args, kwargs)
+        return wrap(out, device) if isinstance(out, jax.Array) else wrap_all(out, device)
+
+    return run_pure
+
+
+def stop(out: Any) -> Any:
+    """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
+    level, innermost, kinds = state.level, None, set()
+    while level is not None:
+        if level.kind in ("grad", "jvp"):
+            innermost = innermost or level
+            kinds.add(level.kind)
+        level = level.parent
+    if state.level.root.recorded:
+        kinds.add("grad")
+    if "grad" not in kinds:
+        return out
+    if "jvp" not in kinds:
+        return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
+    if innermost is None or innermost.kind == "jvp":
+        return out
+    return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
+
+
+def reverse_only() -> bool:
+    """Whether grad transforms are in progress, and no forward-mode ones (those do not obey no_grad)."""
+    level, found = state.level, False
+    while level is not None:
+        if level.kind == "jvp":
+            return False
+        found = found or level.kind == "grad"
+        level = level.parent
+    return found
+
+
+def constant(value: Any) -> Any:
+    """The value without derivatives, at every level."""
+    level = state.level
+    if level.root.staged and isinstance(value, jax.core.Tracer):
+        return linked.stopped_by_torch(value)
+    if isinstance(value, jax.core.Tracer) or (level.tape is level.root.recording is level.lanes is None):
+        return lax.stop_gradient(value)
+    tape = level.tape or level.root.recording
+    return eager.copied(value, level.lanes) if tape is not None and tape.tracks([value]) else value
+
+
+def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """The error to raise in the place of one that a lowering raised: torch's own words where torch refuses the same call."""
+    if isinstance(error, jax.errors.JAXTypeError):
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            return error
+        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
+    if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    try:
+        with private.below_python():
+            func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+    except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
+        if "meta" not in str(theirs).lower():
+            return theirs
+    except Exception:
+        pass
+    if isinstance(error, TypeError | ValueError):
+        return RuntimeError(f"{func}: {error}{at_line()}")
+    return error
+
+
+def meta_tree(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return type(x)(meta_tree(v) for v in x) if type(x) in (list, tuple) else x

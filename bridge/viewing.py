@@ -1,0 +1,123 @@
+"""Operators whose result shares memory with their argument: nodes that are computed when they are first read."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bridge import private
+from bridge.errors import at_line
+from bridge.kernels import Plan
+from bridge.levels import state
+from bridge.lowering.registry import LOWERINGS
+from bridge.nodes import Node, View
+from bridge.operands import constant, stop
+from bridge.tracing import Traced, lane_wise, node_of, value_of
+
+aten = torch.ops.aten
+_make = private.make_wrapper
+
+
+def meta_of(t: torch.Tensor) -> torch.Tensor:
+    if t.storage_offset():
+        span = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
+        return torch.empty(span, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), t.storage_offset())
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced:
+    t: Traced = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
+    t.node = node
+    return t
+
+
+def view_plan(func: Any) -> Plan:
+    """An operator whose result shares its input's memory: computed when it is first read."""
+    lower = LOWERINGS[func]
+
+    @lane_wise
+    def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, rest = args[0], args[1:]
+        meta = func(meta_of(base), *rest, **kwargs)
+        node = Node(None, state.level, node_of(base), View(func, lower, rest, kwargs))
+        if not torch.is_grad_enabled():  # the same memory, no derivative through it
+            node.value, node.seen = stop(node.view.forward(value_of(base))), node.root.version
+        return _view_tensor(meta, node, base.device)
+
+    return run_view
+
+
+@lane_wise
+def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
+    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
+        t.node = _detached_node(base, constant)
+    else:
+        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
+    return t
+
+
+def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
+    """The same memory without derivatives."""
+    with torch.no_grad():  # met, and not to be differentiated for it
+        value, parent = value_of(base), node_of(base)
+    node = Node(stopped(value), state.level, parent, View(aten.detach.default, stopped, (), {}))
+    node.seen = node.root.version
+    return node
+
+
+def detach_in_place(t: Traced) -> None:
+    """What detach_() leaves: PyTorch's kernel changes the innermost autograd's metadata and calls no other."""
+    level: Any = state.level
+    while level is not None and level.kind != "grad":
+        level = level.parent
+    t.node = _detached_node(t, constant if level is None or level.tape is not None else lambda v: private.stop_innermost(v, level.probe))
+
+
+def split_plan(func: Any) -> Plan:
+    """Several views at once, each a slice or select of its own so that reading one computes one."""
+
+    @lane_wise
+    def run_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0]
+        dim = int(kwargs.get("dim", args[-1] if len(args) == 3 or (func is aten.unbind.int and len(args) == 2) else 0))
+        dim = dim % max(base.dim(), 1)
+        metas = func(meta_of(base), *args[1:], **kwargs)
+        out, start = [], 0
+        for i, meta in enumerate(metas):
+            if func is aten.unbind.int:
+                view = View(aten.select.int, LOWERINGS[aten.select.int], (dim, i), {})
+            else:
+                end = start + meta.shape[dim]
+                view = View(aten.slice.Tensor, LOWERINGS[aten.slice.Tensor], (dim, start, end), {})
+                start = end
+            out.append(_view_tensor(meta, Node(None, state.level, node_of(base), view), base.device))
+        return out
+
+    return run_split
+
+
+def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    size, stride = args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    offset = base.storage_offset() if offset is None else offset
+    root = node_of(base).root
+    first = _first_place(root)
+    if offset < first:
+        raise RuntimeError(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+    meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
+    view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset - first), {})
+    return _view_tensor(meta, Node(None, state.level, root, view), base.device)
+
+
+def _first_place(root: Node) -> int:
+    """Where in its memory the tensor begins that a root was captured from, of which only its own elements have crossed."""
+    for t, node in state.level.root.captured.values():
+        if node is root:
+            if not t.is_contiguous():
+                raise RuntimeError(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
+            return int(t.storage_offset())
+    return 0

@@ -1,0 +1,212 @@
+"""Operators that write their arguments: in-place and out= variants, derived from the operator that only computes."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from bridge import dtypes, eager, private
+from bridge.errors import at_line
+from bridge.fallback import can_fall_back, fallback
+from bridge.kernels import NAMES, Plan
+from bridge.levels import state
+from bridge.lowering.promotion import cast
+from bridge.lowering.registry import LOWERINGS
+from bridge.nodes import Node
+from bridge.operands import meta_tree, pure, reverse_only
+from bridge.overlaps import refuse_overlap
+from bridge.tracing import Traced, assign, lane_wise, plan_of, shape_of, value_of
+from bridge.viewing import meta_of
+
+aten = torch.ops.aten
+
+
+def _becomes_view(func: Any, functional: Any) -> Plan:
+    """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
+
+    @lane_wise
+    def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        t, rest = args[0], args[1:]
+        if type(t) is not Traced:
+            raise RuntimeError(
+                f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
+            )
+        node = plan_of(functional)((t, *rest), kwargs).node
+        meta = functional(meta_of(t), *rest, **kwargs)
+        with private.below_python():
+            t.as_strided_(meta.shape, meta.stride(), meta.storage_offset())
+        t.node = node
+        return t
+
+    return run_in_place_view
+
+
+def store(target: torch.Tensor, value: Any, func: Any) -> None:
+    dtype = dtypes.to_jax(target.dtype)
+    if value.dtype != dtype:
+        source = dtypes.to_torch(value.dtype)
+        if not torch.can_cast(source, target.dtype):
+            names = [NAMES.get(d, str(d)) for d in (source, target.dtype)]
+            raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
+        value = eager.run("cast", cast, (value, dtype), {})
+    shape = shape_of(value)
+    if shape != target.shape:
+        raise RuntimeError(
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
+        )
+    if len(set(target.stride())) != target.dim() and 0 in target.stride() and target.numel() > 1 and _overlaps(target):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    assign(target, value, keep=not torch.is_grad_enabled() and reverse_only())
+
+
+def _overlaps(t: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def write_plan(func: Any) -> Plan:
+    """In-place and out= variants, derived from the operator's functional form."""
+    if torch.Tag.inplace_view in func.tags:
+        functional = functional_form(func)
+        return _becomes_view(func, functional) if functional is not None else fallback(func)
+    changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
+    written = [a.name for a in changed]  # in the order of the functional form's results: those of out= first
+    names = [a.name for a in func._schema.arguments]
+    functional = functional_form(func)
+    if functional is None and func in LOWERINGS:
+        inner = pure(func, LOWERINGS[func])
+    elif functional is not None and (functional in LOWERINGS or can_fall_back(functional)):
+        inner = plan_of(functional)
+    else:
+        return fallback(func)
+    is_out = any(a.is_out for a in func._schema.arguments)
+    of_dtype = is_out and _is_factory(functional)
+
+    @lane_wise
+    def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        targets = [given[name] for name in written]
+        flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
+        refuse_overlap(func, flat, _tensors(given[name] for name in given if name not in written), is_out)
+        if is_out:
+            kwargs = {k: v for k, v in kwargs.items() if k not in written}
+        if of_dtype:
+            kwargs = {**kwargs, "dtype": flat[0].dtype}
+        results = inner(args, kwargs)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        for target, result in zip(flat, results[-len(flat) :], strict=True):
+            if target is None:
+                continue
+            if is_out and target.dtype is not result.dtype:
+                _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)))
+            if is_out and target.shape != result.shape:
+                _resize(target, result.shape)
+            store(target, value_of(result), func)
+        if len(func._schema.returns) == 0:
+            return None
+        fresh, kept = iter(results[: -len(flat)]), iter(flat)
+        returned = tuple(next(fresh) if r.alias_info is None else next(kept) for r in func._schema.returns)
+        return returned[0] if len(returned) == 1 else returned
+
+    return run_write
+
+
+def _is_factory(func: Any) -> bool:
+    """Whether an operator makes a tensor of nothing but numbers."""
+    kinds = {a.name: str(a.type) for a in func._schema.arguments} if func is not None else {}
+    return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
+def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
+    for x in operands:
+        yield from x if isinstance(x, list | tuple) else (x,)
+
+
+#: of whose kernels for shapes alone PyTorch's refusal cannot be had
+_EXACT_OUT = frozenset({"aten::complex", "aten::aminmax", "aten::multinomial"})
+
+
+def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any]) -> None:
+    """PyTorch's own error where it does not cast the result to the dtype of out=."""
+    if func._schema.name in _EXACT_OUT:
+        raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
+    try:
+        with private.below_python():
+            func(*meta_tree(args), **{k: meta_tree(v) for k, v in (kwargs | out).items()})
+    except NotImplementedError:  # computed by no kernel for shapes alone
+        return
+
+
+def _resize(target: torch.Tensor, shape: Any) -> None:
+    """Give a tensor another shape in place; elements keep their place in memory, new ones are zero."""
+    shape = tuple(shape)
+    if type(target) is not Traced or target.node.parent is not None:
+        raise RuntimeError(
+            f"resize_: a view, or a tensor from outside the transform, of shape {list(target.shape)} cannot be resized to {list(shape)}"
+            f"{at_line()}"
+        )
+
+    def resized(value: Any, shape: tuple[int, ...]) -> Any:
+        flat, size = value.reshape(-1), math.prod(shape)
+        return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
+
+    value = eager.run("resize", resized, (value_of(target), shape), {})
+    with private.below_python():
+        # a wrapper has no memory to check bounds against, but that of nothing
+        target.as_strided_(shape, torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
+    target.node = Node(value, state.level)
+
+
+def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    size = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
+    if tuple(size) != tuple(args[0].shape):
+        _resize(args[0], size)
+    return args[0]
+
+
+_IRREGULAR = {
+    "aten::bernoulli_.float": "aten::bernoulli.p",
+    "aten::normal_": "aten::normal_functional",
+    "aten::squeeze_": "aten::squeeze",
+    "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional",
+    "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional",
+    "aten::native_batch_norm.out": "aten::native_batch_norm",
+    "aten::rrelu_with_noise": "aten::rrelu_with_noise_functional",
+    "aten::_fused_moving_avg_obs_fq_helper": "aten::_fused_moving_avg_obs_fq_helper_functional",
+    "aten::embedding_renorm_": "aten::embedding_renorm",
+}
+
+
+def functional_form(func: Any) -> Any:
+    """The overload that computes what an in-place or out= overload writes; None where torch has none."""
+    irregular = _IRREGULAR.get(func._schema.name + (f".{func._schema.overload_name}" if func._schema.overload_name else ""))
+    if irregular is not None:
+        name, _, kind = irregular.removeprefix("aten::").partition(".")
+        packet = getattr(aten, name, None)
+        return getattr(packet, kind or "default", None) if packet is not None else None
+    namespace, name = func._schema.name.split("::")
+    ops = getattr(torch.ops, namespace)
+    mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    bare = name.removesuffix("_")
+    candidates = list(dict.fromkeys([name, bare, bare + "_functional"]))
+    for candidate in candidates:
+        packet = getattr(ops, candidate, None)
+        if packet is None:
+            continue
+        kinds = sorted(packet.overloads(), key=lambda k: k != func._overloadname)
+        for kind in kinds:
+            other = getattr(packet, kind)
+            if other is func or other._schema.is_mutable:
+                continue
+            theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
+            if _is_factory(other):  # their dtype and device are those of out=
+                theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
+            same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
+            if theirs == mine or (kind == func._overloadname and same_types):
+                return other
+    return None

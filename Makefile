@@ -29,10 +29,10 @@ demo: $(VENV)/.demo
 	$(BIN)/torchfunc-jax ensemble $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.test
-	TORCHFUNC_JAX_PROGRAMS=2000 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	TORCHFUNC_JAX_PROGRAMS=2000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)

@@ -26,8 +26,6 @@ from torchfunc_jax import functionalize, jit, vmap
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 INTS, BOOLS, COMPLEX = (X * 3).int(), X > 0, X.to(torch.complex64)
 
-_OFTEN = (torch.int64,)  # float32 is what test_operators.py asks of everything
-
 CASES: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "abs of bools": (torch.abs, BOOLS),
     "abs_ of bools": (lambda x: x.clone().abs_(), BOOLS),
@@ -199,7 +197,8 @@ class _Asking(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [d if d in _OFTEN else pytest.param(d, marks=pytest.mark.slow) for d in NAMES], ids=str)
+@pytest.mark.slow  # test_operators.py asks one sample of each
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
 def test_no_dtype_is_refused_that_pytorch_computes_with(dtype: torch.dtype) -> None:
     """Every operator of PyTorch's database that takes the dtype, on its samples: where PyTorch has a value nothing is refused."""
     asked, asking = 0, _Asking()

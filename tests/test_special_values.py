@@ -60,7 +60,7 @@ def _differences(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16], ids=lambda d: str(d)[6:]
+    "dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.bfloat16))], ids=lambda d: str(d)[6:]
 )
 def test_the_values_and_signs_of_zero_are_pytorchs(dtype):
     wrong, asked = [], 0

@@ -265,6 +265,17 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def answered(rows: Path, items: set[tuple[str, str]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The answers that an interrupted run has kept; a line that it was cut off in is taken out of the file."""
+    if not rows.exists():
+        return {}
+    whole, newline, cut = rows.read_text().rpartition("\n")
+    if cut:
+        rows.write_text(whole + newline)
+    kept = {tuple(answer["item"]): answer["cells"] for answer in map(json.loads, whole.splitlines())}
+    return {item: cells for item, cells in kept.items() if item in items}
+
+
 def main(argv: list[str] | None = None) -> int:
     asked = options(argv)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
@@ -285,14 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     items = [(k, d) for d in dtypes for k in keys if getattr(torch, d) in ops[k].supported_dtypes("cpu")]
 
     asked.rows.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    done: set[tuple[str, str]] = set()
-    if asked.resume and asked.rows.exists():
-        for line in asked.rows.read_text().splitlines():
-            kept = json.loads(line)
-            if tuple(kept["item"]) in set(items):
-                done.add(tuple(kept["item"]))
-                rows += kept["cells"]
+    done = answered(asked.rows, set(items)) if asked.resume else {}
+    rows = [cell for cells in done.values() for cell in cells]
     todo = [item for item in items if item not in done]
     start = time.monotonic()
     with asked.rows.open("a" if asked.resume else "w") as kept_rows:

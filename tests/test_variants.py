@@ -19,7 +19,8 @@ from bridge.errors import DataDependentError
 
 CHUNKS = 16
 #: Values that are not the operator's to choose, or of which several are right: the sign of an eigenvector.
-_FREE = opinfo.RANDOM | {"linalg.eigh", "normal.in_place", "normal.number_mean", "chalf"}
+_FREE = {"linalg.eigh", "normal.in_place", "normal.number_mean", "chalf"}
+_INEXACT = (torch.float32, torch.complex64)
 #: PyTorch writes a result of five by ten to a tensor of one element that is not to be resized.
 _TORCH_RESIZES = {("addbmm", "in place")}
 
@@ -80,7 +81,10 @@ def _wrong(name: str, op: Any, dtype: torch.dtype, samples: int) -> Iterator[str
             try:
                 got = _jitted(fn, args, kwargs)
                 assert [x.dtype for x in got] == [x.dtype for x in expected], "dtypes"
-                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4, equal_nan=True, check_stride=False)
+                for ours, theirs in zip(got, expected, strict=True):  # small elements beside large ones have the errors of these
+                    largest = theirs.abs().nan_to_num(0, 0, 0).max().item() if theirs.numel() and theirs.dtype in _INEXACT else 0
+                    atol = max(1e-4, 1e-6 * largest)
+                    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=atol, equal_nan=True, check_stride=False)
             except DataDependentError:
                 continue  # test_operators.py has these
             except Exception as error:
@@ -93,7 +97,7 @@ def _all_wrong(names: list[str], dtypes: tuple[torch.dtype, ...], samples: int) 
     for name in names:
         op = opinfo.operators()[name]
         for dtype in dtypes:
-            if name not in _FREE and dtype in op.supported_dtypes("cpu"):
+            if name not in _FREE and op.name not in opinfo.RANDOM and dtype in op.supported_dtypes("cpu"):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     wrong += _wrong(name, op, dtype, samples)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, operands, private, tensors, tracing, trees
+from bridge import autograd, capture, compiling, operands, private, tensors, tracing, trees
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.eager import Untaped
 from bridge.errors import reworded
@@ -170,6 +170,7 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
         _carry_out(result, leaves)
         writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
+    compiling.warn_of_jit(result.values)
     return _outputs(result), result.meta
 
 

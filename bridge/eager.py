@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import checks
+from bridge import checks, compiling
 from bridge.levels import state
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
@@ -326,7 +326,7 @@ class Pull:
 
     def __call__(self, cotangents: list[Any]) -> tuple[Any, ...]:
         lanes = None if state.level is None else state.level.lanes
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), compiling.correctly():
             return tuple(self.tape.pull(self.inputs, self.outputs, cotangents, lanes))
 
     def arrays(self) -> list[Any]:

@@ -172,6 +172,35 @@ def batched_value(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
 
 
+# JAX takes compiler options for a jax.jit of the user's alone; bridge/compiling.py says why that is not enough.
+def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
+    """Whenever JAX compiles a program from now on, it asks for options to add to the program's own; more: from the backend's name.
+
+    Of use for the versions that bridge/compiling.py names and no others, so that no other one can break it.
+    """
+    from jax._src import compiler
+
+    original = compiler.get_compile_options
+
+    @functools.wraps(original)
+    def get_compile_options(*args: Any, env_options_overrides: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        added = {} if backend is None else more(backend.platform)
+        return original(*args, env_options_overrides={**added, **(env_options_overrides or {})}, backend=backend, **kwargs)
+
+    compiler.get_compile_options = get_compile_options
+
+
+def compiled_later(values: Any) -> bool:
+    """Whether any of these is a value that JAX has not computed: it records what is done, to compile it later (under jit and grad)."""
+    for value in values:
+        while isinstance(value, jax.core.Tracer):
+            below = batched_value(value)
+            if below is None:
+                return True
+            value = below
+    return False
+
+
 def once_differentiable_inner(method: Any) -> Any:
     """The backward inside ``@once_differentiable``; None where the decorator was not used (it leaves no other mark)."""
     inner = getattr(method, "__wrapped__", None)

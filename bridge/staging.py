@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.extend.core import Literal
 
-from bridge import capture, outer, random, tensors, tracing
+from bridge import capture, compiling, outer, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, take_apart
 from bridge.checks import Bounds, ends
@@ -176,7 +176,7 @@ def _trace(
             )
             return values + extra
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), compiling.correctly():
         avals = [_aval(x) for x in call.arrays]
         jaxpr = jax.make_jaxpr(staged)(avals, [_aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     used = sorted(info["used"])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import dtypes, private, tensors
+from bridge import compiling, dtypes, private, tensors
 from bridge.eager import Untaped
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
@@ -258,7 +258,7 @@ def root() -> Iterator[Level]:
     """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
     from bridge import functions
 
-    with jax.enable_x64(True), functions.intercepted(), push("root") as level, _Mode():
+    with jax.enable_x64(True), compiling.correctly(), functions.intercepted(), push("root") as level, _Mode():
         yield level
 
 

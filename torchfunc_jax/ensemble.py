@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchfunc_jax
-from bridge import devices
+from bridge import compiling, devices
 from torchfunc_jax._machine import machine
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
@@ -207,7 +207,8 @@ class OnJax:
         return jax.tree.map(lambda t: jax.device_put(t.numpy().copy(), self._device), tree)
 
     def step(self, batch: Batch) -> np.ndarray:
-        self._params, self._state, losses = self._step(self._params, self._state, *self._put(batch))
+        with compiling.correctly():
+            self._params, self._state, losses = self._step(self._params, self._state, *self._put(batch))
         return np.asarray(losses)
 
     def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -215,7 +216,8 @@ class OnJax:
         return {k: np.asarray(v) for k, v in grads.items()}, np.asarray(losses)
 
     def probabilities(self, images: torch.Tensor) -> np.ndarray:
-        return np.asarray(jax.nn.softmax(self._logits(self._params, self._put(images)), -1))
+        with compiling.correctly():
+            return np.asarray(jax.nn.softmax(self._logits(self._params, self._put(images)), -1))
 
     def weights(self) -> Weights:
         return {k: torch.from_numpy(np.array(v)) for k, v in self._params.items()}

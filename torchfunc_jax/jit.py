@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import autograd, staging, tensors, trees
+from bridge import autograd, compiling, staging, tensors, trees
 from bridge.calls import Call, is_local, refuse_recording, write_back
 from bridge.errors import reworded
 from bridge.levels import state
@@ -162,8 +162,8 @@ class Jitted:
         """
         call = Call.of(args, kwargs)
         program = staging.stage(self._unwrapped, call)
-        with jax.enable_x64(True):
-            run = jax.jit(staging.forward(program, None))
+        with jax.enable_x64(True), compiling.correctly():
+            run = jax.jit(staging.forward(program, None), compiler_options=compiling.options())
             return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], staging.NO_SEEDS)
 
     @opaque
@@ -243,11 +243,12 @@ class _Compiled:
             if any(self.pair(*active)[2]):
                 return self._recorded(leaves, captured, *active)
         seeds = program.seeds() if self.random else self.no_seeds
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), compiling.correctly():
             if not self.torch_out:
                 values = [jax.device_put(v) for v in values]
             outs = self.forward(inputs, values, seeds)
         if not self.torch_out:
+            compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
         if self.bounds is not None:
             self.bounds.judge(outs.pop())
@@ -332,7 +333,7 @@ class _Program(torch.autograd.Function):
         seeds = compiled.program.seeds() if compiled.random else compiled.no_seeds
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), compiling.correctly():
             outs, rest, pull = run(inputs, values, seeds)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
@@ -362,7 +363,7 @@ class _Program(torch.autograd.Function):
             _, back, _ = ctx.compiled.pair(ctx.active, ctx.active_captured)
             inputs = [tensors.to_jax(c) for c in cts]
             try:
-                with jax.enable_x64(True):
+                with jax.enable_x64(True), compiling.correctly():
                     found = back(ctx.pull, inputs)
             except ValueError as error:
                 raise reworded(error) from error.__cause__

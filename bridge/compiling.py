@@ -1,0 +1,121 @@
+"""What JAX is told when it compiles our programs: nothing, but where a version of it is known to compile wrongly.
+
+jaxlib 0.10.2 and 0.11.0 hand parts of a program for x86 CPUs to a library, as ``__ynn_fusion``, that computes some of them wrongly (the
+last of more than 32,768 rows) and ends the process in others (seven dimensions or more); 0.11.1 and later do not.  A compiler option
+turns that off: https://github.com/jax-ml/jax/issues/39103, https://github.com/jax-ml/jax/issues/39257.
+
+JAX takes options for one ``jax.jit`` that no other one encloses, and for nothing else: not for an operator that runs by itself, nor for
+the functions of jax.numpy, which are jitted already.  Therefore the option belongs to a scope, ``correctly``.  Everything that JAX
+compiles inside of it, on this thread, gets the option; what the user compiles does not.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jaxlib
+
+from bridge import private
+from bridge.errors import at_line
+
+_MISCOMPILING = ("0.10.2", "0.11.0")
+_OPTION = "xla_cpu_experimental_ynn_fusion_type"
+_correct = jax.make_user_context(False)  # JAX keeps what it compiles in another context apart
+_nothing = contextlib.nullcontext()
+
+
+class MiscompilationWarning(UserWarning):
+    """The user's own jax.jit compiles one of our functions with a jaxlib that is known to compile some programs wrongly."""
+
+
+def correctly() -> Any:
+    """A context: what JAX compiles on this thread inside of it, it compiles correctly.
+
+    Returns:
+        a context manager, to be entered once.
+
+    Source: https://docs.jax.dev/en/latest/_autosummary/jax.make_user_context.html
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from bridge.compiling import correctly
+        >>> with correctly():
+        ...     print(jnp.arange(3).sum())
+        3
+    """
+    return _correct(True) if _installed() else _nothing
+
+
+def options() -> dict[str, str] | None:
+    """``compiler_options`` for a program that is compiled outside of ``correctly``; None where there is nothing to say.
+
+    Returns:
+        dict: name of the option to its value.
+
+    Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
+
+    Example:
+        >>> import jax
+        >>> from bridge.compiling import options
+        >>> jax.jit(lambda x: x + 1, compiler_options=options())(1).item()
+        2
+    """
+    return {_OPTION: ""} if miscompiles() and jax.default_backend() == "cpu" else None
+
+
+def miscompiles() -> bool:
+    """Whether this jaxlib compiles some programs for this processor wrongly, unless it is told otherwise.
+
+    Returns:
+        bool: False also where the user has set the option in ``XLA_FLAGS``.
+
+    Example:
+        >>> from bridge.compiling import miscompiles
+        >>> miscompiles() in (True, False)
+        True
+    """
+    return (
+        jaxlib.__version__ in _MISCOMPILING
+        and platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+        and not re.search(rf"{_OPTION}=(\s|$)", os.environ.get("XLA_FLAGS", ""))
+    )
+
+
+@functools.cache
+def _installed() -> bool:
+    """Whether ``correctly`` has to do anything; if so, JAX asks ``_more`` from now on."""
+    found = miscompiles()
+    if found:
+        private.add_compiler_options(_more)
+    return found
+
+
+def _more(backend: str) -> dict[str, str]:
+    return {_OPTION: ""} if _correct.value and backend == "cpu" else {}
+
+
+def warn_of_jit(values: Iterable[Any]) -> None:
+    """MiscompilationWarning, once, where these results of ours are to be compiled by a jax.jit or jax.grad that is not ours."""
+    if _installed() and not _correct.value and private.compiled_later(values) and jax.default_backend() == "cpu":
+        _warn()
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        f"a function of torchfunc_jax runs inside of your own jax.jit or jax.grad, and jaxlib {jaxlib.__version__} compiles some programs "
+        f"for x86 CPUs wrongly. Set the environment variable XLA_FLAGS=--{_OPTION}= before JAX is used, or write "
+        f'jax.jit(..., compiler_options={{"{_OPTION}": ""}}), or call what you have jitted in `with bridge.compiling.correctly():`; jaxlib '
+        f"0.11.1 and later compile correctly (Python 3.12 and later){at_line()}",
+        MiscompilationWarning, stacklevel=2,
+    )
+
+
+__all__ = ["MiscompilationWarning", "correctly", "miscompiles", "options", "warn_of_jit"]

@@ -10,6 +10,7 @@ from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.fallback import fallback
 from bridge.kernels import Plan, guarded
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
+from bridge.opaque_operators import opaque_plan
 from bridge.operands import pure
 from bridge.own_rules import OWN_RULES
 from bridge.viewing import view_plan
@@ -25,6 +26,9 @@ def _plan(func: Any) -> Plan:
     special = OWN_RULES.get(func)
     if special is not None:
         return special
+    opaque = opaque_plan(func)
+    if opaque is not None:
+        return opaque
     if func.namespace not in ("aten", "prims") and func not in LOWERINGS:
         return fallback(func)
     if func._schema.is_mutable:

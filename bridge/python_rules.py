@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from bridge import viewing
+from bridge.checks import refuse
 from bridge.errors import at_line
-from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of
+from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of, without_lanes
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -85,6 +86,17 @@ def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
+def _assert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch._assert of a tensor: where its value is not known it is looked at when the program has run."""
+    given = dict(zip(("condition", "message"), args, strict=False)) | kwargs
+    condition = given["condition"]
+    if condition.numel() != 1:
+        return func(*args, **kwargs)  # PyTorch's own error
+    without_lanes()
+    refuse(value_of(condition).reshape(()) == 0, str(given["message"]), AssertionError)
+    return None
+
+
 def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With a weight or pos_weight to differentiate, which torch.func can and PyTorch's autograd has no formula for."""
     names: tuple[str, ...] = ("input", "target", "weight", "pos_weight", "reduction")
@@ -127,5 +139,5 @@ PYTHON_RULES |= {
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
-    F.one_hot: _one_hot,
+    F.one_hot: _one_hot, torch._assert: _assert,
 }

@@ -111,7 +111,11 @@ def differentiable(
     return outs[: recorded.count], recorded.meta, recorded.met, recorded.key
 
 
-class _Border(torch.autograd.Function):
+class Untransformed(torch.autograd.Function):
+    """A node of torch's graph of our own, whose forward runs as it is also while a trace is open."""
+
+
+class _Border(Untransformed):
     """One JAX computation as one node of torch's graph."""
 
     @staticmethod
@@ -219,10 +223,10 @@ def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
     found.update(mine)
     if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
         return outs
-    return list(private.original("apply")(_Attached, outs, compute, leaves, *found.values()))
+    return list(_Attached.apply(outs, compute, leaves, *found.values()))  # type: ignore[no-untyped-call]
 
 
-class _Attached(torch.autograd.Function):
+class _Attached(Untransformed):
     """An inner transform as one node of the graph that torch's autograd builds inside a trace."""
 
     @staticmethod

@@ -4,7 +4,6 @@ Where the values that steer are known (outside of compilation and vmap) the Pyth
 """
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,13 +218,3 @@ def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = Non
         return private.original("causal_hint")(mask, is_causal, size)
     except DataDependentError:
         return False
-
-
-_MODULES = {name: f"torch._higher_order_ops.{name}" for name in ("cond", "while_loop", "map", "scan", "associative_scan")}
-
-
-def functions() -> dict[str, Any]:
-    """The Python functions that torch offers these operators by."""
-    found = {name: getattr(importlib.import_module(module), name) for name, module in _MODULES.items()}
-    mask = torch.nn.modules.transformer._detect_is_causal_mask
-    return found | {"gaussian_nll_loss": torch.nn.functional.gaussian_nll_loss, "causal_hint": mask}

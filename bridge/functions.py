@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import torch
 import torch.utils.checkpoint
 
-from bridge import private, trees
-from bridge.autograd import conj, inexact
+from bridge import operands, private, trees
+from bridge.autograd import Untransformed, conj, inexact
+from bridge.eager import Untaped
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
@@ -33,44 +34,70 @@ def intercepted() -> Iterator[None]:
     """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
     global _users, _fast_attention
     with _lock:
-        _users += 1
-        if _users == 1:
+        if _users == 0:
             private.redirect(True)
+            private.answer_apply(_forward_in_trace)
             # eval-mode transformers would call one opaque kernel in the place of operators that JAX can see
             _fast_attention = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
+        _users += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if _users == 0:
+                private.answer_apply(None)
                 private.redirect(False)
                 torch.backends.mha.set_fastpath_enabled(_fast_attention)
 
 
-def apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    level = state.level
-    if level is None or not any(type(a) is Traced for a in args) or _inside_torch_autograd(args, level):
-        return private.original("apply")(cls, *args, **kwargs)
+def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
+    """What PyTorch runs in the place of a Function's forward where this thread has a trace open; None: the forward itself.
+
+    PyTorch makes its own node of the outputs, for a ``torch.autograd.grad`` inside the trace; JAX's derivatives go by the rules of
+    ``_Call``.
+
+    Args:
+        cls: the Function.
+        recording, forward_mode: whether grad mode and forward-mode AD were on where it was applied.
+    """
+    if state.level is None or issubclass(cls, Untransformed):
+        return None
+    new_style = cls.setup_context is not Function.setup_context
+
+    def forward(*given: Any) -> Any:
+        ctx, args = (None, given) if new_style else (given[0], given[1:])
+        if not any(isinstance(a, torch.Tensor) for a in args):
+            return cls.forward(*given)
+        with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
+            out = _applied(cls, ctx, args)
+        if new_style and not _has_node(args, recording):
+            private.skip_setup_context(cls)
+        return out
+
+    return forward
+
+
+def _has_node(args: Sequence[Any], recording: bool) -> bool:
+    """Whether PyTorch makes a node of its graph of a Function with these arguments."""
+    return recording and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+def _applied(cls: Any, ctx: Any, args: tuple[Any, ...]) -> Any:
+    """The outputs of a Function; ctx: PyTorch's own where its forward takes one, else None."""
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _rematerialized(args[0], args[2:], {})
     op = private.operator_without_formula(cls)
     if op in LOWERINGS:  # a torch.library operator without derivative: its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
-    return _Call(cls, args).run()
-
-
-def _inside_torch_autograd(args: Sequence[Any], level: Level) -> bool:
-    """torch's own autograd records inside the trace, and no transform of JAX's differentiates around it."""
-    if not torch.is_grad_enabled() or not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-        return False
-    walk: Level | None = level
-    while walk is not None:
-        if walk.kind in ("grad", "jvp"):
-            return False
-        walk = walk.parent
-    return any(type(a) is Traced and a.requires_grad for a in args)
+    call = _Call(cls, args)
+    values = [value_of(args[i]) for i in call.where]
+    if ctx is None or not _has_node(args, torch.is_grad_enabled()):
+        return call.run(values)
+    with torch.no_grad(), private.set_forward_mode_enabled(False):
+        out = cls.forward(ctx, *args)  # for what it leaves in PyTorch's own context
+    return call.run(values, out)
 
 
 class Context:
@@ -139,8 +166,11 @@ class _Call:
         for i, n in zip(self.where, needs, strict=True):
             flags[i] = n
         ctx = Context(tuple(flags))
-        with push("plain") as level:
+        with push("function") as level, torch.no_grad(), private.set_forward_mode_enabled(False):
             args = self._wrapped(values, level)
+            for a, n in zip(args, flags, strict=True):
+                if n and (a.is_floating_point() or a.is_complex()):
+                    a.requires_grad_()
             if self.new_style:
                 out = self.cls.forward(*args)
                 self.cls.setup_context(ctx, tuple(args), out)
@@ -209,9 +239,12 @@ class _Call:
             return [None if t is None else value_of(t) for t in leaves]
 
     # -- as JAX functions with rules of their own --------------------------------------------------------------------------
-    def run(self) -> Any:
-        values = [value_of(self.args[i]) for i in self.where]
-        innermost = state.level
+    def run(self, values: Sequence[Any], out: Any = None) -> Any:
+        """The outputs for these values of the tensor arguments; written into those of ``out``, where the forward has run before."""
+        level = state.level
+        if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
+            raise Untaped
+        innermost: Level | None = level
         while innermost is not None and innermost.kind not in ("grad", "jvp"):
             innermost = innermost.parent
         has_jvp = self.cls.jvp is not Function.jvp
@@ -233,7 +266,7 @@ class _Call:
             if not is_no_jvp(error):
                 raise
             raise no_jvp(self.cls.__name__) from error
-        return self._finish(outs)
+        return self._finish(outs if torch.is_grad_enabled() else operands.stop(outs), out)
 
     def _constant(self, *values: Any) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
@@ -322,9 +355,10 @@ class _Call:
         f.defjvp(rule, symbolic_zeros=True)
         return f
 
-    def _finish(self, outs: Sequence[Any]) -> Any:
+    def _finish(self, outs: Sequence[Any], made: Any) -> Any:
         tensors = []
         dirty = dict(self.dirty)
+        earlier = [x for x in trees.flatten(made)[0] if isinstance(x, torch.Tensor)] if made is not None else None
         for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
             if constant and inexact(v):
                 v = jax.lax.stop_gradient(v)
@@ -332,10 +366,16 @@ class _Call:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
                 tensors.append(target)
+            elif earlier is not None and type(earlier[k]) is Traced and earlier[k].node.parent is None and not self._is_argument(earlier[k]):
+                earlier[k].node.value = v  # the same tensor, since the context may have kept it
+                tensors.append(earlier[k])
             else:
                 tensors.append(wrap(v, self.device))
         source = iter(tensors)
         return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
+
+    def _is_argument(self, t: torch.Tensor) -> bool:
+        return any(t is a for a in self.args)
 
 
 class _Kept:

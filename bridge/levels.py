@@ -25,7 +25,7 @@ class Level:
     """One transform in progress.
 
     Attributes:
-        kind: "root", "vmap", "grad", "jvp" or "plain".
+        kind: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function) or "plain".
         randomness: for vmap: "error", "same" or "different".
         key: the JAX key random operators of this level draw from; None: the parent's.
         writes: nodes of outer levels written to in here, with the values they had before.

@@ -83,6 +83,8 @@ def pure(func: Any, lower: Callable[..., Any]) -> Plan:
 def stop(out: Any) -> Any:
     """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
     level, innermost, kinds = state.level, None, set()
+    if level.kind == "function":  # its own rule gives the derivative, not what it computes
+        return out
     while level is not None:
         if level.kind in ("grad", "jvp"):
             innermost = innermost or level

@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -219,11 +221,77 @@ def perturbed(values: Any, level: Any) -> bool:
     return level.probe is not None and any(trace is level.probe for v in values for trace in _traces_of(v))
 
 
-# Function.apply, checkpoint and the control-flow functions cannot be overridden by a subclass of Tensor, and callers hold copies of them
-# (``f = Square.apply``, ``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough: the function objects
-# themselves get other code for as long as a trace is open anywhere.
+# autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold copies of it (``square = Square.apply``), which from
+# torch 2.14 on are methods in C.  In every version the C code of apply asks the class for ``_backward_cls`` and then, with grad mode
+# and forward-mode AD switched off, for ``forward``.  Both questions go through the metaclass, which answers them while a trace is open.
+class _Applied(threading.local):
+    """What apply asked for last in this thread."""
+
+    by: tuple[Any, bool, bool] | None = None  # the class, and grad mode and forward-mode AD around the call
+    silent: Any = None  # the class whose setup_context is not to be run
+
+
+_applied = _Applied()
+_function_meta = type(torch.autograd.Function)
+
+
+def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
+    """While set, a Function that is applied runs what ``handler`` gives in the place of its forward; None: as PyTorch made it.
+
+    handler takes the Function, and whether grad mode and forward-mode AD were on around the call.  It gives a callable with the arguments
+    of the Function's own forward, or None for that forward itself.
+    """
+    if handler is None:
+        if "__getattribute__" in vars(_function_meta):
+            del _function_meta.__getattribute__
+        return
+
+    def answer(cls: Any, name: str) -> Any:
+        if name == "_backward_cls":
+            _applied.by = (cls, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())
+        elif name == "forward" and _applied.by is not None and _applied.by[0] is cls and not torch.is_grad_enabled():
+            by, _applied.by = _applied.by, None
+            found = handler(*by)
+            if found is not None:
+                return found
+        elif name == "setup_context" and _applied.silent is cls:
+            _applied.silent = None
+            return _nothing
+        return type.__getattribute__(cls, name)
+
+    _function_meta.__getattribute__ = answer  # type: ignore[method-assign,assignment]
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def skip_setup_context(cls: Any) -> None:
+    """Called at the end of a forward that ``answer_apply`` replaced: the Function's own setup_context is not run after it."""
+    _applied.silent = cls
+
+
+def forward_mode_enabled() -> bool:
+    """Whether forward-mode AD is on: the public module has a switch with an underscore, and no function that asks."""
+    return torch._C._is_fwd_grad_enabled()
+
+
+@contextlib.contextmanager
+def set_forward_mode_enabled(on: bool) -> Iterator[None]:
+    """While entered, forward-mode AD is on or off: no public name does that."""
+    before = torch._C._is_fwd_grad_enabled()
+    torch._C._set_fwd_grad_enabled(on)
+    try:
+        yield
+    finally:
+        torch._C._set_fwd_grad_enabled(before)
+
+
+# torch.utils.checkpoint and the control-flow functions cannot be overridden by a subclass of Tensor either, they are Python functions, and
+# callers hold copies of them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough: the function
+# objects themselves get other code while a trace is open anywhere, which in other threads calls the original.
 class _Redirect:
-    """One function of torch's that can be made to ask one of ours first."""
+    """One Python function of torch's that can be made to ask one of ours first."""
 
     def __init__(self, function: types.FunctionType, module: str, name: str) -> None:
         self.function, self.code = function, function.__code__
@@ -246,15 +314,28 @@ class _Redirect:
         self.function.__code__ = self.shim if on else self.code
 
 
+#: Functions of torch's that ask ours first: name -> (their module, their name there, our module, our name there).
+_REDIRECTED = {
+    "checkpoint": ("torch.utils.checkpoint", "checkpoint", "bridge.functions", "checkpoint_in_trace"),
+    **{
+        name: (f"torch._higher_order_ops.{name}", name, "bridge.control", name)
+        for name in ("cond", "while_loop", "map", "scan", "associative_scan")
+    },
+    "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss", "bridge.control", "gaussian_nll_loss"),
+    "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask", "bridge.control", "causal_hint"),
+}
+
+
 @functools.cache
 def _redirects() -> dict[str, _Redirect]:
-    from torch.utils.checkpoint import checkpoint
-
-    from bridge import control
-
-    found = {name: _Redirect(fn, "bridge.control", name) for name, fn in control.functions().items()}
-    found["apply"] = _Redirect(torch.autograd.Function.apply.__func__, "bridge.functions", "apply_in_trace")  # type: ignore[attr-defined]
-    found["checkpoint"] = _Redirect(cast(types.FunctionType, checkpoint), "bridge.functions", "checkpoint_in_trace")
+    found = {}
+    for name, (module, attribute, our_module, our_name) in _REDIRECTED.items():
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError):  # this version of PyTorch does not have it: nobody can call it
+            continue
+        if isinstance(function, types.FunctionType):
+            found[name] = _Redirect(function, our_module, our_name)
     return found
 
 
@@ -264,9 +345,16 @@ def original(name: str) -> Callable[..., Any]:
 
 
 def redirect(on: bool) -> None:
-    """Make torch's functions ask ours first; off: as torch made them."""
-    for r in _redirects().values():
-        r.turn(on)
+    """Make torch's functions ask ours first; off: as torch made them.  All or none, also where one of them fails."""
+    turned: list[_Redirect] = []
+    try:
+        for r in _redirects().values():
+            turned.append(r)
+            r.turn(on)
+    except BaseException:
+        for r in turned:
+            r.turn(not on)
+        raise
 
 
 def by_user() -> bool:
@@ -295,3 +383,33 @@ def torch_rearrange() -> Callable[..., torch.Tensor]:
         made["_create_rearrange_callable"] = functools.lru_cache(256)(types.FunctionType(make.__code__, {**vars(module), **made}))
         return functools.wraps(module.rearrange)(types.FunctionType(module.rearrange.__code__, {**vars(module), **made}))
     return module.rearrange
+
+
+def marked_distributed() -> Any:
+    """The DistributedDataParallel whose forward the profiler's mark being set belongs to; None where another function sets it.
+
+    The mark is the first thing that it does, and the only operator that shows a trace that a module is one.
+    """
+    from torch.autograd.profiler import record_function
+    from torch.nn.parallel import DistributedDataParallel
+
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code not in (record_function.__enter__.__code__, record_function.__exit__.__code__):
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller.f_locals["self"] if caller is not None and caller.f_code is DistributedDataParallel.forward.__code__ else None
+
+
+def is_local(distributed: Any) -> bool:
+    """Whether a DistributedDataParallel calls the module that it wraps and nothing else, as it does for torch.compile's own reducer."""
+    return distributed._use_python_reducer
+
+
+def make_local(distributed: Any, local: bool) -> None:
+    """Have a DistributedDataParallel call the module that it wraps and nothing else, or no longer."""
+    distributed._use_python_reducer = local
+
+
+def processes(group: Any) -> int:
+    """How many processes are in a process group that an operator of ``torch.ops.c10d`` gets: it is boxed, and unboxing is undocumented."""
+    return torch.distributed.ProcessGroup.unbox(group).size()

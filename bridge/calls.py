@@ -20,7 +20,7 @@ from bridge import python_rules as _python_rules  # noqa: F401  fills the table 
 from bridge.eager import Untaped
 from bridge.errors import reworded
 from bridge.levels import Level, push, state
-from bridge.nodes import Node, read, write
+from bridge.nodes import Geometry, Node, read, write
 from bridge.tracing import Traced, value_of, wrap
 
 
@@ -76,11 +76,12 @@ class Traceable:
         where: which leaves are arrays; their values come with each run.
     """
 
-    __slots__ = ("active", "devices", "fn", "leaves", "spec", "where")
+    __slots__ = ("active", "devices", "fn", "geometries", "leaves", "spec", "where")
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
         self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
+        self.geometries = [Geometry.of(leaves[i]) for i in where]
         self.active: frozenset[int] = frozenset()  # which of the arrays a grad transform differentiates: they require grad
         for i in where:
             self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
@@ -95,6 +96,8 @@ class Traceable:
         """
         leaves = list(self.leaves)
         arguments = [wrap(v, d, level) for v, d in zip(values, self.devices, strict=True)]
+        for t, geometry in zip(arguments, self.geometries, strict=True):
+            t.node.geometry = geometry
         for k in self.active:
             arguments[k].requires_grad_()
         for i, t in zip(self.where, arguments, strict=True):
@@ -145,6 +148,8 @@ def apply(
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
             outs = operands.stop(outs)
+        if not private.forward_mode_enabled():
+            outs = operands.stop_tangents(outs)
         return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)

@@ -266,7 +266,8 @@ class _Call:
             if not is_no_jvp(error):
                 raise
             raise no_jvp(self.cls.__name__) from error
-        return self._finish(outs if torch.is_grad_enabled() else operands.stop(outs), out)
+        outs = outs if torch.is_grad_enabled() else operands.stop(outs)
+        return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
     def _constant(self, *values: Any) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
@@ -366,7 +367,7 @@ class _Call:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
                 tensors.append(target)
-            elif earlier is not None and type(earlier[k]) is Traced and earlier[k].node.parent is None and not self._is_argument(earlier[k]):
+            elif earlier is not None and self._is_new(earlier[k]):
                 earlier[k].node.value = v  # the same tensor, since the context may have kept it
                 tensors.append(earlier[k])
             else:
@@ -374,8 +375,9 @@ class _Call:
         source = iter(tensors)
         return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
 
-    def _is_argument(self, t: torch.Tensor) -> bool:
-        return any(t is a for a in self.args)
+    def _is_new(self, t: torch.Tensor) -> bool:
+        """Whether a tensor owns its memory and is none of the arguments."""
+        return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
 
 
 class _Kept:

@@ -12,7 +12,7 @@ from jax import lax
 from bridge import eager, linked, private
 from bridge.errors import at_line
 from bridge.kernels import Plan
-from bridge.levels import state
+from bridge.levels import Level, state
 from bridge.nodes import read, unread
 from bridge.tracing import Traced, lane_wise, unknown_value, value_of, wrap
 
@@ -74,6 +74,8 @@ def pure(func: Any, lower: Callable[..., Any]) -> Plan:
             out = stop(out)
         elif state.level.root.recorded:
             out = linked.tie(func, out, values)
+        if not private.forward_mode_enabled():
+            out = stop_tangents(out)
         device = device_of(args, kwargs)
         return wrap(out, device) if isinstance(out, jax.Array) else wrap_all(out, device)
 
@@ -98,7 +100,19 @@ def stop(out: Any) -> Any:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
     if innermost is None or innermost.kind == "jvp":
         return out
-    return jax.tree_util.tree_map(lambda v: private.stop_innermost(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
+    return jax.tree_util.tree_map(lambda v: private.stop_at(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
+
+
+def stop_tangents(out: Any) -> Any:
+    """Values computed where forward-mode AD is off: constants to the innermost of the forward-mode transforms."""
+    level: Level | None = state.level
+    while level is not None and level.kind != "jvp":
+        if level.kind == "function":  # its own rule gives the derivative, not what it computes
+            return out
+        level = level.parent
+    if level is None:
+        return out
+    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe) if isinstance(v, jax.Array) else v, out)
 
 
 def reverse_only() -> bool:

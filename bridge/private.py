@@ -123,29 +123,35 @@ def operator_without_formula(cls: Any) -> Any:
     return names.get("op") if getattr(names.get("info"), "_backward_fn", True) is None else None
 
 
-def _traces_of(value: Any) -> Iterator[Any]:
+def _traces_of(value: Any) -> Iterator[tuple[Any, bool]]:
+    """The traces that a tracer belongs to, innermost first, each with whether it is one that differentiates."""
     while hasattr(value, "_trace"):
-        yield value._trace
+        yield value._trace, not hasattr(value, "val")
         value = getattr(value, "val", None) if hasattr(value, "val") else getattr(value, "primal", None)
 
 
-def stop_innermost(value: Any, probe: Any) -> Any:
-    """value without its derivative at one level of nesting: the one whose tracer ``probe`` is (torch's no_grad).
+def stop_at(value: Any, probe: Any) -> Any:
+    """value without its derivative at one level of nesting: the one whose trace ``probe`` is.
 
     JAX's stop_gradient cuts every level; which level a tracer belongs to is not public.
     """
-    if probe is None or not any(trace is probe for trace in _traces_of(value)):
-        return value
-    return _cut(value)
+    inside = 0
+    for trace, differentiates in _traces_of(value):
+        if trace is probe:
+            return _cut(value, inside)
+        inside += differentiates
+    return value
 
 
-@jax.custom_jvp
-def _cut(value: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cut(value: Any, inside: int) -> Any:
     return value
 
 
 @_cut.defjvp
-def _cut_jvp(primals: Any, tangents: Any) -> Any:
+def _cut_jvp(inside: int, primals: Any, tangents: Any) -> Any:
+    if inside:
+        return _cut(primals[0], inside - 1), tangents[0]
     return primals[0], jnp.zeros_like(tangents[0])
 
 
@@ -218,12 +224,13 @@ def vmap_info(batch_size: int, randomness: str) -> Any:
 
 def perturbed(values: Any, level: Any) -> bool:
     """Whether one of the values has a derivative at that level."""
-    return level.probe is not None and any(trace is level.probe for v in values for trace in _traces_of(v))
+    return level.probe is not None and any(trace is level.probe for v in values for trace, _ in _traces_of(v))
 
 
-# autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold copies of it (``square = Square.apply``), which from
-# torch 2.14 on are methods in C.  In every version the C code of apply asks the class for ``_backward_cls`` and then, with grad mode
-# and forward-mode AD switched off, for ``forward``.  Both questions go through the metaclass, which answers them while a trace is open.
+# autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold copies of it (``square = Square.apply``), which
+# from torch 2.14 on are methods in C.  In every version the C code of apply asks the class for ``_backward_cls`` and then, with grad
+# mode and forward-mode AD switched off, for ``forward``.  Both questions go through the metaclass, which answers them while a trace is
+# open.
 class _Applied(threading.local):
     """What apply asked for last in this thread."""
 
@@ -413,3 +420,42 @@ def make_local(distributed: Any, local: bool) -> None:
 def processes(group: Any) -> int:
     """How many processes are in a process group that an operator of ``torch.ops.c10d`` gets: it is boxed, and unboxing is undocumented."""
     return torch.distributed.ProcessGroup.unbox(group).size()
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device; the public question is asked of one device at a time and takes four times as long."""
+    return _any_autocast()
+
+
+_any_autocast, _count_of_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack  # asked at each call
+
+
+def function_modes() -> int:
+    """How many torch function modes are entered (a default device is one): public is only to enter one."""
+    return _count_of_modes()
+
+
+def function_mode_stack() -> list[Any]:
+    """The torch function modes that are entered, the outermost first."""
+    return torch.overrides._get_current_function_mode_stack()
+
+
+@functools.cache
+def _global_hooks() -> tuple[dict[int, Any], ...]:
+    module = torch.nn.modules.module
+    return (
+        module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks, module._global_backward_pre_hooks
+    )
+
+
+def global_module_hooks() -> tuple[Any, ...] | None:
+    """The numbers of the hooks that ``register_module_forward_hook`` and its like have added; None where there are none."""
+    hooks = _global_hooks()
+    return tuple([tuple(h) for h in hooks]) if any(hooks) else None
+
+
+def default_device_of(mode: Any) -> torch.device | None:
+    """The device that a torch function mode gives to factory functions, as ``torch.set_default_device`` enters one; else None."""
+    from torch.utils._device import DeviceContext
+
+    return mode.device if isinstance(mode, DeviceContext) else None

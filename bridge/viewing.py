@@ -11,7 +11,7 @@ from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import state
 from bridge.lowering.registry import LOWERINGS
-from bridge.nodes import Node, View
+from bridge.nodes import Geometry, Node, View
 from bridge.operands import constant, stop
 from bridge.tracing import Traced, lane_wise, node_of, value_of
 
@@ -73,7 +73,7 @@ def detach_in_place(t: Traced) -> None:
     level: Any = state.level
     while level is not None and level.kind != "grad":
         level = level.parent
-    t.node = _detached_node(t, constant if level is None or level.tape is not None else lambda v: private.stop_innermost(v, level.probe))
+    t.node = _detached_node(t, constant if level is None or level.tape is not None else lambda v: private.stop_at(v, level.probe))
 
 
 def split_plan(func: Any) -> Plan:
@@ -114,10 +114,17 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_place(root: Node) -> int:
-    """Where in its memory the tensor begins that a root was captured from, of which only its own elements have crossed."""
-    for t, node in state.level.root.captured.values():
-        if node is root:
-            if not t.is_contiguous():
-                raise RuntimeError(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
-            return int(t.storage_offset())
-    return 0
+    """Where in its memory the tensor begins that a root stands for, of which only its own elements have crossed."""
+    found = next((t for t, node in state.level.root.captured.values() if node is root), None)
+    if root.geometry is None and found is not None:
+        root.geometry = Geometry.of(found)
+    if root.geometry is None or root.geometry.ask():
+        return 0
+    if found is None:
+        raise RuntimeError(
+            "as_strided: it counts from where a tensor's memory begins, and of an argument that is a view, or is not contiguous, only its "
+            f"own elements are known; pass the whole tensor and take the view inside the function, or call .clone() first{at_line()}"
+        )
+    if not found.is_contiguous():
+        raise RuntimeError(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
+    return int(found.storage_offset())

@@ -123,7 +123,7 @@ class Differentiated:
         def run(*diff: Any) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None
-                with torch.enable_grad():
+                with torch.enable_grad(), private.set_forward_mode_enabled(True):
                     result = self.traceable.run(level, self.merge(values, diff), finish)
             found[:] = [result]
             n = count(result.meta)

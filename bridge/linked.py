@@ -15,25 +15,28 @@ from jax import lax
 from bridge import private
 from bridge.eager import Unread, copied
 from bridge.levels import state
+from bridge.lowering.registry import of_this_torch
 
 aten = torch.ops.aten
 
 #: Operators whose output torch's autograd takes as new, whatever it was made like.
 _FRESH = frozenset(
-    p
+    getattr(operator, overload)
     for name in (
         "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty",
         "new_empty_strided", "histc", "bincount", "detach",
     )
-    for p in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+    if (operator := getattr(aten, name, None)) is not None
+    for overload in operator.overloads()
 )
 
 #: Outputs that have no derivative beside others that do.
-_FRESH_OUTPUTS = {
-    aten.lu_unpack.default: (0,), aten.linalg_lu.default: (0,), aten.native_layer_norm.default: (1, 2), aten.linalg_lstsq.default: (2, 3),
-    aten._native_batch_norm_legit.default: (1, 2), aten._native_batch_norm_legit.no_stats: (1, 2),
-    aten._batch_norm_with_update.default: (1, 2, 3), aten.native_batch_norm.default: (1, 2), aten.native_group_norm.default: (1, 2),
-}
+_FRESH_OUTPUTS = of_this_torch({
+    "aten.lu_unpack.default": (0,), "aten.linalg_lu.default": (0,), "aten.linalg_lstsq.default": (2, 3),
+    "aten.native_layer_norm.default": (1, 2), "aten.native_group_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2),
+    "aten._native_batch_norm_legit.default": (1, 2), "aten._native_batch_norm_legit.no_stats": (1, 2),
+    "aten._batch_norm_with_update.default": (1, 2, 3),
+})
 
 
 @jax.jit

@@ -16,8 +16,7 @@ from jax import lax
 
 from bridge import eager
 from bridge.lowering.promotion import cast
-
-aten = torch.ops.aten
+from bridge.lowering.registry import of_this_torch
 
 
 class Node:
@@ -193,24 +192,24 @@ def _bits(base: Any, value: Any, dtype: torch.dtype) -> Any:
     return lax.bitcast_convert_type(value, base.dtype).reshape(base.shape)
 
 
-_INVERSES: dict[Any, Callable[..., Any]] = {
-    aten.view.default: _reshape,
-    aten._reshape_alias.default: _reshape,
-    aten.squeeze.default: _reshape,
-    aten.squeeze.dim: _reshape,
-    aten.squeeze.dims: _reshape,
-    aten.unsqueeze.default: _reshape,
-    aten.alias.default: _same,
-    aten.detach.default: _detached,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.t.default: _transpose,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    aten.expand.default: _expand,
-    aten.view_as_real.default: _complex,
-    aten.view_as_complex.default: _real,
-    aten._conj.default: lambda base, value: lax.conj(value),
-    aten._neg_view.default: lambda base, value: lax.neg(value),
-    aten.view.dtype: _bits,
-}
+_INVERSES: dict[Any, Callable[..., Any]] = of_this_torch({
+    "aten.view.default": _reshape,
+    "aten._reshape_alias.default": _reshape,
+    "aten.squeeze.default": _reshape,
+    "aten.squeeze.dim": _reshape,
+    "aten.squeeze.dims": _reshape,
+    "aten.unsqueeze.default": _reshape,
+    "aten.alias.default": _same,
+    "aten.detach.default": _detached,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    "aten.t.default": _transpose,
+    "aten.select.int": _select,
+    "aten.slice.Tensor": _slice,
+    "aten.expand.default": _expand,
+    "aten.view_as_real.default": _complex,
+    "aten.view_as_complex.default": _real,
+    "aten._conj.default": lambda base, value: lax.conj(value),
+    "aten._neg_view.default": lambda base, value: lax.neg(value),
+    "aten.view.dtype": _bits,
+})

@@ -13,7 +13,7 @@ from bridge.checks import refuse
 from bridge.errors import DataDependentError, at_line
 from bridge.kernels import Plan
 from bridge.lowering.promotion import cast
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operands import constant, device_of, pure, stop, value_in, wrap_all
 from bridge.overlaps import refuse_overlap
 from bridge.tracing import Traced, assign, concrete, lane_wise, plan_of, shape_of, unknown_value, value_of, wrap
@@ -98,7 +98,7 @@ def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 #: What PyTorch's C++ (cov, istft) expects when it asks ``equal(comparison, True)`` of values that are not known, by the comparison:
 #: weights that are >= 0 and do not sum to 0, degrees of freedom that are not <= 0, window sums that are not < 1e-11.
-_EXPECTED = {aten.ge.Scalar: True, aten.ne.Scalar: True, aten.le.Scalar: False, aten.lt.Scalar: False}
+_EXPECTED = of_this_torch({"aten.ge.Scalar": True, "aten.ne.Scalar": True, "aten.le.Scalar": False, "aten.lt.Scalar": False})
 
 _UNEXPECTED = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
 
@@ -161,30 +161,35 @@ def _polygamma_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return given["self"]
 
 
-OWN_RULES: dict[Any, Plan] = {
-    aten.polygamma_.default: _polygamma_,
-    aten._linalg_check_errors.default: _linalg_errors,
-    aten._linalg_det.default: _determinant(aten._linalg_det.default),
-    aten._linalg_slogdet.default: _determinant(aten._linalg_slogdet.default),
-    aten._local_scalar_dense.default: _item,
-    aten.copy_.default: _copy_,
-    aten.lift_fresh.default: _lift_fresh,
-    aten.lift.default: _lift_fresh,
-    aten.detach.default: detach,
-    aten.native_batch_norm.default: _batch_norm,
-    aten.is_same_size.default: _same_size,
-    aten._is_all_true.default: _is_all_true,
-    aten._assert_async.default: _assert,
-    aten._assert_async.msg: _assert,
-    aten._functional_assert_async.msg: _assert,
-    aten.equal.default: _equal,
-    aten._has_same_storage_numel.default: _same_storage,
-    aten._new_zeros_with_same_feature_meta.default: _feature_zeros,
-    aten.as_strided.default: as_strided,
-    aten.unbind.int: split_plan(aten.unbind.int),
-    aten.split.Tensor: split_plan(aten.split.Tensor),
-    aten.split_with_sizes.default: split_plan(aten.split_with_sizes.default),
-    aten.set_.source_Tensor: _set_data,
-    aten.resize_.default: resize_,
-    aten.resize_as_.default: resize_,
+OWN_RULES: dict[Any, Plan] = of_this_torch({
+    "aten.polygamma_.default": _polygamma_,
+    "aten._linalg_check_errors.default": _linalg_errors,
+    "aten._local_scalar_dense.default": _item,
+    "aten.copy_.default": _copy_,
+    "aten.lift_fresh.default": _lift_fresh,
+    "aten.lift.default": _lift_fresh,
+    "aten.detach.default": detach,
+    "aten.native_batch_norm.default": _batch_norm,
+    "aten.is_same_size.default": _same_size,
+    "aten._is_all_true.default": _is_all_true,
+    "aten._assert_async.default": _assert,
+    "aten._assert_async.msg": _assert,
+    "aten._functional_assert_async.msg": _assert,
+    "aten.equal.default": _equal,
+    "aten._has_same_storage_numel.default": _same_storage,
+    "aten._new_zeros_with_same_feature_meta.default": _feature_zeros,
+    "aten.as_strided.default": as_strided,
+    "aten.set_.source_Tensor": _set_data,
+    "aten.resize_.default": resize_,
+    "aten.resize_as_.default": resize_,
+})
+OWN_RULES |= {
+    func: make(func)
+    for func, make in of_this_torch({
+        "aten._linalg_det.default": _determinant,
+        "aten._linalg_slogdet.default": _determinant,
+        "aten.unbind.int": split_plan,
+        "aten.split.Tensor": split_plan,
+        "aten.split_with_sizes.default": split_plan,
+    }).items()
 }

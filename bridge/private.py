@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import sys
 import threading
 import types
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
@@ -24,13 +24,32 @@ from torch.utils import _pytree
 # extending torch, exported from a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
+
+class _Missing:
+    """In the place of a name that this version of PyTorch does not have: the package imports, and says so where the name is used."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.path}: torch {torch.__version__} does not have this name, which is needed here; docs/versions.md lists the versions "
+            "that work, and `torchfunc-jax doctor` tells which transforms do"
+        )
+
+
+def _named(path: str) -> Any:
+    """What torch keeps under a name: for what is asked at each call, and looked up once."""
+    try:
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        return _Missing(path)
+
+
 #: Makes a tensor without storage: shape, dtype, device, strides only.  Documented for subclass authors, private by its name.
-make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+make_wrapper: Callable[..., Any] = _named("torch.Tensor._make_wrapper_subclass")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_frames = torch._C._dynamo.eval_frame
-_NOT_COMPILED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # the frame, those that it calls
-_set_strategy = _frames.set_code_exec_strategy
 
 
 def opaque(function: _Function) -> _Function:
@@ -39,7 +58,10 @@ def opaque(function: _Function) -> _Function:
     ``torch.compiler.disable`` says the same by a wrapper around each call and an import of all of dynamo.  These are the marks that
     dynamo looks for: the attribute where it meets a call, the strategy where it would compile a frame.  A call is as fast as without.
     """
-    _set_strategy(function.__code__, _NOT_COMPILED)
+    with contextlib.suppress(AttributeError):  # a version without strategies has the marks below, which break the graph at a call
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # the frame, and those that it calls
+        frames.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it runs in JAX; leave it outside of what is compiled with fullgraph"  # type: ignore[attr-defined]
     return function
@@ -76,7 +98,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 #: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
-without_torch_function = torch._C.DisableTorchFunctionSubclass
+without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
 
 
 def is_composite(func: Any) -> bool:
@@ -84,9 +106,8 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-_functorch_innermost, _mode_of, _PROXY = (  # asked at each call: looked up once
-    torch._C._functorch.peek_interpreter_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-)
+_functorch_innermost, _mode_of = _named("torch._C._functorch.peek_interpreter_stack"), _named("torch._C._get_dispatch_mode")
+_PROXY = _named("torch._C._TorchDispatchModeKey.PROXY")
 
 
 def watched_by_torch() -> bool:
@@ -106,6 +127,8 @@ def without_memory(t: torch.Tensor) -> str:
     if torch._C._functorch.is_legacy_batchedtensor(t):
         return "one that torch.autograd maps over (is_grads_batched, vectorize); map with torchfunc_jax.vmap, or use jacrev"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        from torch._subclasses.fake_tensor import FakeTensor
+
         if isinstance(t, FakeTensor):
             return "a FakeTensor, which has no values"
         if t.numel() and not t.data_ptr():  # also one of an open trace, whose values only the operators there see
@@ -427,7 +450,7 @@ def any_autocast() -> bool:
     return _any_autocast()
 
 
-_any_autocast, _count_of_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack  # asked at each call
+_any_autocast, _count_of_modes = _named("torch._C._is_any_autocast_enabled"), _named("torch._C._len_torch_function_stack")
 
 
 def function_modes() -> int:

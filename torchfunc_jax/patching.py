@@ -1,16 +1,15 @@
 """Drop-in use: ``patch()`` puts this library's functions where programs look for torch.func's and functorch's."""
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 import threading
-from types import SimpleNamespace, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
-import functorch
-import functorch.experimental
 import torch
-import torch._functorch.make_functional
 
 import torchfunc_jax
 
@@ -19,11 +18,21 @@ _NAMES = (
     "make_functional_with_buffers_deprecated_v1", "combine_state_for_ensemble", "functional_init", "functional_init_with_buffers",
     "FunctionalModule", "FunctionalModuleWithBuffers",
 )
-_SOURCES = (torch.func, torch, functorch, functorch.experimental, torch._functorch.make_functional)
+_SOURCES = ("torch.func", "torch", "functorch", "functorch.experimental", "torch._functorch.make_functional")
 
 # Namespaces that other programs import from are changed; what else is torch's, and what is ours, is left alone.
 _CHANGED = frozenset({"torch", "torch.func", "functorch", "functorch.experimental"})
 _LEFT_ALONE = frozenset({"torch", "functorch", "bridge", "torchfunc_jax"})
+
+
+@functools.cache
+def _sources() -> list[ModuleType]:
+    """The modules that hold torch's functions, but those that this version of torch does not have."""
+    found = []
+    for name in _SOURCES:
+        with contextlib.suppress(ImportError):
+            found.append(importlib.import_module(name))
+    return found
 
 
 @functools.cache
@@ -34,7 +43,7 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
         ours = getattr(torchfunc_jax, name, None)
         if ours is None:  # a later torch's, not known here
             continue
-        for source in _SOURCES:
+        for source in _sources():
             theirs = vars(source).get(name, ours)
             if theirs is not ours:
                 found[id(theirs)] = (theirs, ours)
@@ -42,7 +51,9 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
 
 
 #: torch.func as it is without a patch.
-ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.func.__all__}, chunk_vmap=functorch.experimental.chunk_vmap)
+ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.func.__all__})
+with contextlib.suppress(ImportError, AttributeError):  # in a version without functorch
+    ORIGINAL.chunk_vmap = importlib.import_module("functorch.experimental").chunk_vmap
 _lock = threading.RLock()
 _active = 0
 _changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # (namespace, name, torch's, ours)

@@ -7,6 +7,7 @@ It returns arrays of exactly the dtype PyTorch would return.  64-bit types are a
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,27 @@ def overload(name: str) -> Any:
         raise ValueError(f"name: torch {torch.__version__} has no operator {name!r}; expected 'namespace.operator.overload'") from None
 
 
+def of_this_torch(table: dict[str, Any]) -> dict[Any, Any]:
+    """A table with operators in the place of their names; those that this version of torch does not have are left out.
+
+    Args:
+        table: by "namespace.operator.overload".
+
+    Returns:
+        dict: ``OpOverload`` to the table's value.
+
+    Example:
+        >>> from bridge.lowering.registry import of_this_torch
+        >>> of_this_torch({"aten.sin.default": 1, "aten.no_such_operator.default": 2})
+        {<OpOverload(op='aten.sin', overload='default')>: 1}
+    """
+    found = {}
+    for name, value in table.items():
+        with contextlib.suppress(ValueError):
+            found[overload(name)] = value
+    return found
+
+
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
     """Register the decorated function as the lowering of each named overload.
 
@@ -54,12 +76,7 @@ def lowering(*names: str) -> Callable[[Lowering], Lowering]:
     """
 
     def register(fn: Lowering) -> Lowering:
-        for name in names:
-            try:
-                op = overload(name)
-            except ValueError:
-                continue
-            LOWERINGS[op] = fn
+        LOWERINGS.update(of_this_torch(dict.fromkeys(names, fn)))
         return fn
 
     return register

@@ -54,7 +54,8 @@ class _Recorded:
         root.recorded = True
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         try:
-            with torch.enable_grad():  # as where the computation was asked for; an autograd.Function's forward runs without
+            # as where the computation was asked for; an autograd.Function's forward runs without
+            with torch.enable_grad(), private.set_forward_mode_enabled(True):
                 result = self.compute(values)
         except ValueError as error:
             raise reworded(error) from error.__cause__

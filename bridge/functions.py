@@ -5,6 +5,7 @@ comes here instead.
 """
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.utils.checkpoint
 
@@ -252,10 +254,11 @@ class _Call:
         forward_mode = innermost is not None and innermost.kind == "jvp"
         if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
             raise no_jvp(self.cls.__name__)
+        staged = level.root.staged
         if has_jvp and (forward_mode or not has_backward):
-            f = self._with_jvp()
+            f = self._staged_with_jvp(values) if staged else self._with_jvp()
         elif has_backward:
-            f = self._with_vjp()
+            f = self._staged_with_vjp(values) if staged else self._with_vjp()
         else:
             f = self._constant
         if self.own_vmap and any(private.batched_value(v) is not None for v in values):
@@ -356,6 +359,77 @@ class _Call:
         f.defjvp(rule, symbolic_zeros=True)
         return f
 
+    # In a program to be compiled, JAX asks for these rules when the program is differentiated, which may be after its trace has closed:
+    # then tensors that the methods capture would be met again, as constants.  So the methods run now, as jaxprs, whose constants, the
+    # captured tensors' values among them, are operands.
+    def _staged_with_vjp(self, values: Sequence[Any]) -> Callable[..., Any]:
+        kept: Any = None
+        links: list[int | None] = []  # for each residual: which output it is, and after those which value
+        differentiable: list[bool] = []
+
+        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal kept
+            outs, residuals, kept = self.forward(values, [True] * len(values))
+            places = {id(v): i for i, v in enumerate([*outs, *values])}
+            links[:] = [places.get(id(r)) for r in residuals]
+            differentiable[:] = [inexact(o) and not c for o, c in zip(outs, self.constant, strict=True)]
+            return outs, residuals
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+            given = iter(cotangents)
+            cts = [next(given) if d else None for d in differentiable]
+            grads = self.backward(kept, residuals, cts)
+            return [jnp.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(grads, values, strict=True) if inexact(v)]
+
+        forward_jaxpr = _Closed(forward, *values)
+        outs, residuals = forward_jaxpr.shapes
+        backward_jaxpr = _Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
+
+        @jax.custom_vjp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return forward_jaxpr(captured[0], *values)[0]
+
+        def fwd(captured: Any, *values: Any) -> tuple[list[Any], Any]:
+            _, residuals = forward_jaxpr(captured[0], *values)
+            outs = f(captured, *values)  # at the levels around this one the outputs again have the Function's own derivative
+            linked = [*outs, *values]
+            return outs, (captured, [r if k is None else linked[k] for r, k in zip(residuals, links, strict=True)])
+
+        def bwd(kept: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            captured, residuals = kept
+            grads = iter(backward_jaxpr(captured[1], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
+            return None, *[next(grads) if inexact(v) else None for v in values]
+
+        f.defvjp(fwd, bwd)
+        return functools.partial(f, (forward_jaxpr.captured, backward_jaxpr.captured))
+
+    def _staged_with_jvp(self, values: Sequence[Any]) -> Callable[..., Any]:
+        def forward(*values: Any) -> list[Any]:
+            return self.forward(values, [True] * len(values))[0]
+
+        def push_forward(primals: list[Any], tangents: list[Any]) -> list[Any]:
+            outs, residuals, kept = self.forward(primals, [True] * len(primals))
+            given = iter(tangents)
+            pushed = self.jvp(kept, residuals, [next(given) if inexact(p) else None for p in primals])
+            return [jnp.zeros_like(o) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
+
+        forward_jaxpr = _Closed(forward, *values)
+        tangent_jaxpr = _Closed(push_forward, list(values), [v for v in values if inexact(v)])
+
+        @jax.custom_jvp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return forward_jaxpr(captured[0], *values)
+
+        @f.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            captured, *values = primals
+            outs = f(captured, *values)
+            given = [t for v, t in zip(values, tangents[1:], strict=True) if inexact(v)]
+            pushed = iter(tangent_jaxpr(captured[1], values, given))
+            return outs, [next(pushed) if inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
+
+        return functools.partial(f, (forward_jaxpr.captured, tangent_jaxpr.captured))
+
     def _finish(self, outs: Sequence[Any], made: Any) -> Any:
         tensors = []
         dirty = dict(self.dirty)
@@ -378,6 +452,23 @@ class _Call:
     def _is_new(self, t: torch.Tensor) -> bool:
         """Whether a tensor owns its memory and is none of the arguments."""
         return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
+
+
+class _Closed:
+    """A function as a jaxpr, traced on these arguments; called with what it captured as its first argument.
+
+    Attributes:
+        captured: the values that it met beside its arguments.
+        shapes: of its results.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        self._jaxpr, self.captured = closed.jaxpr, [jax.lax.stop_gradient(v) for v in closed.consts]
+
+    def __call__(self, captured: Sequence[Any], *args: Any) -> Any:
+        outs = jax.core.eval_jaxpr(self._jaxpr, captured, *jax.tree_util.tree_leaves(args))
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.shapes), outs)
 
 
 class _Kept:

@@ -1,36 +1,59 @@
-"""Trees of arrays in files: safetensors, which torch's world reads too, and Orbax, which JAX's does. Both are optional."""
+"""Trees of arrays and Python values in files: safetensors, which torch's world reads too, and Orbax, which JAX's does.  Both are optional.
+
+Here: ``save``, ``load`` and the two formats.  How a tree becomes names is in ``bridge/checkpoint_trees.py``, how a file is replaced in
+``bridge/files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in the metadata of
+a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
+"""
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import torch
 
-from bridge import modules, tensors, trees
+from bridge import checkpoint_trees, files
 
 _NEEDS = {"safetensors": "safetensors.numpy", "orbax": "orbax.checkpoint"}
+_EXTENSIONS = {".safetensors": "safetensors", ".orbax": "orbax", "": "orbax"}
+_MARKER = "torchfunc_jax.json"  # in an Orbax folder
+_HEADER, _SUM = "torchfunc_jax", "torchfunc_jax.sha256"  # in the metadata of a safetensors file
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None) -> Path:
-    """Write a tree of arrays; what was there is replaced.
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read, or not as it was asked for: the message has the path and the cause."""
+
+
+def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, overwrite: bool = False) -> Path:
+    """Write a tree of arrays and Python values, as a whole or not at all.
+
+    A checkpoint that ``save`` wrote there before is replaced: at every moment, also if the process is killed or the disk is full, ``load``
+    finds a whole one, the old or the new. Anything else that is at the path is left alone.
 
     Args:
-        path: of the file, or with Orbax of the folder.
-        tree: torch.Tensors, jax.Arrays and numpy arrays in dicts, lists, tuples, ...: a state of ``bridge.params``, an optax state, a
-            ``state_dict()``.
-        format: "safetensors" or "orbax"; None: by the path, ".safetensors" or anything else.
+        path: of the file, or with Orbax of the folder. Its extension says the format: ".safetensors"; ".orbax" or none for Orbax.
+        tree: torch.Tensors, jax.Arrays (keys too), numpy arrays, numbers, strings, bools and None, in dicts, lists, tuples, namedtuples,
+            dataclasses and what is registered with JAX or torch: a state of ``bridge.params``, an optax state, a ``state_dict()``.
+        format: "safetensors" or "orbax", for a path with another extension.
+        overwrite: True: replace what is at the path even if ``save`` did not write it: a checkpoint of another program is removed; any
+            other file or folder is renamed, and a warning says to what.
 
     Returns:
         Path: of what was written.
 
     Raises:
+        FileExistsError: something is at the path that ``save`` did not write, and not ``overwrite``.
         ImportError: the format's package is not installed.
-        TypeError: a leaf that is no array.
-        ValueError: an unknown format; two leaves of one name ({"a.b": ..., "a": {"b": ...}}); with Orbax, an empty array.
+        OSError: it could not be written; what was there is as it was.
+        TypeError: a leaf that is neither an array nor a Python value of those kinds.
+        ValueError: an extension that says no format, or another than ``format``; two leaves of one name ({"a.b": ..., "a": {"b": ...}}).
 
     Source: https://huggingface.co/docs/safetensors, https://orbax.readthedocs.io
 
@@ -39,98 +62,241 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None) 
         >>> from bridge import checkpoints
         >>> model = torch.nn.Linear(3, 2)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = checkpoints.save(f"{folder}/model.safetensors", bridge.params(model))
-        ...     sorted(checkpoints.load(path))
-        ['bias', 'weight']
+        ...     path = checkpoints.save(f"{folder}/model.safetensors", {"model": bridge.params(model), "step": 3})
+        ...     checkpoints.load(path)["step"]
+        3
     """
-    target = Path(path).absolute()
-    package, kind = _package(target, format)
-    named = _named(tree)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "safetensors":
-        partial = target.with_name(target.name + ".partial")  # never half a file under the real name
-        package.save_file({name: np.require(_numpy(x), requirements="C") for name, x in named.items()}, partial)
-        os.replace(partial, target)
-    else:
-        arrays = {_escaped(name): x if isinstance(x, jax.Array) else _numpy(x) for name, x in named.items()}
-        with package.StandardCheckpointer() as checkpointer:
-            checkpointer.save(target, arrays, force=True)
-    return target
+    given, kind = Path(path).absolute(), _kind(path, format)
+    package = _package(kind)
+    header, arrays = checkpoint_trees.taken_apart(tree)
+    target = Path(os.path.realpath(given))  # through a link, as open() writes
+    whose = _whose(target, kind)
+    if whose not in ("nobody's", "ours") and not overwrite:
+        raise FileExistsError(
+            f"path: {target} is {whose}; bridge.checkpoints.save did not write it and leaves it alone; give another path, or overwrite=True"
+        )
+    if kind == "orbax" and jax.process_count() > 1:
+        raise RuntimeError("format: one process alone saves here; with several, use Orbax's own CheckpointManager")
+    with _errors_of_writing(target), files.staging(target) as folder:
+        new = folder / "new"
+        if kind == "safetensors":
+            _write_safetensors(package, new, header, arrays)
+        else:
+            _write_orbax(package, new, header, arrays)
+        files.sync(new)
+        kept = files.replace(new, target, keep=whose.startswith("no checkpoint"))
+    if kept is not None:
+        warnings.warn(f"path: {target} was {whose}; it is now {kept}", stacklevel=2)
+    return given
 
 
-def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None = None) -> Any:
-    """Read a tree of arrays.
+def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None = None, as_saved: bool = False) -> Any:
+    """Read a tree of arrays and Python values: one that ``save`` wrote, or a checkpoint of Flax, Orbax or safetensors.
 
     Args:
-        path: of the file or folder.
+        path: of the file or folder; its extension says the format, as in ``save``.
         like: a tree of the structure that was saved; the result has its structure, and its leaves' kinds, dtypes and devices
-            (jax.Array with its sharding, torch.Tensor, numpy array).
-        format: as ``save``'s.
+            (jax.Array or jax.ShapeDtypeStruct with its sharding, torch.Tensor, numpy array, number, ...). A dtype may round floating-point
+            numbers; it changes nothing else.
+        format: as in ``save``.
+        as_saved: True: the dicts, lists and tuples that were saved, with leaves of the kinds that were saved, torch.Tensors on the CPU.
 
     Returns:
-        A tree like ``like``; without it a dict of jax.Arrays by name, the names of nested containers joined by dots.
+        A tree like ``like``, or as it was saved; without either a dict by name, the names of nested containers joined by dots, of
+        jax.Arrays and Python values.
 
     Raises:
         FileNotFoundError: there is nothing at path.
         ImportError: the format's package is not installed.
-        RuntimeError: ``like`` has other names or shapes than what was saved.
+        CheckpointError: a RuntimeError: the file is damaged, truncated or of another format; ``like`` has other names, shapes or dtypes
+            than what was saved; ``as_saved`` of a tree with other containers, or that ``save`` did not write.
+        ValueError: an extension that says no format; both ``like`` and ``as_saved``.
 
     Source: as ``save``.
 
     Example:
         >>> import tempfile, torch
         >>> from bridge import checkpoints
-        >>> state = {"w": [torch.ones(2), torch.zeros(())]}
+        >>> state = {"w": [torch.ones(2), torch.zeros(())], "step": 7}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoints.load(checkpoints.save(f"{folder}/state", state), like=state)
-        {'w': [tensor([1., 1.]), tensor(0.)]}
+        ...     path = checkpoints.save(f"{folder}/state", state)
+        ...     checkpoints.load(path, like=state), sorted(checkpoints.load(path)), checkpoints.load(path, as_saved=True)["w"][0]
+        ({'w': [tensor([1., 1.]), tensor(0.)], 'step': 7}, ['step', 'w.0', 'w.1'], tensor([1., 1.]))
     """
-    source = Path(path).absolute()
-    if not source.exists():
-        raise FileNotFoundError(f"path: nothing at {source}")
-    package, kind = _package(source, format)
-    if kind == "safetensors":
-        found: dict[str, np.ndarray] = package.load_file(source)
-    else:
-        with package.StandardCheckpointer() as checkpointer:
-            saved = checkpointer.metadata(source).item_metadata.tree
-            shapes = {name: np.empty(m.shape, m.dtype) for name, m in saved.items()}
-            found = {_unescaped(name): np.asarray(x) for name, x in checkpointer.restore(source, shapes).items()}
-    if like is None:
-        return {name: _as(value, None, name) for name, value in found.items()}
-    wanted = _named(like)
-    if wanted.keys() != found.keys():
-        missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-        raise RuntimeError(f"like: has {missing or 'nothing'} that was not saved, and lacks {more or 'nothing'} that was")
-    leaves, spec = trees.flatten(like)
-    values = iter([_as(found[name], x, name) for name, x in wanted.items()])
-    return trees.unflatten(spec, [None if x is None else next(values) for x in leaves])
-
-
-def _package(path: Path, format: str | None) -> tuple[Any, str]:
-    kind = format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
-    if kind not in _NEEDS:
-        raise ValueError(f"format: expected 'safetensors' or 'orbax', got {format!r}")
+    if like is not None and as_saved:
+        raise ValueError("as_saved: expected like or as_saved, got both")
+    given, kind = Path(path).absolute(), _kind(path, format)
+    package = _package(kind)
+    target = Path(os.path.realpath(given))
+    source, header, arrays = _read(package, kind, target)
     try:
-        return importlib.import_module(_NEEDS[kind]), kind
+        if as_saved:
+            return checkpoint_trees.put_together(header, arrays)
+        return checkpoint_trees.by_name(header, arrays) if like is None else checkpoint_trees.like(like, header, arrays)
+    except RuntimeError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+# -- which format, and whose file --------------------------------------------------------------------------------------------------
+def _kind(path: str | os.PathLike[str], format: str | None) -> str:
+    if format is not None and format not in _NEEDS:
+        raise ValueError(f"format: expected 'safetensors' or 'orbax', got {format!r}")
+    said = _EXTENSIONS.get(Path(path).suffix)
+    if said is not None and format not in (None, said) and Path(path).suffix:
+        raise ValueError(f"format: {format!r} was given, but the extension of {os.fspath(path)!r} says {said!r}")
+    if said is None and format is None:
+        raise ValueError(
+            f"path: the extension of {os.fspath(path)!r} says no format; expected '.safetensors' (a file), '.orbax' or none (a folder of "
+            "Orbax), or format='safetensors' or 'orbax'"
+        )
+    return format or said or ""
+
+
+def _package(kind: str) -> Any:
+    try:
+        return importlib.import_module(_NEEDS[kind])
     except ImportError:
         raise ImportError(f"format: {kind} is not installed; pip install 'torchfunc-jax[checkpoints]'") from None
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by name: the keys, fields and positions on the way to each, joined by dots. None is no leaf."""
-    leaves, spec = trees.flatten(tree)
-    named: dict[str, Any] = {}
-    for steps, x in zip(trees.paths(spec), leaves, strict=True):
-        if x is None:
-            continue
-        name = ".".join(map(str, steps)) or "value"
-        if not isinstance(x, torch.Tensor | jax.Array | np.ndarray | np.generic):
-            raise TypeError(f"tree: expected arrays, got {type(x)} at {name!r}")
-        if name in named:
-            raise ValueError(f"tree: two leaves are called {name!r}")
-        named[name] = x
-    return named
+def _whose(target: Path, kind: str) -> str:
+    """What is at the path: "nobody's" (nothing), "ours", or in words somebody else's checkpoint or no checkpoint."""
+    if files.empty(target):
+        return "nobody's"
+    if target.is_dir() and kind == "orbax":
+        if (target / _MARKER).is_file():
+            return "ours"
+        if (target / "_METADATA").is_file() or (target / "_CHECKPOINT_METADATA").is_file():
+            return "an Orbax checkpoint of another program"
+    if target.is_file() and kind == "safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(target, "numpy") as file:
+                return "ours" if _HEADER in (file.metadata() or {}) else "a safetensors file of another program"
+        except (SafetensorError, OSError):
+            pass
+    return "no checkpoint but a folder" if target.is_dir() else "no checkpoint but a file"
+
+
+@contextmanager
+def _errors_of_writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        said = f"{error.strerror or error}; the checkpoint was not written, and what was there is as it was"
+        raise type(error)(error.errno, said, str(target)) from error
+    except Exception as error:  # of the packages, which have classes of their own for a full disk
+        raise OSError(f"{target}: {error}; the checkpoint was not written, and what was there is as it was") from error
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------------
+def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] | None, dict[str, Any]]:
+    """Where the checkpoint lies, its header (None: of another program) and its arrays by name."""
+    for attempt in range(8):
+        source = files.current(target)
+        if not source.exists():
+            if attempt and files.set_aside(target).exists():
+                continue  # another process replaces it
+            raise FileNotFoundError(f"path: nothing at {target}")
+        if source.is_dir() != (kind == "orbax"):
+            expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")
+            raise CheckpointError(f"{source}: expected {expected}, as the path's extension says, found {found}")
+        number = source.stat().st_ino
+        error: Exception | None = None
+        try:
+            header, arrays = (_read_orbax if kind == "orbax" else _read_safetensors)(package, source)
+        except Exception as failed:  # Orbax and safetensors raise classes of many kinds for a damaged file
+            error = failed
+        if files.current(target).exists() and files.current(target).stat().st_ino != number:
+            continue  # while it was read, another process put a new one there
+        if isinstance(error, CheckpointError | MemoryError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"{source}: damaged, or no {kind} checkpoint: {type(error).__name__}: {error}") from error
+        if source != target:
+            warnings.warn(
+                f"path: the process that replaced {target} ended before it was done; the checkpoint that was there before is loaded, from "
+                f"{source}", stacklevel=3,
+            )
+        return source, header, arrays
+    raise CheckpointError(f"{target}: another process replaces it again and again")
+
+
+def _checked(source: Path, text: str, digest: str | None, found: str) -> dict[str, Any]:
+    if digest != found:
+        raise CheckpointError(f"{source}: damaged: its checksum is not that of its contents")
+    header = json.loads(text)
+    if header["version"] > checkpoint_trees.VERSION:
+        raise CheckpointError(f"{source}: of a newer torchfunc-jax (version {header['version']} of the header); update this one")
+    return header
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------------------
+def _write_safetensors(package: Any, new: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None:
+    stored = {name: np.require(checkpoint_trees.stored(x), requirements="C") for name, x in arrays.items()}
+    text = json.dumps(header)
+    metadata = {"format": "pt", _HEADER: text, _SUM: _sum(text, stored)}
+    new.write_bytes(package.save(stored, metadata))
+
+
+def _sum(text: str, arrays: dict[str, np.ndarray]) -> str:
+    """A checksum of the header and of all arrays with their names, dtypes and shapes."""
+    found = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        x = arrays[name]
+        found.update(json.dumps([name, x.dtype.name, x.shape]).encode())
+        found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(source, "pt") as file:  # numpy's reader does not know all dtypes
+        metadata = file.metadata() or {}
+        arrays = {name: checkpoint_trees.as_numpy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  it is no dict
+    if not metadata.keys() & {_HEADER, _SUM}:
+        return None, arrays
+    text = metadata.get(_HEADER, "")
+    return _checked(source, text, metadata.get(_SUM), _sum(text, arrays)), arrays
+
+
+# -- Orbax -------------------------------------------------------------------------------------------------------------------------
+def _write_orbax(package: Any, new: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None:
+    tree = {_escaped(name): checkpoint_trees.stored(x) for name, x in arrays.items() if x.size}
+    package.PyTreeCheckpointer().save(new, tree or {"nothing": np.zeros(1)})
+    sums = {file.relative_to(new).as_posix(): files.digest(file) for file in files.files(new)}
+    text = json.dumps({**header, "files": sums})
+    (new / _MARKER).write_text(json.dumps({_HEADER: text, _SUM: hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    header = None
+    if (source / _MARKER).exists():
+        marker = json.loads((source / _MARKER).read_text())
+        text = marker[_HEADER]
+        header = _checked(source, text, marker[_SUM], hashlib.sha256(text.encode()).hexdigest())
+        for name, digest in header["files"].items():
+            if not (source / name).is_file():
+                raise CheckpointError(f"{source}: damaged: the file {name} is missing")
+            if files.digest(source / name) != digest:
+                raise CheckpointError(f"{source}: damaged: the checksum of the file {name} is not that of its contents")
+    elif not (source / "_METADATA").is_file():
+        items = sorted(p.name for p in source.iterdir() if (p / "_METADATA").is_file())
+        found = f"no checkpoint, but {', '.join(items)} in it is; give that path" if items else "no Orbax checkpoint: it has no _METADATA"
+        raise CheckpointError(f"{source}: {found}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sharding info not provided")  # arrays come as numpy's
+        checkpointer = package.PyTreeCheckpointer()
+        metadata = checkpointer.metadata(source).item_metadata.tree
+        restored = checkpointer.restore(
+            source, restore_args=jax.tree.map(lambda _: package.RestoreArgs(restore_type=np.ndarray), metadata)
+        )
+    if header is None:
+        return None, checkpoint_trees.names(restored)
+    arrays = {_unescaped(name): np.asarray(x) for name, x in restored.items()}
+    return header, arrays
 
 
 def _escaped(name: str) -> str:
@@ -139,19 +305,3 @@ def _escaped(name: str) -> str:
 
 def _unescaped(name: str) -> str:
     return name.replace("%2F", "/").replace("%25", "%")
-
-
-def _numpy(x: Any) -> np.ndarray:
-    return np.asarray(tensors.to_jax(x.detach()) if isinstance(x, torch.Tensor) else x)
-
-
-def _as(value: np.ndarray, like: Any, name: str) -> Any:
-    """The value as the same kind of array as like; None: a jax.Array."""
-    if like is not None and np.shape(value) != tuple(like.shape):
-        raise RuntimeError(f"like: {name!r} has shape {tuple(like.shape)}, but {np.shape(value)} was saved")
-    if isinstance(like, torch.Tensor):
-        return modules.as_tensor(value).to(device=like.device, dtype=like.dtype, copy=True).requires_grad_(like.requires_grad)
-    if isinstance(like, np.ndarray | np.generic):
-        return value.astype(like.dtype)
-    with jax.enable_x64(True):
-        return jax.device_put(value if like is None else value.astype(like.dtype), None if like is None else like.sharding)

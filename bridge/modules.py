@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,19 +12,25 @@ import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from bridge import dtypes, tensors, trees
-from bridge.levels import state as trace
 from bridge.plain import plain
 from bridge.private import opaque
+from bridge.random import drawing_from
 
 State = dict[str, jax.Array]
 
-_SWAPPING = threading.RLock()  # a call changes the module's attributes and mode for its time
+#: A call with other parameters changes the module's attributes and mode for its time: one thread at a time, here and in torchfunc_jax.
+SWAPPING = threading.RLock()
 
 
 def params(module: nn.Module) -> State:
     """A module's parameters as jax.Arrays: copies, each once however many names it has.
+
+    These are all parameters, those with ``requires_grad=False`` too: JAX differentiates whatever it is asked to. To train the others
+    alone, differentiate by them alone: ``{name: p for name, p in params.items() if module.get_parameter(name).requires_grad}``.
+    ``bridge.flax`` keeps the two apart.
 
     Args:
         module: any nn.Module.
@@ -33,7 +39,8 @@ def params(module: nn.Module) -> State:
         dict: name -> jax.Array of the parameter's shape and dtype; 64-bit types become 32-bit unless JAX's ``jax_enable_x64`` is on.
 
     Raises:
-        TypeError: a parameter that has no values (device "meta") or that JAX cannot hold (sparse, quantized).
+        TypeError: a parameter that has no values (device "meta", a lazy module before its first call) or that JAX cannot hold (sparse,
+            quantized).
 
     Source: ``torch.nn.Module.named_parameters``, whose names and order these are.
 
@@ -42,7 +49,7 @@ def params(module: nn.Module) -> State:
         >>> {name: array.shape for name, array in bridge.params(torch.nn.Linear(3, 2)).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
-    return {name: as_array(p) for name, p in module.named_parameters()}
+    return _state(module.named_parameters)
 
 
 def buffers(module: nn.Module) -> State:
@@ -64,7 +71,16 @@ def buffers(module: nn.Module) -> State:
         >>> list(bridge.buffers(torch.nn.BatchNorm1d(2)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    return {name: as_array(b) for name, b in module.named_buffers()}
+    return _state(module.named_buffers)
+
+
+def _state(members: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> State:
+    with SWAPPING:
+        found = dict(members())
+        for name, t in found.items():
+            if is_lazy(t):
+                raise TypeError(f"module: {name!r} is not initialized yet; call the module once, so that it knows the shape")
+        return {name: as_array(t) for name, t in found.items()}
 
 
 def load(
@@ -75,15 +91,17 @@ def load(
     Args:
         module: changed in place.
         params, buffers: name -> jax.Array, numpy array or torch.Tensor of the right shape; None: left as they are. Values are converted
-            to the tensor's dtype and device. A tied parameter may be given under any of its names, or under several with the same value.
+            to the tensor's dtype, which may round floating-point numbers and nothing else, and to its device. A tied parameter may be
+            given under any of its names, or under several with the same value.
         strict: every parameter (buffer) must be given.
 
     Returns:
         nn.Module: the module.
 
     Raises:
-        RuntimeError: unknown names; missing names where strict; another shape; different values for one tied tensor. The module is
-            unchanged then.
+        RuntimeError: unknown names; missing names where strict; another shape; different values for one tied tensor; values that the
+            tensor's dtype cannot hold (complex in a real one, 3.7 in an integer, 1e10 in float16). The module is unchanged then.
+        TypeError: a value that is no array.
 
     Source: ``torch.nn.Module.load_state_dict``.
 
@@ -96,19 +114,18 @@ def load(
         tensor([[1., 1.]], requires_grad=True)
     """
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
-        if given is not None:
-            writes += _matched(kind, given, dict(members(remove_duplicate=False)), strict)
-    with torch.no_grad():
-        for target, value in writes:
-            target.copy_(value)
+    with SWAPPING:
+        for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
+            if given is not None:
+                writes += matched(kind, given, dict(members(remove_duplicate=False)), strict)
+        write(writes)
     return module
 
 
-def _matched(
+def matched(
     kind: str, given: Mapping[str, Any], targets: Mapping[str, torch.Tensor], strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor of the module, its new value) pairs."""
+    """(tensor of a module, its new value) pairs, of what is given by the targets' names; raises as ``load``."""
     unknown = [name for name in given if name not in targets]
     if unknown:
         raise RuntimeError(f"{kind}: the module has no {', '.join(map(repr, unknown))}; it has {', '.join(map(repr, targets)) or 'none'}")
@@ -117,13 +134,31 @@ def _matched(
         target, new = targets[name], as_tensor(value)
         if new.shape != target.shape:
             raise RuntimeError(f"{kind}: {name!r} has shape {tuple(target.shape)} in the module, got {tuple(new.shape)}")
-        if id(target) in found and not torch.equal(found[id(target)][2], new):
+        if new.dtype != target.dtype:
+            held = converted(np.asarray(tensors.to_jax(new)), dtypes.to_jax(target.dtype), f"{kind}: {name!r}")
+            new = as_tensor(held)
+        if id(target) in found and not _equal(found[id(target)][2], new):
             raise RuntimeError(f"{kind}: {found[id(target)][0]!r} and {name!r} are one tensor in the module, got different values")
         found[id(target)] = (name, target, new)
     missing = [name for name, t in targets.items() if id(t) not in found]
     if strict and missing:
         raise RuntimeError(f"{kind}: {', '.join(map(repr, missing))} missing; give them, or strict=False to leave them as they are")
     return [(target, new) for _, target, new in found.values()]
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same values; a NaN is a NaN."""
+    x, y = (np.asarray(tensors.to_jax(t)) for t in (a, b))
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def write(writes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write values into tensors, all of them read before the first is written: a value may be one of the tensors."""
+    written = {t.untyped_storage().data_ptr() for t, _ in writes}
+    values = [value.clone() if value.untyped_storage().data_ptr() in written else value for _, value in writes]
+    with torch.no_grad():
+        for (target, _), value in zip(writes, values, strict=True):
+            target.copy_(value)
 
 
 @opaque
@@ -135,7 +170,9 @@ def call(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool | None = None,
-    rng: jax.Array | None = None,
+    rng: jax.Array | Callable[[], jax.Array] | None = None,
+    strict: bool = True,
+    tie_weights: bool = True,
 ) -> tuple[Any, dict[str, Any]]:
     """A module as a pure function of its state, for JAX's own transforms: jax.jit, jax.grad, jax.vmap.
 
@@ -144,15 +181,21 @@ def call(
         params, buffers: name -> jax.Array, as ``params`` and ``buffers`` give them. They are computed with in the module's dtypes.
         args, kwargs: of the call; jax.Arrays in any tree.
         training: the mode for this call; None: the module's own.
-        rng: a JAX key that all random operators draw from; None: torch's generator, anew at each trace.
+        rng: a JAX key that all random operators draw from; give another key at each call. A function without arguments returns it, or
+            raises, when the first of them draws.
+        strict: every parameter and buffer must be given; False: the module's own values stand for those that are not.
+        tie_weights: a tensor that has several names in the module has one value in the call, given under any of them; False: each name
+            is a tensor of its own.
 
     Returns:
-        (output, buffers): jax.Arrays; the buffers as the call left them.
+        (output, buffers): jax.Arrays; the buffers as the call left them, with strict=False those that were not given too.
 
     Raises:
-        RuntimeError: names or shapes that are not the module's.
+        RuntimeError: names or shapes that are not the module's; missing names where strict.
+        ValueError: several names of one tied tensor, where ``tie_weights``.
+        flax.errors.InvalidRngError: a random operator draws (dropout in training, say) and there is no rng.
 
-    Source: ``flax.linen.Module.apply``, for the shape of it.
+    Source: ``flax.linen.Module.apply``, for the shape of it; ``torch.func.functional_call``, whose strict is False.
 
     Example:
         >>> import bridge, jax, jax.numpy as jnp, torch
@@ -161,31 +204,53 @@ def call(
         >>> out.shape, bool(jnp.allclose(after["running_mean"], 0.1))
         ((4, 2), True)
     """
-    for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
-        known = dict(members(remove_duplicate=False))
-        for name, value in given.items():
-            if name not in known or tuple(value.shape) != tuple(known[name].shape):
-                expected = f"shape {tuple(known[name].shape)}" if name in known else f"one of {', '.join(map(repr, known)) or 'no names'}"
-                raise RuntimeError(f"{kind}: {name!r} of shape {tuple(value.shape)} is not the module's; expected {expected}")
+    own: dict[str, torch.Tensor] = {}
+    kept: list[str] = []  # names of buffers that are not given
+    with SWAPPING:
+        for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
+            known = dict(members(remove_duplicate=False))
+            _check_names(kind, given, known)
+            covered = {id(known[name]) for name in given} if tie_weights else set()
+            missing = {name: t for name, t in known.items() if name not in given and id(t) not in covered}
+            if missing and strict:
+                names = ", ".join(map(repr, missing))
+                raise RuntimeError(f"{kind}: {names} missing; give them, or strict=False to use the module's own values")
+            own |= {next(n for n, other in missing.items() if other is t) if tie_weights else name: t for name, t in missing.items()}
+            if kind == "buffers":
+                kept = [name for name in missing if name in own]
+        wanted = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        types = {name: wanted[name].dtype for name in (*params, *buffers)}
 
     def run(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-        if rng is not None:
-            assert trace.level is not None
-            trace.level.key = rng
-        state = {name: v if v.dtype == dtype else v.to(dtype) for name, v, dtype in _typed(module, params, buffers)}
-        with _SWAPPING, _mode(module, training):
-            out = functional_call(module, state, args, kwargs)  # leaves in state what the module put in the place of a tensor
-        return out, {name: state[name] for name in buffers}
+        state = {name: v if v.dtype == types[name] else v.to(types[name]) for name, v in (*params.items(), *buffers.items())}
+        state |= {name: t.detach().clone() for name, t in own.items()}
+        with SWAPPING, _mode(module, training), drawing_from(_no_key if rng is None else rng):
+            # It leaves in state what the module put in the place of a tensor.
+            out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
+        return out, {name: state[name] for name in (*buffers, *kept)}
 
     out, after = plain(run)(_arrays(params), _arrays(buffers), _arrays(args), _arrays(dict(kwargs or {})))
-    return out, {name: v if v.dtype == buffers[name].dtype else v.astype(buffers[name].dtype) for name, v in after.items()}
+    for name, value in after.items():
+        wide = buffers[name].dtype if name in buffers else jax.dtypes.canonicalize_dtype(value.dtype)
+        after[name] = value if value.dtype == wide else value.astype(wide)
+    return out, after
 
 
-def _typed(module: nn.Module, *states: Mapping[str, Any]) -> Iterator[tuple[str, Any, torch.dtype]]:
-    known = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    for given in states:
-        for name, value in given.items():
-            yield name, value, known[name].dtype
+def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.Tensor]) -> None:
+    for name, value in given.items():
+        if name not in known or tuple(value.shape) != tuple(known[name].shape):
+            expected = f"shape {tuple(known[name].shape)}" if name in known else f"one of {', '.join(map(repr, known)) or 'no names'}"
+            raise RuntimeError(f"{kind}: {name!r} of shape {tuple(value.shape)} is not the module's; expected {expected}")
+
+
+def _no_key() -> jax.Array:
+    """What stands for the key where none is given: torch's generator would be asked once for all calls of a compiled program."""
+    from flax.errors import InvalidRngError  # only here: what draws nothing needs no Flax
+
+    raise InvalidRngError(
+        "a random operator (dropout in training mode, say) needs a PRNG key: pass rng=jax.random.key(seed), another key at each call, or "
+        "training=False"
+    )
 
 
 @contextmanager
@@ -203,6 +268,48 @@ def _mode(module: nn.Module, training: bool | None) -> Iterator[None]:
 
 def _arrays(tree: Any) -> Any:
     return trees.map_leaves(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
+
+
+def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
+    """An array in another dtype, if that holds its values: floating-point numbers are rounded, nothing else is changed.
+
+    Args:
+        value: any array of numbers or bools.
+        dtype: a numpy dtype.
+        where: the beginning of the message, for example "params: 'weight'".
+
+    Returns:
+        np.ndarray: of that dtype; the value itself where it has it.
+
+    Raises:
+        RuntimeError: complex to real; an integer or bool that would change (3.7, 300 or NaN as uint8, 2 as bool, 2**24 + 1 as float32);
+            a finite number that would become infinite or NaN.
+
+    Source: ``numpy.can_cast``'s "same_kind", made a question of the values.
+
+    Example:
+        >>> import numpy as np
+        >>> from bridge.modules import converted
+        >>> converted(np.array([3.0]), np.int32, "value")
+        array([3], dtype=int32)
+        >>> converted(np.array([3.7]), np.int32, "value")
+        Traceback (most recent call last):
+        RuntimeError: value: expected int32, got float64 that it cannot hold, 3.7 for one; convert it yourself if that is meant
+    """
+    if value.dtype == dtype:
+        return value
+    refusal = f"{where}: expected {np.dtype(dtype)}, got {value.dtype}" + "{}; convert it yourself if that is meant"
+    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise RuntimeError(refusal.format(""))
+    with np.errstate(all="ignore"):
+        after = value.astype(dtype)
+        if jnp.issubdtype(value.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact):
+            kept = (np.isfinite(value) == np.isfinite(after)) & (np.isnan(value) == np.isnan(after))
+        else:  # negative integers wrap around when unsigned, and back: their sign is compared too
+            kept = (after.astype(value.dtype) == value) & ((np.real(after) < 0) == (value < 0))
+    if not kept.all():
+        raise RuntimeError(refusal.format(f" that it cannot hold, {value[~kept].ravel()[0]} for one"))
+    return after
 
 
 def as_array(t: torch.Tensor) -> jax.Array:

@@ -5,6 +5,8 @@ vmap with randomness="different" gives every lane a key of its own, with "same" 
 """
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,6 +53,24 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     if level.lanes is not None and level.randomness == "different":
         raise eager.Untaped
     return _draw(source(level), generator)
+
+
+@contextlib.contextmanager
+def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
+    """Random operators of the level in progress draw from this key, or from what the function returns (or raises) when one draws.
+
+    Those that are given a torch generator do so too: drawn outside of a compiled program, its numbers would be the same for ever.
+    """
+    level = state.level
+    assert level is not None
+    before = level.root.seeds
+    level.key = key
+    if before is None:  # a whole program that is being staged has seeds for each call
+        level.root.seeds = lambda generator: key() if callable(key) else key
+    try:
+        yield
+    finally:
+        level.root.seeds = before
 
 
 def source(level: Level) -> Level:

@@ -1,11 +1,9 @@
-"""nn.Module <-> JAX: states out and in, modules as functions, as Flax modules and in Flax's layouts, files, and added lowerings."""
+"""nn.Module <-> JAX: states out and in, modules as functions, as Flax modules and in Flax's layouts, and added lowerings."""
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,6 @@ from torch import nn
 
 import bridge
 import torchfunc_jax
-from bridge import checkpoints
 from bridge.flax import NNX, Linen, from_variables, to_variables
 
 
@@ -284,82 +281,6 @@ def test_nested_modules_in_flax_layouts() -> None:
 def test_layers_flax_has_not(model: nn.Module) -> None:
     with pytest.raises(TypeError, match=f"no layer like {type(model).__name__}"):
         to_variables(nn.Sequential(model))
-
-
-# -- files -------------------------------------------------------------------------------------------------------------------------
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def trees() -> dict[str, Any]:
-    with jax.enable_x64(True):
-        wide = jnp.array([1.5, 2.5], jnp.float64), jnp.array(2**40, jnp.int64)
-    params = bridge.params(net())
-    return {
-        "params": params,
-        "optimizer": optax.adam(0.1).init(params),
-        "state_dict": dict(net().state_dict()),
-        "types": Pair(
-            [jnp.ones(2, jnp.bfloat16), np.arange(3, dtype=np.uint8)],
-            {"a/b%c": torch.tensor([True, False]), "no": None, "wide": wide},
-        ),
-        "alone": jnp.ones((2, 3)),
-        "torch": [torch.ones(2, dtype=torch.bfloat16, requires_grad=True), torch.tensor(3), torch.randn(2, 3).t()],
-    }
-
-
-@pytest.mark.parametrize("file", ["new/state.safetensors", "new/state"])
-@pytest.mark.parametrize("name", trees())
-def test_checkpoints(name: str, file: str, tmp_path: Path) -> None:
-    tree = trees()[name]
-    path = checkpoints.save(tmp_path / file, tree)
-    found = checkpoints.load(path, like=tree)
-    assert jax.tree.structure(found) == jax.tree.structure(tree)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape and isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
-        if isinstance(a, torch.Tensor):
-            assert a.requires_grad == b.requires_grad
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
-        else:
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    checkpoints.save(tmp_path / file, {"other": jnp.zeros(1)})  # replaces it
-    assert list(checkpoints.load(path)) == ["other"]
-
-
-def test_safetensors_are_read_by_others(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    model = net()
-    checkpoints.save(tmp_path / "a.safetensors", dict(model.state_dict()))
-    torch.testing.assert_close(load_file(tmp_path / "a.safetensors"), dict(model.state_dict()))
-    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-@pytest.mark.parametrize("file", ["state.safetensors", "state"])
-def test_checkpoints_refuse(file: str, tmp_path: Path) -> None:
-    path = tmp_path / file
-    with pytest.raises(FileNotFoundError, match="state"):
-        checkpoints.load(path)
-    with pytest.raises(TypeError, match=r"expected arrays, got <class 'str'> at 'a.0'"):
-        checkpoints.save(path, {"a": ["text"]})
-    with pytest.raises(ValueError, match=r"two leaves are called 'a.b'"):
-        checkpoints.save(path, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
-    with pytest.raises(ValueError, match="expected 'safetensors' or 'orbax', got 'pickle'"):
-        checkpoints.save(path, {}, format="pickle")
-    assert not path.exists()
-    checkpoints.save(path, {"a": jnp.ones(2)})
-    with pytest.raises(RuntimeError, match=r"\['b'\] that was not saved, and lacks \['a'\]"):
-        checkpoints.load(path, like={"b": jnp.ones(2)})
-    with pytest.raises(RuntimeError, match=r"'a' has shape \(3,\), but \(2,\) was saved"):
-        checkpoints.load(path, like={"a": jnp.ones(3)})
-
-
-@pytest.mark.parametrize(("file", "package"), [("state.safetensors", "safetensors.numpy"), ("state", "orbax.checkpoint")])
-def test_checkpoints_without_the_package(file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r"pip install 'torchfunc-jax\[checkpoints\]'"):
-        checkpoints.save(tmp_path / file, {"a": jnp.ones(2)})
 
 
 # -- lowerings of one's own --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Calling a module with other parameters, and stacking the states of many modules: torch.func's module utilities."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import nn
 
 from bridge import trees
+from bridge.modules import SWAPPING
 from bridge.plain import plain
 
-# A call swaps the module's attributes; two threads must not do so on the same module at once.
-SWAPPING = threading.RLock()
 # torch's own, also after ``patch()`` has put ours in its place
 _torch_functional_call = torch.func.functional_call
 

@@ -1,0 +1,271 @@
+"""Trees as names: what a checkpoint's header says of a tree, and the tree again from its header and its arrays.
+
+A leaf's name is the way to it, keys, fields and positions joined by dots.  Knows no file.
+"""
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import dtypes, modules, tensors, trees
+
+#: Of the header; a file with a higher one is refused.
+VERSION = 1
+
+# Python's values as JSON and back, exactly: name -> (type, there, back)
+_VALUES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "none": (type(None), lambda x: None, lambda text: None),
+    "bool": (bool, bool, bool),
+    "int": (int, hex, lambda text: int(text, 16)),  # decimal digits are limited in number
+    "float": (float, float.hex, float.fromhex),
+    "complex": (complex, lambda x: [x.real.hex(), x.imag.hex()], lambda text: complex(*map(float.fromhex, text))),
+    "str": (str, str, str),
+}
+_ARRAYS = {"torch": torch.Tensor, "jax": jax.Array, "numpy": np.ndarray, "numpy scalar": np.generic}
+_KINDS = {kind: name for name, (kind, _, _) in _VALUES.items()}
+# dtypes that every version of safetensors and of Orbax has; arrays of others are stored as their bytes
+_STORED = {
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    "float8_e4m3fn", "float8_e5m2",
+}
+
+
+def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The header of a tree, made of what JSON has, and its arrays by name.
+
+    Raises:
+        TypeError: a leaf that is neither an array nor a Python value.
+        ValueError: two leaves of one name.
+    """
+    leaves: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, x in names(tree).items():
+        if type(x) in _KINDS:
+            leaves[name] = {"kind": "python", "value": _encoded(x)}
+            continue
+        kind = next(kind for kind, classes in _ARRAYS.items() if isinstance(x, classes))
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            kind, x = f"key {jax.random.key_impl(x)}", jax.random.key_data(x)
+        try:
+            dtype = dtypes.to_jax(x.dtype) if isinstance(x, torch.Tensor) else np.dtype(x.dtype)
+            arrays[name] = x if isinstance(x, jax.Array) else as_numpy(x)
+        except TypeError as error:
+            raise TypeError(f"tree: {name!r}: {error}") from None
+        leaves[name] = {"kind": kind, "dtype": dtype.name, "shape": list(x.shape)}
+    return {"version": VERSION, "tree": _structure(tree, ()), "leaves": leaves}, arrays
+
+
+def names(tree: Any) -> dict[str, Any]:
+    """The leaves by name; raises as ``taken_apart``."""
+    named: dict[str, Any] = {}
+
+    def visit(path: tuple[Any, ...], x: Any) -> None:
+        name = _name(path)
+        if not isinstance(x, (*_ARRAYS.values(), jax.ShapeDtypeStruct)) and type(x) not in _KINDS:
+            raise TypeError(f"tree: expected arrays, numbers, strings, bools or None, got {type(x)} at {name!r}")
+        if getattr(x, "dtype", None) == np.dtype(object):
+            raise TypeError(f"tree: {name!r} is a numpy array of Python objects")
+        if name in named or name == "__metadata__":
+            raise ValueError(f"tree: two leaves are called {name!r}" if name in named else f"tree: no leaf can be called {name!r}")
+        named[name] = x
+
+    _walk(tree, (), visit)
+    return named
+
+
+def stored(x: Any) -> Any:
+    """An array as it is written: itself, or its bytes along a new last dimension where a format may not know the dtype."""
+    if np.dtype(x.dtype).name in _STORED:
+        return x
+    x = np.ascontiguousarray(x)
+    return x.reshape(-1).view(np.uint8).reshape(*x.shape, x.dtype.itemsize)
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """Any array as numpy's."""
+    return np.asarray(tensors.to_jax(x.detach()) if isinstance(x, torch.Tensor) else x)
+
+
+def by_name(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a checkpoint by name: jax.Arrays and Python values. A header of None: of another program, arrays are all it has."""
+    return {name: x if type(x) in _KINDS else _as_jax(x, kind) for name, (kind, x) in _leaves(header, arrays).items()}
+
+
+def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
+    """A tree of the structure of another one, with its leaves' kinds and dtypes.
+
+    Raises:
+        RuntimeError: it has other names or shapes, or dtypes that do not hold the values.
+    """
+    found = {name: leaf for name, leaf in _leaves(header, arrays).items() if leaf[1] is not None}
+    wanted = {name for name, x in names(tree).items() if x is not None}
+    if wanted != found.keys():
+        missing, more = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
+        raise RuntimeError(f"like: has {missing or 'nothing'} that was not saved, and lacks {more or 'nothing'} that was")
+    return _walk(tree, (), lambda path, x: None if x is None else _as(x, *found[_name(path)], _name(path)))
+
+
+def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
+    """The tree that was taken apart, of dicts, lists and tuples.
+
+    Raises:
+        RuntimeError: it has other containers; there is no header.
+    """
+    if header is None:
+        raise RuntimeError("as_saved: bridge.checkpoints.save did not write this checkpoint; give like, or neither")
+    leaves = _leaves(header, arrays)
+
+    def build(node: Any) -> Any:
+        if isinstance(node, str):
+            kind, x = leaves[node]
+            if kind == "torch":
+                return modules.as_tensor(x).clone()
+            return x[()] if kind == "numpy scalar" else x if kind in ("python", "numpy") else _as_jax(x, kind)
+        kind, keys, children = node
+        items = [build(child) for child in children]
+        if kind in ("dict", "OrderedDict"):
+            made = zip(map(_decoded, keys), items, strict=True)
+            return dict(made) if kind == "dict" else OrderedDict(made)
+        if kind not in ("list", "tuple"):
+            raise RuntimeError(f"as_saved: the tree has a {kind}, which only like can make again")
+        return items if kind == "list" else tuple(items)
+
+    return build(header["tree"])
+
+
+# -- walking -----------------------------------------------------------------------------------------------------------------------
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "value"
+
+
+def _walk(tree: Any, path: tuple[Any, ...], visit: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+    """The tree with what visit gives for the way to a leaf, and the leaf, in the place of each leaf."""
+    opened = _opened(tree)
+    if opened is None:
+        return visit(path, tree)
+    steps, children, build = opened
+    return build([_walk(child, (*path, step), visit) for step, child in zip(steps, children, strict=True)])
+
+
+def _opened(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
+    """Steps to the children of a node, the children, and what builds a node of others; None: a leaf."""
+    children, spec = trees.flatten(tree, lambda node: node is not tree)
+    if spec is not trees.LEAF:
+        steps = [path[0] for path in trees.paths(spec)]
+        if not isinstance(tree, dict | list | tuple):
+            keyed = jax.tree_util.tree_flatten_with_path(tree, lambda node: node is not tree)[0]
+            if [id(x) for _, x in keyed] == [id(x) for x in children]:  # JAX knows the names of its nodes' children
+                steps = [jax.tree_util.keystr(path, simple=True) for path, _ in keyed]
+        return steps, children, functools.partial(trees.unflatten, spec)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | jax.ShapeDtypeStruct):
+        steps = [field.name for field in dataclasses.fields(tree)]
+        return steps, [getattr(tree, step) for step in steps], lambda items: _replaced(tree, zip(steps, items, strict=True))
+    return None
+
+
+def _replaced(tree: Any, fields: Any) -> Any:
+    """A copy of a dataclass with other values; ``dataclasses.replace`` would run its __init__, which need not take them."""
+    new = copy.copy(tree)
+    for name, value in fields:
+        object.__setattr__(new, name, value)
+    return new
+
+
+def _structure(tree: Any, path: tuple[Any, ...]) -> Any:
+    """A leaf's name; of a node its kind, its keys if it is a dict, and its children."""
+    opened = _opened(tree)
+    if opened is None:
+        return _name(path)
+    steps, children, _ = opened
+    below = [_structure(child, (*path, step)) for step, child in zip(steps, children, strict=True)]
+    kind = type(tree).__name__ if type(tree) in (dict, OrderedDict, list, tuple) else f"{type(tree).__module__}.{type(tree).__qualname__}"
+    if isinstance(tree, dict):
+        if all(type(key) in _KINDS for key in tree):
+            return [kind, [_encoded(key) for key in tree], below]
+        kind = f"{kind} with keys that are neither strings nor numbers"
+    return [kind, None, below]
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------------------
+def _encoded(x: Any) -> list[Any]:
+    kind = _KINDS[type(x)]
+    return [kind, _VALUES[kind][1](x)]
+
+
+def _decoded(code: list[Any]) -> Any:
+    kind, text = code
+    return _VALUES[kind][2](text)
+
+
+def _leaves(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """name -> (kind, numpy array or Python value), with the dtypes that were saved."""
+    if header is None:
+        return {name: ("jax" if hasattr(x, "dtype") else "python", x) for name, x in arrays.items()}
+    found: dict[str, tuple[str, Any]] = {}
+    for name, leaf in header["leaves"].items():
+        if leaf["kind"] == "python":
+            found[name] = ("python", _decoded(leaf["value"]))
+            continue
+        shape, dtype = tuple(leaf["shape"]), np.dtype(leaf["dtype"])
+        x = np.zeros(shape, dtype) if 0 in shape else np.asarray(arrays[name])
+        found[name] = (leaf["kind"], x if x.dtype == dtype else np.ascontiguousarray(x).view(dtype).reshape(shape))
+    return found
+
+
+def _as_jax(x: Any, kind: str, sharding: Any = None) -> jax.Array:
+    with jax.enable_x64(True):
+        array = jax.device_put(x, None if kind.startswith("key ") else sharding)
+    if not kind.startswith("key "):
+        return array
+    return jax.device_put(jax.random.wrap_key_data(array, impl=kind.removeprefix("key ")), sharding)
+
+
+def _as(like: Any, kind: str, value: Any, name: str) -> Any:
+    """A saved value as what like is: an array of its kind, dtype and place, or a Python value."""
+    where = f"like: {name!r}"
+    if type(like) in _KINDS:
+        return _as_python(like, value, where)
+    if isinstance(value, str):
+        raise RuntimeError(f"{where} is an array, but the string {value!r} was saved")
+    saved = np.asarray(value)
+    is_key, was_key = not isinstance(like, torch.Tensor) and jnp.issubdtype(like.dtype, jax.dtypes.prng_key), kind.startswith("key ")
+    if is_key or was_key:
+        made = _as_jax(saved, kind, getattr(like, "sharding", None)) if was_key else saved
+        if made.dtype != like.dtype or made.shape != like.shape:
+            raise RuntimeError(f"{where} is {like.dtype}{list(like.shape)}, but {made.dtype}{list(made.shape)} was saved")
+        return made
+    if saved.shape != tuple(like.shape):
+        raise RuntimeError(f"{where} has shape {tuple(like.shape)}, but {saved.shape} was saved")
+    if isinstance(like, torch.Tensor):
+        held = modules.converted(saved, dtypes.to_jax(like.dtype), where)
+        return modules.as_tensor(held).to(device=like.device, copy=True).requires_grad_(like.requires_grad)
+    held = modules.converted(saved, np.dtype(like.dtype), where)
+    if isinstance(like, np.generic):
+        return held[()]
+    return held if isinstance(like, np.ndarray) else _as_jax(held, kind, like.sharding)
+
+
+def _as_python(like: Any, value: Any, where: str) -> Any:
+    if type(value) not in _KINDS:
+        if np.shape(value):
+            raise RuntimeError(f"{where} is a {type(like).__name__}, but an array of shape {np.shape(value)} was saved")
+        value = value.item()
+    if type(value) is type(like):
+        return value
+    try:
+        new = type(like)(value)
+        exact = not isinstance(like, str) and not isinstance(value, str) and (new == value or (new != new and value != value))
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact:
+        raise RuntimeError(f"{where} is a {type(like).__name__}, but {value!r} was saved")
+    return new

@@ -1,0 +1,142 @@
+"""Replacing a file or a folder so that a whole one, the old or the new, is there at every moment; knows nothing of what they hold.
+
+What is new is written into a staging folder beside its place and then renamed.  One rename puts a file in the place of another; a folder
+takes two, so between them the old one lies at ``set_aside(target)``, where ``current`` finds it if the process ended there.
+"""
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def set_aside(target: Path) -> Path:
+    """Where the old folder is for the moment between the two renames."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def current(target: Path) -> Path:
+    """The path itself; where nothing is there, the folder that an interrupted ``replace`` has set aside, if there is one."""
+    aside = set_aside(target)
+    return aside if not os.path.lexists(target) and aside.is_dir() else target
+
+
+def empty(target: Path) -> bool:
+    """Whether nothing would be lost if the target was replaced: nothing is there, or a folder without entries."""
+    return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """A new folder beside the target to write in, removed at the end; what processes of this host that died left there goes too."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix, host = f".{target.name}.partial-", socket.gethostname()
+    for left in target.parent.iterdir():
+        owner = left.name.removeprefix(prefix).split("-", 2)  # process, thread, host
+        if left.name.startswith(prefix) and owner[0].isdigit() and owner[2:] == [host] and not _alive(int(owner[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = target.with_name(f"{prefix}{os.getpid()}-{threading.get_native_id()}-{host}")
+    shutil.rmtree(folder, ignore_errors=True)  # a thread saves one thing at a time: this is of a dead process of the same number
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it belongs to somebody else
+        pass
+    return True
+
+
+def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
+    """Put the new file or folder, which lies in a staging folder, at the target.
+
+    Args:
+        new: a file or a folder on the target's file system, written to disk (``sync``).
+        target: what is there is removed.
+        keep: it is not removed, but renamed.
+
+    Returns:
+        Path: where it is kept; None if nothing is.
+
+    Raises:
+        OSError: of the file system; the target is as it was.
+    """
+    aside = set_aside(target)
+    kept = None
+    if keep and os.path.lexists(target):
+        numbered = (target.with_name(f"{target.name}.replaced-{n}") for n in itertools.count(1))
+        kept = aside = next(path for path in numbered if not os.path.lexists(path))
+    if new.is_dir() or kept is not None:
+        moved = os.path.lexists(target)
+        if moved:
+            _remove(set_aside(target), new.parent)  # of a save that ended after its second rename
+            os.rename(target, aside)
+        try:
+            os.rename(new, target)
+        except OSError:
+            if moved:
+                os.rename(aside, target)
+            raise
+    else:
+        if target.is_file():
+            new.chmod(stat.S_IMODE(target.stat().st_mode))
+        elif target.is_dir():
+            target.rmdir()  # an empty one; anything else raises
+        os.replace(new, target)
+    _sync(target.parent)
+    if kept is None:
+        _remove(aside, new.parent)
+    return kept
+
+
+def _remove(aside: Path, staging: Path) -> None:
+    """Out of the way in one rename first: at its own place it is whole or not there."""
+    if os.path.lexists(aside):
+        os.rename(aside, staging / "old")
+        shutil.rmtree(staging / "old", ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or all that is in a folder, is on disk."""
+    for file in files(path):
+        _sync(file)
+    if path.is_dir():
+        for folder, _, _ in os.walk(path):
+            _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot wait for a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def files(path: Path) -> list[Path]:
+    """The files below a folder, sorted; of a file, itself."""
+    return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names) if path.is_dir() else [path]
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,16 +23,25 @@ class EscapedTensorError(RuntimeError):
     """A tensor that belongs to a transform was used after the transform had returned."""
 
 
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's own: neither ours, nor the standard library's or an installed package's."""
+    return not filename.startswith(_OURS) and not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen")
+
+
+def shown_line(filename: str, number: int) -> str:
+    """``file.py:12: y = x.nonzero()``."""
+    import linecache
+
+    text = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}" + (f": {text}" if text else "")
+
+
 def user_line() -> str:
     """``file.py:12: y = x.nonzero()`` of the innermost frame that is the user's own; "" where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and not name.startswith(_LIBRARIES) and not name.startswith("<frozen"):
-            import linecache
-
-            text = linecache.getline(name, frame.f_lineno).strip()
-            return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
+        if is_users(frame.f_code.co_filename):
+            return shown_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 

@@ -1,22 +1,30 @@
 """The command `torchfunc-jax parity`: the same function under torch.func and under torchfunc_jax, as a table."""
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from torchfunc_jax.testing import Check
+    import torch
+
+    from torchfunc_jax.testing import Check, Difference
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -29,71 +37,165 @@ EXAMPLES = """
 
     Two arguments, other transforms.
 
-[cyan]torchfunc-jax parity train.py:step --inputs train.py:example --json[/cyan]
+[cyan]torchfunc-jax parity mymodel:Net --init hidden=32 --input "randn(4, 3)"[/cyan]
+
+    An nn.Module, made with Net(hidden=32); its gradients and buffers are compared, too.
+
+[cyan]torchfunc-jax parity torch.nn.functional:nll_loss --input "randn(4, 3)" --input "randint(0, 3, (4,))" --kwarg reduction="'sum'"[/cyan]
+
+    Integers and keyword arguments.
+
+[cyan]torchfunc-jax parity torch:reshape --input "randn(4)" --input "(3,)" --raises RuntimeError[/cyan]
+
+    Both must refuse.
+
+[cyan]torchfunc-jax parity train.py:step --inputs train.py:example --json | jq .checks[0].details[/cyan]
 
     From a file; the arguments are what example() returns, a tuple.
+
+[bold]Exit codes[/bold]
+
+0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2: the command could not run.
 """
+
+Many = list[str] | None
 
 
 def parity(
-    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="A function or nn.Module; a class is made without arguments.")],
+    function: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="A function, an nn.Module, or a class (then its instance is called).")
+    ],
     transform: Annotated[
-        list[str] | None, typer.Option("--transform", "-t", help="call, grad, vmap(grad, in_dims=(0, None)), ...; again for more.")
+        Many, typer.Option("--transform", "-t", help="grad, vmap(grad, in_dims=(0, None)), ...; again for more. call, vjp, jvp if none.")
     ] = None,
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", "-s", help="Of a random argument: 3,4, or () for a number; again for more.")
+    shape: Annotated[Many, typer.Option("--shape", "-s", help="Of a random argument: 3,4, or () for a number; again for more.")] = None,
+    specs: Annotated[
+        Many, typer.Option("--input", metavar="VALUE", help="An argument: randn(4, 3), randint(0, 9, (4,)), 0.5, [ones(2), 3]; again.")
+    ] = None,
+    kwarg: Annotated[Many, typer.Option("--kwarg", metavar="NAME=VALUE", help="A keyword argument, as --input; again for more.")] = None,
+    init: Annotated[
+        Many, typer.Option("--init", metavar="[NAME=]VALUE", help="Of the class, or of the function that makes the module; again for more.")
     ] = None,
     inputs: Annotated[
         str | None, typer.Option("--inputs", "-i", metavar="MODULE:FUNCTION", help="Returns the arguments as a tuple.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the random arguments.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the arguments by --shape, and of randn, ones, ... that name none.")] = "float32",
     jit: Annotated[bool, typer.Option("--jit/--no-jit", help="Compare the compiled function too.")] = True,
-    values: Annotated[
-        bool, typer.Option("--values/--no-values", help="Compare values, not only shapes and types (off for random functions).")
-    ] = True,
+    values: Annotated[bool, typer.Option("--values/--no-values", help="Compare values, not only structure, shapes and types.")] = True,
+    raises: Annotated[
+        Many, typer.Option("--raises", metavar="NAME", help="What both must raise: ValueError, mymodel:MyError; again for more.")
+    ] = None,
     rtol: Annotated[float | None, typer.Option("--rtol", min=0, help="Relative tolerance; by dtype if not given.")] = None,
     atol: Annotated[float | None, typer.Option("--atol", min=0, help="Absolute tolerance; by dtype if not given.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random arguments and of each run.")] = 0,
+    draws: Annotated[int, typer.Option("--draws", min=100, help="Calls on each side if a random function draws other numbers.")] = 1000,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="An output without tensors, or of empty tensors or NaN alone, is no failure.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the arguments, of a module's parameters, and of what the function draws: each its own.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a function under torch.func and under torchfunc_jax, eagerly and compiled, and show where they differ.
 
-    Compared are values, structure, dtypes, shapes, devices and requires_grad of what is returned, the class of what is raised,
-    and inputs that were changed in place. Ends with 1 where something differs.
+    Compared are values, structure, dtypes, shapes, devices and requires_grad of what is returned, its gradients, what is raised, and
+    inputs, parameters and buffers that were changed in place. Random functions are recognized and compared by the same numbers, or by
+    their distribution over many draws.
     """
-    from torchfunc_jax.testing import parity as run
-
+    console = Console(stderr=True)
     fn: Any = _load(function, "MODULE:FUNCTION")
-    fn = fn() if inspect.isclass(fn) else fn
-    args = _load(inputs, "--inputs")() if inputs else _random(shape or [], dtype, seed)
-    args = args if isinstance(args, tuple) else (args,)
-    try:
-        checks = run(
-            fn, *args, transforms=transform or ("call", "vjp", "jvp"), jit=jit, rtol=rtol, atol=atol, check_values=values, seed=seed
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--transform") from None
-    agree = all(c.difference is None for c in checks)
+    with _bar(console) as progress:
+        progress(0, 1, "Loading PyTorch and JAX")
+        import torch
+
+        from torchfunc_jax._parity_runs import derived
+        from torchfunc_jax.testing import failed
+        from torchfunc_jax.testing import parity as run
+
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise typer.BadParameter(f"torch has no dtype {dtype!r}", param_hint="--dtype")
+        generator = torch.Generator().manual_seed(derived("arguments", seed))  # not the numbers that the function draws
+        with torch.random.fork_rng():
+            torch.manual_seed(derived("parameters", seed))
+            fn = _made(fn, init, generator, kind, function)
+            args = _arguments(inputs, shape, specs, kind, generator)
+        named = dict(_named(k, "--kwarg", generator, kind) for k in kwarg or [])
+        classes = tuple(_error(name) for name in raises or [])
+        try:
+            checks = run(
+                fn, *args, transforms=transform or ("call", "vjp", "jvp"), kwargs=named, jit=jit, rtol=rtol, atol=atol, check_values=values,
+                raises=classes or None, allow_empty=allow_empty, draws=draws, seed=seed, progress=progress,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--transform") from None
+    failure = failed(checks)
     if as_json:
-        print(json.dumps({"function": function, "agree": agree, "checks": [dataclasses.asdict(c) for c in checks]}))
+        report = {"function": function, "agree": failure is None, "failure": failure, "checks": [dataclasses.asdict(c) for c in checks]}
+        print(json.dumps(_finite(report)))
     else:
-        Console().print(table(function, checks))
-    if not agree:
+        out = Console()
+        out.print(table(function, checks))
+        notes, differences = [(n, c) for c in checks for n in c.notes], [(c.difference, c) for c in checks if c.difference]
+        for color, said in (("yellow", notes), ("red", differences)):
+            for text in dict.fromkeys(t for t, _ in said):
+                where = "; ".join(f"{c.transform}, {c.mode}" for t, c in said if t == text)
+                out.print(f"[{color}]{escape(where)}:[/{color}] {escape(text)}", highlight=False, soft_wrap=True)
+        if failure is not None and not any(c.difference for c in checks):
+            out.print(f"[red]{escape(function)} {escape(failure)}[/red]", highlight=False)
+    if failure is not None:
         raise typer.Exit(1)
 
 
 def table(function: str, checks: list[Check]) -> Table:
     """The checks as a rich table, a line for each transform and mode."""
-    shown = Table(title=f"{escape(function)}: torch.func and torchfunc_jax", show_lines=any(c.difference for c in checks))
+    shown = Table(title=f"{escape(function)}: torch.func and torchfunc_jax")
     for name in ("transform", "mode", "result"):
         shown.add_column(name, no_wrap=name == "mode")
     shown.add_column("largest difference", justify="right")
     for c in checks:
-        result = f"[green]{c.agreed}[/green]" if c.difference is None else f"[red]{escape(c.difference)}[/red]"
+        color = "green" if c.compared else "yellow"
+        result = f"[{color}]{escape(c.agreed)}[/{color}]" if c.details is None else f"[red]{_short(c.details)}[/red]"
         shown.add_row(escape(c.transform), c.mode, result, "-" if c.largest is None else f"{c.largest:.1e}")
     return shown
 
 
+def _short(difference: Difference) -> str:
+    """What differs, in a few words; the sentences are printed below the table."""
+    at = f" in {difference.where}" if difference.where else ""
+    return escape(f"{_KINDS.get(difference.kind, f'another {difference.kind}')}{at}")
+
+
+_KINDS = {"raised": "an exception", "nothing compared": "nothing compared", "repetition": "a seed does not repeat"}
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Callable[[float, float, str], None]]:
+    """A progress bar on a terminal, once two seconds have passed."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("")
+    timer = threading.Timer(2.0, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+
+
+def _finite(x: Any) -> Any:
+    """The report with infinities and NaN as strings: JSON has none."""
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return repr(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+# -- the function and its arguments ------------------------------------------------------------------------------------------------
 def _load(name: str, where: str) -> Any:
     module, _, attribute = name.rpartition(":")
     if not module or not attribute:
@@ -110,25 +212,88 @@ def _load(name: str, where: str) -> Any:
                 spec.loader.exec_module(found)
         else:
             found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        sys.modules.pop(os.path.basename(module)[:-3] if module.endswith(".py") else "", None)
+        why = str(error) if isinstance(error, ImportError | OSError) else f"importing it raised {_shown(error)}"
+        raise typer.BadParameter(f"{name}: {why}", param_hint=where) from None
+    try:
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, OSError) as error:
+    except AttributeError as error:
         raise typer.BadParameter(f"{name}: {error}", param_hint=where) from None
     return found
 
 
-def _random(shapes: list[str], dtype: str, seed: int) -> tuple[Any, ...]:
-    import torch
+def _shown(error: BaseException) -> str:
+    from torchfunc_jax._parity_compare import shown_error
 
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise typer.BadParameter(f"torch has no dtype {dtype!r}", param_hint="--dtype")
-    generator = torch.Generator().manual_seed(seed)
+    return shown_error(error)
+
+
+def _called(what: str, where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """fn's result; what it raises ends the command, because nothing was compared."""
+    try:
+        return fn(*args, **kwargs)
+    except (Exception, SystemExit) as error:
+        raise typer.BadParameter(f"{what} raised {_shown(error)}", param_hint=where) from None
+
+
+def _made(fn: Any, init: Many, generator: torch.Generator, dtype: torch.dtype, name: str) -> Any:
+    """The function itself, or the instance of a class, or what a function makes that was given arguments by --init."""
+    if init is None and not inspect.isclass(fn):
+        return fn
+    from torchfunc_jax.parity_specs import pair
+
+    positional = [_value(x, "--init", generator, dtype, words=True) for x in init or [] if pair(x)[0] is None]
+    named = dict(_named(x, "--init", generator, dtype, words=True) for x in init or [] if pair(x)[0] is not None)
+    made = _called(f"{name}: making it", "--init", fn, *positional, **named)
+    if not callable(made):
+        raise typer.BadParameter(f"{name}: expected a function or nn.Module, made a {type(made).__name__}", param_hint="--init")
+    return made
+
+
+def _arguments(inputs: str | None, shape: Many, specs: Many, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    given = [name for name, x in (("--inputs", inputs), ("--shape", shape), ("--input", specs)) if x]
+    if len(given) > 1:
+        raise typer.BadParameter(f"expected one way to give the arguments, got {' and '.join(given)}", param_hint=given[1])
+    if inputs:
+        args = _called(f"{inputs}: calling it", "--inputs", _load(inputs, "--inputs"))
+        return args if isinstance(args, tuple) else (args,)
+    if specs:
+        return tuple(_value(x, "--input", generator, dtype) for x in specs)
     arguments = []
-    for text in shapes:
+    for text in shape or []:
         try:
             size = [int(n) for n in text.strip("()[] ").split(",") if n.strip()]
-            arguments.append((torch.randn(size, generator=generator) * (1 if kind.is_floating_point or kind.is_complex else 10)).to(kind))
-        except (ValueError, RuntimeError):
+        except ValueError:
             raise typer.BadParameter(f"expected sizes such as 3,4, got {text!r}", param_hint="--shape") from None
+        arguments.append(_value(f"randn({size})", "--shape", generator, dtype))
     return tuple(arguments)
+
+
+def _value(text: str, where: str, generator: torch.Generator, dtype: torch.dtype, words: bool = False) -> Any:
+    from torchfunc_jax.parity_specs import value
+
+    try:
+        return value(text, generator, dtype, words)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=where) from None
+
+
+def _named(text: str, where: str, generator: torch.Generator, dtype: torch.dtype, words: bool = False) -> tuple[str, Any]:
+    from torchfunc_jax.parity_specs import pair
+
+    name, spec = pair(text)
+    if name is None:
+        raise typer.BadParameter(f"expected NAME=VALUE, got {text!r}", param_hint=where)
+    return name, _value(spec, where, generator, dtype, words)
+
+
+def _error(name: str) -> type[BaseException]:
+    """An exception's class by its name: Python's, this library's, or MODULE:NAME."""
+    from bridge import errors
+
+    found = _load(name, "--raises") if ":" in name else getattr(builtins, name, None) or getattr(errors, name, None)
+    if not (isinstance(found, type) and issubclass(found, BaseException)):
+        raise typer.BadParameter(f"expected an exception such as ValueError or mymodel:MyError, got {name!r}", param_hint="--raises")
+    return found

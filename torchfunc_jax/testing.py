@@ -1,32 +1,41 @@
 """Parity as a tool: run a function under torch.func and under this library, and say where the two differ."""
 from __future__ import annotations
 
-import ast
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 import torchfunc_jax
 from bridge import trees
+from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, compare, definition, shown_error
+from torchfunc_jax._parity_random import Draws, alike, drawn, varying
+from torchfunc_jax._parity_runs import OTHER, Side, derived, in_float64
+from torchfunc_jax._parity_transforms import Make, Transform, has_derivatives, named
 from torchfunc_jax._vmap import name_of
 from torchfunc_jax.patching import ORIGINAL, patch
 
-#: A transform: "grad", "vmap(grad, in_dims=(None, 0))", or a function of (torch.func or torchfunc_jax, fn) that returns a function.
-Transform = str | Callable[[Any, Callable[..., Any]], Callable[..., Any]]
-
-# How far two implementations of the same operators may be apart: (relative, absolute)
-_TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}
-_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
-
 
 class ParityError(AssertionError):
-    """torch.func and torchfunc_jax do not agree; the message says where first."""
+    """torch.func and torchfunc_jax do not agree, or nothing was compared; the message says where first.
+
+    Attributes:
+        checks: all of ``parity``'s checks.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax.testing import ParityError, assert_parity
+        >>> try:
+        ...     assert_parity(lambda x, w: (x @ w).sum(), torch.ones(3), transforms=["grad"], jit=False)
+        ... except ParityError as error:
+        ...     print(str(error).splitlines()[0])
+        <lambda> under grad, eager: both sides raised, so nothing was compared
+    """
+
+    checks: Sequence[Check] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +47,17 @@ class Check:
         mode: "eager" or "jit".
         difference: the first difference in words; None where there is none.
         largest: the largest absolute difference of values seen; None where no values were compared.
-        agreed: what both did: "same values", or "both raise RuntimeError".
+        agreed: what both did: "same values", "random, same numbers", "both raise RuntimeError", ...
+        details: the difference as data; None where there is none.
+        notes: what a reader should know of a comparison that did not fail.
+        compared: False where PyTorch ran on both sides, so that the comparison says nothing.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax.testing import parity
+        >>> (check,) = parity(torch.sin, torch.ones(2), transforms=["vmap"], jit=False)
+        >>> check.agreed, check.largest < 1e-6
+        ('same values', True)
     """
 
     transform: str
@@ -46,31 +65,15 @@ class Check:
     difference: str | None
     largest: float | None
     agreed: str = ""
-
-
-@dataclasses.dataclass(slots=True)
-class _Outcome:
-    """What a run did: returned or raised, and what became of its inputs and of the module it called."""
-
-    output: Any = None
-    inputs: Any = None
-    state: Any = None
-    error: Exception | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Options:
-    rtol: float | None
-    atol: float | None
-    values: bool
-    strides: bool
-    may_do_more: bool
+    details: Difference | None = None
+    notes: tuple[str, ...] = ()
+    compared: bool = True
 
 
 def parity(
     fn: Callable[..., Any],
     *args: Any,
-    transforms: Sequence[Transform] = ("call",),
+    transforms: str | Sequence[Transform] = ("call",),
     kwargs: dict[str, Any] | None = None,
     jit: bool = True,
     rtol: float | None = None,
@@ -78,31 +81,48 @@ def parity(
     check_values: bool = True,
     check_strides: bool = False,
     may_do_more: bool = False,
+    raises: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+    allow_empty: bool = False,
+    draws: int = 1000,
     seed: int = 0,
+    progress: Callable[[float, float, str], None] | None = None,
 ) -> list[Check]:
     """Run a function under torch.func's transforms and under ours, and compare what comes out.
 
-    Values, tree structure, dtypes, shapes, devices and requires_grad of the outputs are compared, the class of what is raised, inputs
-    that were changed in place, and a module's parameters and buffers.
+    Compared are the outputs (structure, dtypes, layouts, shapes, devices, requires_grad, values), their gradients if they require grad,
+    and what was changed in place: inputs, a module's parameters and buffers, captured tensors, ``.grad``.  Floating-point values may
+    differ by a tolerance, which shrinks with an output whose numbers are all smaller than 1; integers must be equal; NaN must meet NaN.
+    Each function is called twice, the second time with its floating-point inputs and its module's parameters multiplied by 0.75, so that
+    what the first call compiled is run on other numbers.
+
+    A function is random if it draws from a generator of torch's, or if two runs from one seed differ.  If both libraries draw the same
+    numbers, these are compared; otherwise the distributions of many draws are, such that random functions that are alike are called
+    different in fewer than one of a million runs.  The check's ``agreed`` says which.
+
+    It is a failure, too, if both sides raise without ``raises``, or if there is nothing to compare.
 
     Args:
-        fn: a function of tensors, or an nn.Module (each run gets a copy of it).
-        args, kwargs: its arguments, trees of tensors and other values; each run gets copies.
+        fn: a function of tensors, or an nn.Module (each side gets a copy of it).
+        args, kwargs: its arguments, trees of tensors and other values; each call gets copies.
         transforms: each a name from torch.func ("grad", "vmap", "jacrev", "vjp", ...), a nesting of names with options
-            ("vmap(grad, in_dims=(None, 0))"), "call" for the function itself (ours then inside ``patch()``), or a function that takes
+            ("vmap(grad, in_dims=(0, None))"), "call" for the function itself (ours then inside ``patch()``), or a function that takes
             torch.func or torchfunc_jax and fn, and returns a function.
         jit: compare ``jit`` of it too.
-        rtol, atol: tolerances; by dtype if not given.
-        check_values: False for random functions, whose numbers differ.
+        rtol, atol: tolerances for floating-point values; by dtype if not given.
+        check_values: False to compare only structure, shapes and types.
         check_strides: compare strides of outputs.
         may_do_more: what torch.func refuses may work here.
-        seed: for ``torch.manual_seed`` before each run.
+        raises: the class that both sides must raise, or several.
+        allow_empty: an output without tensors, of empty tensors or of NaN alone is enough.
+        draws: how many times a random function is called on each side if its numbers differ.
+        seed: for torch's generators before each run; what is drawn has nothing to do with ``torch.manual_seed(seed)``.
+        progress: called with how much is done, how much there is, and what comes next.
 
     Returns:
         list[Check]: one for each transform and mode.
 
     Raises:
-        ValueError: a transform that is no name of torch.func's.
+        ValueError: no transform, a transform that is no name of torch.func's, or fewer than 100 draws.
 
     Source: ``torch.testing.assert_close``, for the way differences are described.
 
@@ -111,18 +131,22 @@ def parity(
         >>> from torchfunc_jax.testing import parity
         >>> [(c.transform, c.mode, c.difference) for c in parity(torch.sin, torch.ones(2), transforms=["vmap"])]
         [('vmap', 'eager', None), ('vmap', 'jit', None)]
+        >>> (check,) = parity(torch.sin, torch.ones(2), torch.ones(2), jit=False, raises=TypeError)
+        >>> check.agreed
+        'both raise TypeError'
     """
-    options = _Options(rtol, atol, check_values, check_strides, may_do_more)
-    checks = []
-    for transform in transforms:
-        name, make = _named(transform)
-        run = functools.partial(_run, make, fn, args, kwargs, seed)
-        theirs = run(ORIGINAL)
-        with patch() if name == "call" else nullcontext():
-            runs = [("eager", run(torchfunc_jax))]
-            if jit:
-                runs.append(("jit", run(torchfunc_jax, torchfunc_jax.jit)))
-        checks += [Check(name, mode, *_compare(theirs, ours, options)) for mode, ours in runs]
+    pairs = [named(t) for t in ([transforms] if isinstance(transforms, str) else transforms)]
+    if not pairs:
+        raise ValueError("transforms: expected at least one, got none; nothing would be compared")
+    if draws < 100:
+        raise ValueError(f"draws: expected at least 100, got {draws}; fewer cannot tell distributions apart")
+    options = _Settings(
+        Options(rtol, atol, check_values, check_strides, may_do_more, raises, allow_empty), jit, draws, seed, len(pairs), progress
+    )
+    checks: list[Check] = []
+    with torch.random.fork_rng():
+        for i, (name, make) in enumerate(pairs):
+            checks += _Comparison(name, make, fn, args, kwargs, options, i).checks()
     return checks
 
 
@@ -134,7 +158,7 @@ def assert_parity(fn: Callable[..., Any], *args: Any, **options: Any) -> None:
 
     Raises:
         ParityError: an AssertionError whose message tells the transform, the place in the output and the first difference.
-        ValueError: a transform that is no name of torch.func's.
+        ValueError: as ``parity``'s.
 
     Source: ``torch.testing.assert_close``.
 
@@ -142,209 +166,197 @@ def assert_parity(fn: Callable[..., Any], *args: Any, **options: Any) -> None:
         >>> import torch
         >>> from torchfunc_jax.testing import assert_parity
         >>> assert_parity(lambda x: (x ** 2).sum(), torch.randn(3, 2), transforms=["grad", "vmap(grad)", "hessian"])
+        >>> assert_parity(lambda x: x.reshape(5), torch.ones(3), transforms=["vmap"], raises=RuntimeError)
     """
     __tracebackhide__ = True
-    for check in parity(fn, *args, **options):
-        if check.difference is not None:
-            raise ParityError(f"{name_of(fn)} under {check.transform}, {check.mode}: {check.difference}")
+    checks = parity(fn, *args, **options)
+    failure = failed(checks)
+    if failure is not None:
+        error = ParityError(f"{name_of(fn)} {failure}")
+        error.checks = checks
+        raise error
 
 
-# -- transforms by name ------------------------------------------------------------------------------------------------------------
-def _vjp(api: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        rest, diff = _differentiable(f, args)
-        out, pull = api.vjp(rest, *diff)
-        return out, pull(trees.map_leaves(_direction, out))
+def failed(checks: Sequence[Check]) -> str | None:
+    """What the checks found wrong, in sentences; None if all agree and at least one compared something.
 
-    return run
+    Args:
+        checks: ``parity``'s result.
 
-
-def _pushed(name: str) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
-    def transform(api: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            rest, diff = _differentiable(f, args)
-            tangents = trees.map_leaves(_direction, tuple(diff))
-            if name == "jvp":
-                return api.jvp(rest, tuple(diff), tangents)
-            out, push = api.linearize(rest, *diff)
-            return out, push(*tangents)
-
-        return run
-
-    return transform
-
-
-def _differentiable(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """f of its floating arguments only, and those."""
-    where = [i for i, a in enumerate(args) if all(_has_derivatives(x) for x in trees.flatten(a)[0])]
-
-    def rest(*diff: Any) -> Any:
-        every = list(args)
-        for i, value in zip(where, diff, strict=True):
-            every[i] = value
-        return f(*every)
-
-    return rest, [args[i] for i in where]
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax.testing import failed, parity
+        >>> failed(parity(torch.sin, torch.ones(2), transforms=["vmap"])) is None
+        True
+        >>> print(failed(parity(torch.sin, torch.ones(2), transforms=["call"], jit=False)))
+        was not compared: PyTorch ran on both sides, because the function calls no transform; compare a transform of it, or jit
+    """
+    wrong = [c for c in checks if c.difference is not None]
+    if wrong:
+        text = f"under {wrong[0].transform}, {wrong[0].mode}: {wrong[0].difference}"
+        if len(checks) > 1:
+            shown = [", ".join(f"{c.transform} {c.mode}" for c in some) for some in (wrong, [c for c in checks if c.difference is None])]
+            text += f"\n  {len(wrong)} of {len(checks)} checks failed: {shown[0]}." + (f" These agree: {shown[1]}." if shown[1] else "")
+        return text
+    if not any(c.compared for c in checks):
+        return f"was not compared: {_TORCH_TWICE}; compare a transform of it, or jit"
+    return None
 
 
-def _has_derivatives(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+_TORCH_TWICE = "PyTorch ran on both sides, because the function calls no transform"
 
 
-def _direction(x: torch.Tensor) -> torch.Tensor:
-    """A tangent or cotangent without symmetries, the same wherever it is computed."""
-    return torch.arange(1, x.numel() + 1, device=x.device).cos().to(x.dtype).reshape(x.shape)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settings:
+    judge: Options
+    jit: bool
+    draws: int
+    seed: int
+    transforms: int
+    progress: Callable[[float, float, str], None] | None
+
+    @property
+    def modes(self) -> int:
+        return 1 + self.jit
 
 
-# Those whose results are functions, or that take more than a function: run to the end, with made-up directions
-_WHOLE = {"call": lambda api, f: f, "vjp": _vjp, "jvp": _pushed("jvp"), "linearize": _pushed("linearize")}
-_NAMES = ("chunk_vmap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "vmap")
+class _Comparison:
+    """One transform of a function, under both libraries."""
+
+    def __init__(self, name: str, make: Make, fn: Any, args: Any, kwargs: Any, settings: _Settings, number: int) -> None:
+        self.name, self.make, self.fn, self.args, self.kwargs = name, make, fn, args, kwargs
+        self.settings, self.number = settings, number
+        self.seeds = [derived("run", settings.seed, i) for i in (0, 1)]
+        self.exact = functools.cache(self._in_float64)
+        where = definition(fn)
+        self.function = name_of(fn) + (f" ({where})" if where else "")
+
+    def checks(self) -> list[Check]:
+        """A check for each mode."""
+        self._tell(0, "torch.func")
+        reference = self._theirs()
+        self.theirs = reference.calls(self.seeds)
+        reference.restore()
+        self.random = self._is_random(reference)
+        return [self._check(i, mode) for i, mode in enumerate(("eager", "jit")[: self.settings.modes])]
+
+    def _theirs(self) -> Side:
+        return Side(ORIGINAL, self.make, self.fn, self.args, self.kwargs)
+
+    def _ours(self, mode: str) -> Side:
+        compiled = torchfunc_jax.jit if mode == "jit" else lambda f: f
+        return Side(torchfunc_jax, self.make, self.fn, self.args, self.kwargs, compiled, patch if self.name == "call" else nullcontext)
+
+    def _is_random(self, reference: Side) -> bool:
+        """Whether torch.func's side draws random numbers: from torch's generators, or from others, so that two runs differ."""
+        first = self.theirs[0]
+        if first.error is not None:
+            return False
+        again = self._theirs()
+        second = again.call(self.seeds[0])
+        again.restore()
+        options = dataclasses.replace(self.settings.judge, values=True, allow_empty=True, raises=None)
+        self.repeats = compare(first, second, options, Outcome, "").difference is None
+        return first.drew or not self.repeats
+
+    def _check(self, number: int, mode: str) -> Check:
+        self._tell((1 + number) / (1 + self.settings.modes), f"torchfunc_jax, {mode}")
+        side = self._ours(mode)
+        watch = self.name == "call" and mode == "eager"
+        ours = side.calls(self.seeds, watch)
+        side.restore()
+        found, notes = self._judge(ours, side)
+        random = self.random and self.settings.judge.values
+        if random and found.difference is not None and found.difference.kind in ("value", "structure", "shape"):
+            found = self._by_distribution(ours[0], side, mode, number)
+            side.restore()
+        elif random and found.difference is None and found.agreed == "same values":
+            found.agreed = "random, same numbers"
+        text = None if found.difference is None else str(found.difference)
+        if text is None and not any(o.in_ours or o.error for o in ours):
+            return Check(self.name, mode, None, None, "not compared", None, (f"{_TORCH_TWICE}.",), False)
+        return Check(self.name, mode, text, found.largest, found.agreed, found.difference, notes)
+
+    def _judge(self, ours: list[Outcome], side: Side) -> tuple[Found, tuple[str, ...]]:
+        """Both calls, one after the other."""
+        options = self.settings.judge
+        found = compare(self.theirs[0], ours[0], options, lambda: self.exact(0), self.function)
+        if found.difference is not None or self.theirs[0].error is not None or options.raises is not None:
+            return found, ()
+        if self.theirs[1].error is not None:
+            why = shown_error(self.theirs[1].error)
+            return found, (f"It was called once: with its numbers multiplied by {OTHER}, torch.func raised {why}.",)
+        options = dataclasses.replace(options, allow_empty=True)
+        second = compare(self.theirs[1], ours[1], options, lambda: self.exact(1), self.function)
+        if second.difference is not None:
+            text = f"{second.difference.text}\n  The first call agrees; this is the second one, on numbers multiplied by {OTHER}."
+            second.difference = dataclasses.replace(second.difference, text=text)
+            return second, ()
+        found.largest = max((v for v in (found.largest, second.largest) if v is not None), default=None)
+        return found, self._notes()
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        error = self.theirs[0].no_gradient
+        if error is not None:
+            notes.append(f"Gradients of the output were not compared: torch's autograd raised {shown_error(error)}.")
+        same = dataclasses.replace(self.settings.judge, rtol=0.0, atol=0.0, values=True, allow_empty=True, raises=None)
+        first, second = (Outcome({"output": o.parts["output"]}) for o in self.theirs)
+        if not self.random and self._has_floats() and compare(first, second, same, Outcome, "").difference is None:
+            notes.append(f"The output does not depend on the numbers in the arguments: multiplied by {OTHER}, they give the same.")
+        return tuple(notes)
+
+    def _has_floats(self) -> bool:
+        return any(has_derivatives(x) and bool(x.detach().any()) for x in trees.flatten((self.args, self.kwargs))[0])
+
+    def _by_distribution(self, first: Outcome, side: Side, mode: str, number: int) -> Found:
+        """A random function whose numbers are not PyTorch's."""
+        settings = self.settings
+        theirs = self._draws_of_theirs()
+        if isinstance(theirs, Difference):
+            return Found(theirs)
+        options = dataclasses.replace(settings.judge, values=False, shapes=not varying(theirs))
+        found = compare(self.theirs[0], first, options, Outcome, self.function)
+        if found.difference is not None:
+            return found
+        if self.repeats:
+            again = side.call(self.seeds[0])
+            side.restore()
+            changed = compare(first, again, dataclasses.replace(settings.judge, allow_empty=True), Outcome, self.function).difference
+            if changed is not None:
+                text = f"{changed.where} is random, and torch.manual_seed repeats torch.func's numbers, but not torchfunc_jax's"
+                return Found(Difference("repetition", text, changed.where))
+        ours = self._draw(side, "torchfunc_jax", (1 + number) / (1 + settings.modes), mode)
+        if isinstance(ours, Difference):
+            return Found(ours)
+        return alike(theirs, ours, settings.judge, settings.transforms * settings.modes)
+
+    def _draws_of_theirs(self) -> Draws | Difference:
+        if not hasattr(self, "_kept"):
+            self._kept = self._draw(self._theirs(), "torch.func", 0.0, "reference")
+        return self._kept
+
+    def _draw(self, side: Side, name: str, done: float, mode: str) -> Draws | Difference:
+        torch.manual_seed(derived("draws", self.settings.seed, name, mode, self.number))
+
+        def call() -> Outcome:
+            side.restore()
+            return side.call(None)
+
+        def step(i: int) -> None:
+            if i % 10 == 0:
+                self._tell(done + i / self.settings.draws / (1 + self.settings.modes), f"{name}, draw {i} of {self.settings.draws}")
+
+        found = drawn(call, self.settings.draws, name, step)
+        side.restore()
+        return found
+
+    def _in_float64(self, call: int) -> Outcome:
+        return in_float64(self.make, ORIGINAL, self.fn, self.args, self.kwargs, self.seeds[: call + 1])
+
+    def _tell(self, share: float, what: str) -> None:
+        if self.settings.progress is not None:
+            self.settings.progress(self.number + share, self.settings.transforms, f"{self.name}: {what}")
 
 
-def _named(transform: Transform) -> tuple[str, Callable[[Any, Any], Any]]:
-    if not isinstance(transform, str):
-        return name_of(transform), transform
-    try:
-        return transform, _parsed(ast.parse(transform.strip(), mode="eval").body)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"transforms: {transform!r} is no nesting of torch.func's transforms: {error}") from None
-
-
-def _parsed(node: ast.AST) -> Callable[[Any, Any], Any]:
-    if isinstance(node, ast.Name) and node.id in _WHOLE:
-        return _WHOLE[node.id]
-    if isinstance(node, ast.Name) and node.id in _NAMES:
-        return lambda api, f: getattr(api, node.id)(f)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) <= 1:
-        inner = _parsed(node.args[0]) if node.args else _WHOLE["call"]
-        options = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
-        name = node.func.id
-        if name in _WHOLE and not options:
-            return lambda api, f: _WHOLE[name](api, inner(api, f))
-        if name in _NAMES:
-            return lambda api, f: getattr(api, name)(inner(api, f), **options)
-    raise ValueError(f"expected one of {', '.join((*_WHOLE, *_NAMES))}, got {ast.unparse(node)}")
-
-
-# -- running -----------------------------------------------------------------------------------------------------------------------
-def _run(make: Any, fn: Any, args: Any, kwargs: Any, seed: int, api: Any, compiled: Callable[[Any], Any] = lambda f: f) -> _Outcome:
-    if isinstance(fn, nn.Module):
-        fn = copy.deepcopy(fn)
-    inputs = _fresh((args, kwargs or {}))
-    outcome = _Outcome()
-    torch.manual_seed(seed)
-    try:
-        outcome.output = compiled(make(api, fn))(*inputs[0], **inputs[1])
-    except Exception as error:
-        outcome.error = error
-        return outcome
-    outcome.inputs = inputs
-    outcome.state = dict(fn.state_dict()) if isinstance(fn, nn.Module) else None
-    return outcome
-
-
-def _fresh(tree: Any) -> Any:
-    """A copy of a tree: the same tensor twice is the same copy twice; requires_grad and strides stay."""
-    memo: dict[int, Any] = {}
-
-    def one(x: Any) -> Any:
-        if id(x) not in memo:
-            if isinstance(x, torch.Tensor):
-                memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-            else:
-                memo[id(x)] = copy.deepcopy(x) if isinstance(x, nn.Module) else x
-        return memo[id(x)]
-
-    return trees.map_leaves(one, tree)
-
-
-# -- comparing ---------------------------------------------------------------------------------------------------------------------
-def _compare(theirs: _Outcome, ours: _Outcome, options: _Options) -> tuple[str | None, float | None, str]:
-    if theirs.error is not None and ours.error is not None:
-        if isinstance(ours.error, type(theirs.error)):
-            return None, None, f"both raise {type(theirs.error).__name__}"
-        return f"torch.func raised {_shown(theirs.error)}, torchfunc_jax raised {_shown(ours.error)}", None, ""
-    if ours.error is not None:
-        return f"torch.func returned, torchfunc_jax raised {_shown(ours.error)}", None, ""
-    if theirs.error is not None:
-        return (None, None, "works, torch.func does not") if options.may_do_more else (
-            f"torch.func raised {_shown(theirs.error)}, torchfunc_jax returned", None, ""
-        )
-    largest: list[float] = []
-    for what, a, b in (("output", theirs.output, ours.output), ("input", theirs.inputs, ours.inputs), ("state", theirs.state, ours.state)):
-        for difference in _differences(what, a, b, options, largest):
-            return difference, max(largest, default=None), ""
-    return None, max(largest, default=None), "same values" if options.values else "same shapes and types"
-
-
-def _shown(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:400]}"
-
-
-def _differences(what: str, theirs: Any, ours: Any, options: _Options, largest: list[float]) -> Iterator[str]:
-    """The differences of two trees, one after the other; the size of each pair's goes to largest."""
-    a, spec_a = trees.flatten(theirs)
-    b, spec_b = trees.flatten(ours)
-    if spec_a != spec_b:
-        yield f"{what} has another structure: torch.func {spec_a or '*'}, torchfunc_jax {spec_b or '*'}"
-        return
-    for path, x, y in zip(trees.paths(spec_a), a, b, strict=True):
-        both = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-        difference = _tensors(x, y, what, options, largest) if both else _others(x, y)
-        if difference:
-            yield f"{what}{_shown_path(path)} differs in {difference}"
-
-
-def _shown_path(path: tuple[Any, ...]) -> str:
-    """The way to a leaf as one would write it: [0]['weight'].field"""
-    return "".join(f".{step}" if isinstance(step, trees.Field) else f"[{step!r}]" for step in path)
-
-
-def _others(x: Any, y: Any) -> str | None:
-    if type(x) is not type(y):
-        return f"type: torch.func {type(x).__name__}, torchfunc_jax {type(y).__name__}"
-    if isinstance(x, nn.Module) or x is y or x == y or (x != x and y != y):
-        return None
-    return f"value: torch.func {x!r}, torchfunc_jax {y!r}"
-
-
-def _tensors(x: torch.Tensor, y: torch.Tensor, what: str, options: _Options, largest: list[float]) -> str | None:
-    for name in ("dtype", "shape", "device", "requires_grad"):
-        a, b = getattr(x, name), getattr(y, name)
-        if a != b:
-            return f"{name}: torch.func {_plain(a)}, torchfunc_jax {_plain(b)}"
-    if options.strides and what == "output" and x.stride() != y.stride():
-        return f"strides: torch.func {x.stride()}, torchfunc_jax {y.stride()}"
-    return _values(x.detach(), y.detach(), options, largest) if options.values else None
-
-
-def _plain(x: Any) -> Any:
-    return tuple(x) if isinstance(x, torch.Size) else x
-
-
-def _values(x: torch.Tensor, y: torch.Tensor, options: _Options, largest: list[float]) -> str | None:
-    if not _has_derivatives(x):
-        rtol = atol = 0.0
-        wide = torch.int64 if x.dtype is not torch.uint64 else torch.float64
-    else:
-        rtol, atol = _TOLERANCES.get(_PARTS.get(x.dtype, x.dtype), (0.1, 0.1))
-        wide = torch.complex128 if x.is_complex() else torch.float64
-    rtol, atol = options.rtol if options.rtol is not None else rtol, options.atol if options.atol is not None else atol
-    a, b = x.to(wide), y.to(wide)
-    same = a == b
-    if wide is not torch.int64:
-        same |= a.isnan() & b.isnan()
-    apart = torch.where(same, 0, (a - b).abs()).double()
-    finite = apart[apart.isfinite()]
-    largest.append(float(finite.max()) if finite.numel() else 0.0)
-    wrong = ~(same | (apart <= atol + rtol * a.abs()))
-    count = int(wrong.sum())
-    if not count:
-        return None
-    worst = int(torch.where(wrong, apart.nan_to_num(nan=float("inf")), -1).argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), x.shape)) if x.dim() else ()
-    at = f"value at {list(place)}" if place else "value"
-    many = f", {count} of {x.numel()} elements are wrong" if x.numel() > 1 else ""
-    allowed = f" (allowed: {atol:g} + {rtol:g} of the value)" if rtol or atol else ""
-    return f"{at}: torch.func {x[place].item()!r}, torchfunc_jax {y[place].item()!r}{many}{allowed}"
+__all__ = ["Check", "Difference", "ParityError", "Transform", "assert_parity", "failed", "parity"]

@@ -1,7 +1,8 @@
-"""The command `torchfunc-jax`: the ensemble demo, parity with torch.func, and what is installed here. Needs the extra `demo`."""
+"""The command `torchfunc-jax`: the ensemble demo, parity with torch.func, the doctor, and what is installed. Needs the extra `demo`."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError as missing:
@@ -19,6 +21,7 @@ except ImportError as missing:
 from torchfunc_jax import parity_cli
 
 if TYPE_CHECKING:
+    from torchfunc_jax.doctor import Checked, Report
     from torchfunc_jax.ensemble import Training
 
 app = typer.Typer(
@@ -51,6 +54,26 @@ ENSEMBLE_EXAMPLES = """
 [cyan]python -c "import torch; print(len(torch.load('runs/ensemble/members.pt')))"[/cyan]
 
     The members afterwards, one state dict each, for torchfunc_jax.ensemble.DigitNet.
+"""
+
+DOCTOR_EXAMPLES = """
+[bold]Examples[/bold]
+
+[cyan]torchfunc-jax doctor[/cyan]
+
+    Versions, devices, known problems, and the self-check. Paste it into a bug report.
+
+[cyan]torchfunc-jax doctor --json > doctor.json[/cyan]
+
+    The same as JSON on stdout; progress stays on stderr.
+
+[cyan]torchfunc-jax doctor --no-check[/cyan]
+
+    At once, without the self-check.
+
+[cyan]torchfunc-jax doctor && python train.py[/cyan]
+
+    Train only where every check agrees with torch.func.
 """
 
 
@@ -131,6 +154,65 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     for key, value in facts.items():
         table.add_row(f"[bold]{key}[/bold]", str(value))
     Console().print(table)
+
+
+@app.command(epilog=DOCTOR_EXAMPLES)
+def doctor(
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the self-check, which takes up to a minute.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+) -> None:
+    """Say what is installed, what is known to be wrong with it, and whether the transforms agree with torch.func here.
+
+    Each check runs a program under torch.func and under torchfunc_jax, un-jitted and compiled, in a process of its own.
+    Ends with 1 where one of them differs. It is what a bug report starts with.
+    """
+    console = Console(stderr=True)
+    console.print("[dim]Loading PyTorch and JAX ...[/dim]")
+    from torchfunc_jax.doctor import CHECKS, examine
+
+    with _bar(console, "checks", "name") as bar:
+        task = bar.add_task("Checking", total=len(CHECKS), name="", visible=check and console.is_terminal)
+
+        def on_check(name: str, result: Checked | None) -> None:
+            if result is None:
+                bar.update(task, name=f"[dim]{name}[/dim]")
+                return
+            bar.update(task, advance=1)
+            if not as_json:
+                Console().print(f"{_mark(result)} {name} [dim]{result.seconds:.1f} s[/dim]", highlight=False, soft_wrap=True)
+
+        report = examine(check, on_check)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report) | {"ok": report.ok}))
+    else:
+        Console().print(*findings(report), sep="\n")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def findings(report: Report) -> list[Table | str]:
+    """The report of the doctor as rich tables: what is here, what is known, what failed."""
+    here = Table(show_header=False, box=None)
+    for title, facts in (
+        ("versions", report.versions), ("processor", report.cpu), ("settings", report.settings), ("environment", report.environment)
+    ):
+        here.add_row(f"[bold]{title}[/bold]", "\n".join(f"{name} {value}" for name, value in facts.items()) or "-")
+    here.add_row("[bold]devices[/bold]", "\n".join(report.devices))
+    known = Table(title="Known about this combination", title_justify="left", show_header=False, box=None)
+    known.add_column(overflow="fold")
+    for row in report.known:
+        known.add_row(f"[bold]{row.title}[/bold]: {row.status}\n{escape(row.what)}")
+    failed = [c for c in report.checks if c.difference is not None]
+    shown: list[Table | str] = [here, known if report.known else "Nothing is known to be wrong with this combination."]
+    shown += [f"[red]{c.name}[/red]: {escape(str(c.difference))}" for c in failed]
+    if report.checks:
+        seconds = sum(c.seconds for c in report.checks)
+        shown.append(f"{len(report.checks) - len(failed)} of {len(report.checks)} checks agree with torch.func ({seconds:.0f} s)")
+    return shown
+
+
+def _mark(result: Checked) -> str:
+    return "[green]right[/green]" if result.difference is None else "[red]wrong[/red]"
 
 
 app.command(epilog=parity_cli.EXAMPLES)(parity_cli.parity)
@@ -227,16 +309,7 @@ def _progress(console: Console, training: Training) -> Iterator[Callable[[Traini
 
         yield on_epoch
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with _bar(console, "steps", "losses") as bar:
         task = bar.add_task(f"Compiling {training.settings.members} CNNs", total=training.steps, losses="")
 
         def on_step(training: Training) -> None:
@@ -244,6 +317,12 @@ def _progress(console: Console, training: Training) -> Iterator[Callable[[Traini
             bar.update(task, description=name, advance=1, losses=f"[dim]loss[/dim] {losses(training)}")
 
         yield on_step
+
+
+def _bar(console: Console, unit: str, field: str) -> Progress:
+    """A progress bar that shows a text of its own, the field, after the count."""
+    done = BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(), TextColumn(f"{{task.fields[{field}]}}")
+    return Progress(SpinnerColumn(), TextColumn("{task.description}"), *done, console=console, transient=True)
 
 
 def main() -> None:

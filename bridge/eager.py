@@ -14,10 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from bridge import checks, compiling
+from bridge.keys import Same
 from bridge.levels import state
+from bridge.python_numbers import is_input
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
 _seen: dict[Any, Any] = {}
@@ -63,7 +66,11 @@ def _static(x: Any, arrays: list[Any]) -> Any:
     if type(x) is Unread:
         arrays.append(x.root)
         return (Unread, x.views)
-    return (type(x), x)
+    return (type(x), x) if type(x) in _EXACT else (Same, Same(x))
+
+
+#: Types whose equality tells all there is to tell; of what is left, numbers above all, ``Same`` does.
+_EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, np.dtype, torch.Size, torch.layout, torch.memory_format})
 
 
 def _fill(s: Any, source: Any) -> Any:
@@ -76,7 +83,7 @@ def _fill(s: Any, source: Any) -> Any:
         for view in s[1]:
             value = view.lowering(value, *view.args)
         return value
-    return s[1]
+    return s[1].value if s[0] is Same else s[1]
 
 
 class Piece:
@@ -226,6 +233,8 @@ def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
             if isinstance(x, jax.core.Tracer):
                 return lower(*args, **kwargs)
             size += x.size
+        elif is_input(x):
+            return lower(*args, **kwargs)
         elif type(x) in (list, tuple) and x:
             if isinstance(x[0], int):
                 size += math.prod(n for n in x if isinstance(n, int) and n > 0)
@@ -233,7 +242,7 @@ def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
                 return lower(*args, **kwargs)
             else:
                 size += sum(v.size for v in x if isinstance(v, jax.Array))
-    if size > _FOLDED or any(isinstance(v, jax.Array) for v in kwargs.values()):
+    if size > _FOLDED or any(isinstance(v, jax.Array) or is_input(v) for v in kwargs.values()):
         return lower(*args, **kwargs)
     try:
         with jax.ensure_compile_time_eval():
@@ -319,7 +328,7 @@ class Tape:
 class Pull:
     """The pullback of a tape: cotangents of its outputs to cotangents of its inputs."""
 
-    __slots__ = ("inputs", "outputs", "tape")
+    __slots__ = ("__weakref__", "inputs", "outputs", "tape")
 
     def __init__(self, tape: Tape, inputs: list[Any], outputs: list[Any]) -> None:
         self.tape, self.inputs, self.outputs = tape, inputs, outputs

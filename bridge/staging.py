@@ -19,8 +19,9 @@ from jax.extend.core import Literal
 
 from bridge import capture, compiling, outer, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
-from bridge.calls import Call, take_apart
+from bridge.calls import Call, is_array, take_apart
 from bridge.checks import Bounds, ends
+from bridge.guards import Guards
 from bridge.levels import push
 
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -35,20 +36,22 @@ class Program:
     Attributes:
         jaxpr: of (arguments, captured, seeds) -> outputs, then written values.
         places: where each captured tensor is to be looked for at each call.
+        guards: what else must be as it was for the program to be right.
         out_spec, static, is_tensor: the output tree and its leaves that are no tensors.
         written: for each written value, the index of the argument or ("captured", index).
         generators: explicit torch generators drawn from, by seed slot.
         draws: whether the default generator is drawn from.
         used: which of the candidates for capture are captured.
         candidates: how many there were.
+        strided: which arguments, and which captured tensors, the function takes by ``as_strided``, which counts from where memory begins.
+        types_matter: whether the function may have asked for the type of something by ``type``.
         kinds: for each output and written value, whether torch's autograd can go back through it.
         sources: for each of them, the inputs of the jaxpr that it goes back to, as bits of a number.
     """
 
     jaxpr: Any
     places: list[capture.Place]
-    captured_ids: list[int]
-    modules: list[torch.nn.Module]
+    guards: Guards
     out_spec: Any
     static: list[Any]
     is_tensor: list[bool]
@@ -58,8 +61,14 @@ class Program:
     draws: bool
     used: list[int]
     candidates: int
+    strided: list[tuple[str, int]]
+    types_matter: bool
     kinds: list[bool]
     sources: list[int]
+
+    def written_places(self) -> list[tuple[Any, ...]]:
+        """Where what is written goes: the argument's index, or the place of the captured tensor."""
+        return [(kind, i) if kind == "argument" else (kind, id(self.places[i].container), self.places[i].key) for kind, i in self.written]
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those of these arguments and captured tensors that torch's autograd goes back to."""
@@ -104,11 +113,11 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     Raises:
         DataDependentError: the function asks for values.
     """
-    found = capture.scan(fn, *[x for x in call.leaves if isinstance(x, torch.nn.Module)])
+    found = capture.scan(fn, *[x for x in call.leaves if not is_array(x)])
     arguments = {id(x) for x in call.arrays}
     candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
     while True:
-        program, missing = _trace(fn, call, candidates, list(found.modules.values()))
+        program, missing = _trace(fn, call, candidates, found)
         if not missing:
             return program
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
@@ -124,9 +133,10 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _trace(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], modules: list[torch.nn.Module]
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], found: capture.Found
 ) -> tuple[Program, list[torch.Tensor]]:
     traceable = call.traceable(fn)
+    traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
@@ -172,6 +182,7 @@ def _trace(
             kinds = [inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)]
             info.update(
                 meta=result.meta, count=len(values), written=written, kinds=kinds, generators=generators,
+                asked={key for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked},
                 used=[position[key] for key in met if key in position], missing=[t for key, (t, _) in met.items() if key not in position],
             )
             return values + extra
@@ -182,10 +193,12 @@ def _trace(
     used = sorted(info["used"])
     order = {p: i for i, p in enumerate(used)}
     spec, static, is_tensor = info["meta"]
+    strided = [("argument", k) for k, g in enumerate(traceable.geometries) if g.asked]
+    strided += [("captured", i) for i, p in enumerate(used) if id(candidates[p][0]) in info["asked"]]
     program = Program(
-        jaxpr, [candidates[p][1] for p in used], [id(candidates[p][0]) for p in used], modules, spec, static, is_tensor, info["count"],
+        jaxpr, [candidates[p][1] for p in used], Guards(found), spec, static, is_tensor, info["count"],
         [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
-        len(candidates), info["kinds"], _sources(jaxpr.jaxpr),
+        len(candidates), strided, found.names("type"), info["kinds"], _sources(jaxpr.jaxpr),
     )
     return program, info["missing"]
 

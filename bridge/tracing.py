@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import compiling, dtypes, private, tensors
+from bridge import compiling, dtypes, guards, private, python_numbers, tensors
 from bridge.eager import Untaped
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
@@ -228,6 +228,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"transformed function instead of keeping it elsewhere{at_line()}"
         )
     level.operator = func
+    args, kwargs = python_numbers.own(args, kwargs)
     plan = _plans.get(func) or plan_of(func)
     if level.lanes is not None and not hasattr(plan, "lane_wise"):
         raise Untaped
@@ -258,7 +259,9 @@ def root() -> Iterator[Level]:
     """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
     from bridge import functions
 
-    with jax.enable_x64(True), compiling.correctly(), functions.intercepted(), push("root") as level, _Mode():
+    with (
+        jax.enable_x64(True), compiling.correctly(), functions.intercepted(), guards.without_cast_weights(), push("root") as level, _Mode(),
+    ):
         yield level
 
 

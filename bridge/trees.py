@@ -13,18 +13,22 @@ import jax
 import torch
 
 from bridge import private
+from bridge.keys import identical
 
 #: The spec of a leaf.
 LEAF = None
 
 
 class Spec:
-    """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs."""
+    """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs.
 
-    __slots__ = ("_hash", "children", "context", "kind")
+    Two are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` are two trees.
+    """
 
-    def __init__(self, kind: Any, context: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
-        self.kind, self.context = kind, context
+    __slots__ = ("_exact", "_hash", "children", "context", "kind")
+
+    def __init__(self, kind: Any, context: Any, exact: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
+        self.kind, self.context, self._exact = kind, context, exact
         self.children = children  # an int: that many leaves
         self._hash = key
 
@@ -37,7 +41,7 @@ class Spec:
             and self._hash == other._hash
             and self.kind is other.kind
             and self.children == other.children
-            and self.context == other.context
+            and self._exact == other._exact
         )
 
     def __repr__(self) -> str:
@@ -52,19 +56,23 @@ def _children(spec: Spec) -> tuple[Spec | None, ...]:
 
 
 _interned: dict[Any, Spec] = {}
+_DICTS, _STRINGS = frozenset({dict, OrderedDict}), frozenset({str})
 
 
 def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> Spec:
-    key = (kind, context, children)
+    exact = context
+    if kind in _DICTS and not _STRINGS.issuperset(map(type, context)):
+        exact = identical(context)
+    key = (kind, exact, children)
     try:
         spec = _interned.get(key)
         if spec is None:
-            spec = Spec(kind, context, children, hash(key))
+            spec = Spec(kind, context, exact, children, hash(key))
             if len(_interned) < 4096:
                 _interned[key] = spec
         return spec
     except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
-        return Spec(kind, context, children, hash((kind, children)))
+        return Spec(kind, context, exact, children, hash((kind, children)))
 
 
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
@@ -215,7 +223,7 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
     steps: Any = range(len(children))
     if spec.kind in (dict, OrderedDict):
         steps = spec.context
-    elif len(getattr(spec.kind, "_fields", ())) == len(children):
+    elif children and len(getattr(spec.kind, "_fields", ())) == len(children):
         steps = map(Field, spec.kind._fields)
     return [(step, *below) for step, child in zip(steps, children, strict=True) for below in paths(child)]
 

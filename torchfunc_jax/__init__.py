@@ -1,6 +1,7 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
 from bridge.private import torch_rearrange
 from torchfunc_jax import testing
+from torchfunc_jax._explain import explain
 from torchfunc_jax.apis import (
     chunk_vmap,
     debug_unwrap,
@@ -34,8 +35,8 @@ from torchfunc_jax.patching import patch
 rearrange = torch_rearrange()
 
 __all__ = [
-    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "functional_call",
-    "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jit",
+    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain",
+    "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jit",
     "jvp", "linearize", "make_functional", "make_functional_deprecated_v1", "make_functional_with_buffers",
     "make_functional_with_buffers_deprecated_v1", "patch", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "testing",
     "vjp", "vmap",

@@ -27,6 +27,8 @@ def number(value: Any, dtype: Any) -> Any:
     """A Python number as a scalar of that dtype; integers wrap around as a cast tensor does.  Arrays pass unchanged."""
     if is_array(value):
         return value
+    if hasattr(value, "as_array"):  # known only when the program runs
+        return value.as_array(dtype)
     dtype = np.dtype(dtype)
     if dtype in _FLOATS:
         return dtype.type(value)

@@ -42,8 +42,8 @@ def result_dtype(*operands: Any) -> np.dtype:
 
 def cast(x: Any, dtype: Any) -> Any:
     """x as an array of that dtype; no-op where it has it.  A complex array cast to a real type keeps its real part."""
-    if not is_array(x):
-        return jnp.asarray(x, dtype=dtype)
+    if not is_array(x):  # a number, or what stands for one that is known only when the program runs
+        return x.as_array(dtype) if hasattr(x, "as_array") else jnp.asarray(x, dtype=dtype)
     if x.dtype == dtype:
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):

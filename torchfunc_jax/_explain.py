@@ -1,0 +1,72 @@
+"""Why jitted functions compile: each program that is made is put into words beside those that were there and would not do."""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from bridge.guards import Guards
+
+_logs: list[tuple[list[str], TextIO | None]] = []
+
+
+@contextmanager
+def explain(file: TextIO | None = None) -> Iterator[list[str]]:
+    """While entered, say of each program that ``jit`` compiles why: which argument, module, attribute or state was another one.
+
+    The environment variable ``TORCHFUNC_JAX_EXPLAIN=1`` does the same for a whole process, on standard error.
+
+    Args:
+        file: where the sentences are printed; None: standard error.
+
+    Returns:
+        a context manager that gives a list; each sentence is appended to it.
+
+    Example:
+        >>> import io, torch
+        >>> from torchfunc_jax import explain, jit
+        >>> f = jit(torch.sin)
+        >>> with explain(io.StringIO()) as log:
+        ...     _ = f(torch.ones(2)), f(torch.ones(3))
+        >>> print(log[1])
+        jit of sin: a program was compiled: args[0] was float32[2] and now is float32[3]
+    """
+    log: list[str] = []
+    entry = (log, file)
+    _logs.append(entry)
+    try:
+        yield log
+    finally:
+        _logs[:] = [e for e in _logs if e is not entry]
+
+
+def say(jitted: Any, sentence: str) -> None:
+    """Tell everybody who listens."""
+    said = f"jit of {getattr(jitted, '__name__', type(getattr(jitted, '__wrapped__', jitted)).__name__)}: {sentence}"
+    for log, file in list(_logs):
+        log.append(said)
+        print(said, file=file or sys.stderr)
+    if not _logs and os.environ.get("TORCHFUNC_JAX_EXPLAIN", "0") not in ("", "0"):
+        print(said, file=sys.stderr)
+
+
+def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tuple[str, str]], Guards]]) -> str:
+    """How a new program's facts differ from those of the most similar of the others; what its guards found where nothing else does."""
+    if not others:
+        return "it is the first one"
+    found = min((_differences(old, facts) + list(guards.differences()) for old, guards in others), key=len)
+    return "; ".join(found) if found else "a number does not fit into the program that takes it as an input, or one was dropped"
+
+
+def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
+    before, now = dict(old), dict(new)
+    return [
+        f"{name} was {before.get(name, 'not there')} and now is {now.get(name, 'not there')}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+
+
+__all__ = ["explain", "reason", "say"]

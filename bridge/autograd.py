@@ -89,7 +89,7 @@ def inexact_dtype(dtype: torch.dtype) -> bool:
 
 def differentiable(
     compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, code: Any = None
-) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
     Args:
@@ -100,20 +100,35 @@ def differentiable(
         code: of the user's function, for a computation that a tape can follow (``eager.recorded``).
 
     Returns:
-        (outputs, meta, captured tensors met while recording, the key)
+        (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
     """
-    from bridge.calls import torch_device, write_back
+    from bridge.calls import torch_device
 
     recorded = _Recorded(compute, leaves, known, key, code=code)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
-    writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
-    write_back([(t, v if t.requires_grad or not t.is_leaf else v.detach()) for t, v in writes])
-    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key
+    written = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
+    writes = [(t, v if t.requires_grad or not t.is_leaf else v.detach()) for t, v in written]
+    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes
 
 
 class Untransformed(torch.autograd.Function):
     """A node of torch's graph of our own, whose forward runs as it is also while a trace is open."""
+
+
+class _Computed(Untransformed):
+    @staticmethod
+    def forward(ctx: Any, t: tracing.Traced) -> tracing.Traced:
+        return tracing.alias(t)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent
+
+
+def computed(t: tracing.Traced) -> torch.Tensor:
+    """The same traced tensor, and the same memory, as one that is no leaf of torch's graph."""
+    return _Computed.apply(t)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Border(Untransformed):

@@ -76,15 +76,22 @@ class Traceable:
         where: which leaves are arrays; their values come with each run.
     """
 
-    __slots__ = ("active", "devices", "fn", "geometries", "leaves", "spec", "where")
+    __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "spec", "where")
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
         self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
         self.geometries = [Geometry.of(leaves[i]) for i in where]
-        self.active: frozenset[int] = frozenset()  # which of the arrays a grad transform differentiates: they require grad
+        self.active: frozenset[int] = frozenset()  # which of the arrays require grad: those that a grad transform differentiates
+        self.computed: frozenset[int] = frozenset()  # which of these are no leaves of torch's graph
         for i in where:
             self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
+
+    def as_given(self, arrays: Sequence[Any]) -> None:
+        """Have the arguments require grad where these arrays do, and be leaves of torch's graph where these are."""
+        if torch.is_grad_enabled():
+            self.active = frozenset(k for k, x in enumerate(arrays) if isinstance(x, torch.Tensor) and x.requires_grad)
+            self.computed = frozenset(k for k in self.active if not arrays[k].is_leaf)
 
     def run(self, level: Level, values: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]]) -> Result:
         """Run the function on these values.
@@ -100,8 +107,8 @@ class Traceable:
             t.node.geometry = geometry
         for k in self.active:
             arguments[k].requires_grad_()
-        for i, t in zip(self.where, arguments, strict=True):
-            leaves[i] = t
+        for k, (i, t) in enumerate(zip(self.where, arguments, strict=True)):
+            leaves[i] = autograd.computed(t) if k in self.computed else t
         args, kwargs = trees.unflatten(self.spec, leaves)
         outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
@@ -194,27 +201,31 @@ def refuse_recording() -> None:
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool, code: Any) -> tuple[list[Any], Any]:
     refuse_recording()
     if not torch.is_grad_enabled():
-        return direct(compute, leaves, None, lasting)[:2]
+        outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
+        write_back(writes)
+        return outs, meta
     known, key = _known(fn), None
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key = autograd.differentiable(compute, leaves, known, key, code)
+            outs, meta, met, key, writes = autograd.differentiable(compute, leaves, known, key, code)
         else:
-            outs, meta, met, key = direct(compute, leaves, key, lasting)
+            outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
+            write_back(writes)
             _remember(fn, captured)
             return outs if wanted or captured else [t.detach() for t in outs], meta
-        # tensors that require grad were met by a way not looked into: once more, differentiating with respect to them too
+        # tensors that require grad were met by a way not looked into: once more, differentiating with respect to them too; of the first
+        # run nothing is written
         known = captured
 
 
 def direct(
     compute: Computation, leaves: Sequence[Any], key: Any = None, lasting: bool = False
-) -> tuple[list[Any], Any, list[torch.Tensor], Any]:
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border without recording it for torch's autograd; see ``autograd.differentiable``."""
     with tracing.root() as root:
         root.key, root.lasting = key, lasting
@@ -232,8 +243,7 @@ def direct(
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
     if lasting:
         outs = [t.clone() for t in outs]
-    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
-    return outs, result.meta, met, root.key
+    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
 
 
 def is_local(v: Any) -> bool:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.nn.modules._functions import BackwardHookFunction
 
-from bridge import operands, private, trees
+from bridge import hooks, operands, private, trees
 from bridge.autograd import Untransformed, conj, inexact
+from bridge.closed import Closed
 from bridge.eager import Untaped
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
@@ -90,6 +92,8 @@ def _applied(cls: Any, ctx: Any, args: tuple[Any, ...]) -> Any:
     """The outputs of a Function; ctx: PyTorch's own where its forward takes one, else None."""
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _rematerialized(args[0], args[2:], {})
+    if cls is BackwardHookFunction and ctx is not None:
+        return hooks.module_hooks(ctx, args)
     op = private.operator_without_formula(cls)
     if op in LOWERINGS:  # a torch.library operator without derivative: its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
@@ -381,9 +385,9 @@ class _Call:
             grads = self.backward(kept, residuals, cts)
             return [jnp.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(grads, values, strict=True) if inexact(v)]
 
-        forward_jaxpr = _Closed(forward, *values)
+        forward_jaxpr = Closed(forward, *values)
         outs, residuals = forward_jaxpr.shapes
-        backward_jaxpr = _Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
+        backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
 
         @jax.custom_vjp
         def f(captured: Any, *values: Any) -> list[Any]:
@@ -413,8 +417,8 @@ class _Call:
             pushed = self.jvp(kept, residuals, [next(given) if inexact(p) else None for p in primals])
             return [jnp.zeros_like(o) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
 
-        forward_jaxpr = _Closed(forward, *values)
-        tangent_jaxpr = _Closed(push_forward, list(values), [v for v in values if inexact(v)])
+        forward_jaxpr = Closed(forward, *values)
+        tangent_jaxpr = Closed(push_forward, list(values), [v for v in values if inexact(v)])
 
         @jax.custom_jvp
         def f(captured: Any, *values: Any) -> list[Any]:
@@ -452,23 +456,6 @@ class _Call:
     def _is_new(self, t: torch.Tensor) -> bool:
         """Whether a tensor owns its memory and is none of the arguments."""
         return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
-
-
-class _Closed:
-    """A function as a jaxpr, traced on these arguments; called with what it captured as its first argument.
-
-    Attributes:
-        captured: the values that it met beside its arguments.
-        shapes: of its results.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr, self.captured = closed.jaxpr, [jax.lax.stop_gradient(v) for v in closed.consts]
-
-    def __call__(self, captured: Sequence[Any], *args: Any) -> Any:
-        outs = jax.core.eval_jaxpr(self._jaxpr, captured, *jax.tree_util.tree_leaves(args))
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.shapes), outs)
 
 
 class _Kept:

@@ -22,7 +22,10 @@ from bridge.lowering.registry import of_this_torch
 class Node:
     """A value, or a view of one.  ``level`` is the trace level that made it."""
 
-    __slots__ = ("__weakref__", "detached", "geometry", "level", "maker", "parent", "root", "seen", "value", "version", "view")
+    __slots__ = (
+        "__weakref__", "detached", "geometry", "level", "maker", "parent", "root", "seen", "used", "value", "version",
+        "view",
+    )
 
     def __init__(self, value: Any, level: Any, parent: Node | None = None, view: View | None = None) -> None:
         self.value = value
@@ -34,6 +37,7 @@ class Node:
         self.seen = -1
         self.maker: Any = None  # the operator that computed it, where one did
         self.geometry: Geometry | None = None  # of a root that stands for a tensor from outside
+        self.used = False  # an operator with a derivative has read it since it was last written
         self.detached = False  # the last write was one that torch's autograd does not record
 
 
@@ -142,6 +146,7 @@ def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool
         if keep and jnp.issubdtype(value.dtype, jnp.inexact):
             value = eager.run("revalue", revalue, (root.value, value), {})
         root.value = value
+        root.used = False
         root.version += 1
         root.detached = detached
         return

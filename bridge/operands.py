@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import eager, linked, private
+from bridge import eager, linked, private, saved_tensors
 from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import Level, state
@@ -72,8 +72,13 @@ def pure(func: Any, lower: Callable[..., Any]) -> Plan:
             raise _explain(func, args, kwargs, error) from error
         if not torch.is_grad_enabled():
             out = stop(out)
-        elif state.level.root.recorded:
-            out = linked.tie(func, out, values)
+        else:
+            for x in args:
+                if type(x) is Traced:
+                    x.node.used = True
+            if state.level.root.recorded:
+                saved_tensors.refuse_hooks()
+                out = linked.tie(func, out, values)
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)

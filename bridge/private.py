@@ -178,6 +178,21 @@ def _cut_jvp(inside: int, primals: Any, tangents: Any) -> Any:
     return primals[0], jnp.zeros_like(tangents[0])
 
 
+def differentiates(value: Any) -> bool:
+    """Whether a value is a tracer of a transform that differentiates, at whatever level."""
+    while hasattr(value, "_trace"):
+        if hasattr(value, "primal"):
+            return True
+        value = getattr(value, "val", None)
+    return False
+
+
+def saved_tensor_pack() -> Any:
+    """The function that packs what PyTorch saves for backward, where ``saved_tensors_hooks`` is entered; there is no public way to ask."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if found is None else found[0]
+
+
 def trace_of(value: Any) -> Any:
     """The JAX trace a tracer belongs to; None for an array."""
     return getattr(value, "_trace", None)
@@ -482,3 +497,14 @@ def default_device_of(mode: Any) -> torch.device | None:
     from torch.utils._device import DeviceContext
 
     return mode.device if isinstance(mode, DeviceContext) else None
+
+
+def mapped_by_jax(tracer: Any = None) -> bool:
+    """Whether a tracer, or without one what is computed now, is inside of a jax.vmap; JAX has no public way to ask."""
+    from jax._src import core
+    from jax._src.interpreters.batching import BatchTrace
+
+    trace = core.trace_ctx.trace if tracer is None else getattr(tracer, "_trace", None)
+    while trace is not None and not isinstance(trace, BatchTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None

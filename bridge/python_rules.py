@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge import viewing
+from bridge import hooks, viewing
 from bridge.checks import refuse
 from bridge.errors import at_line
 from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of, without_lanes
@@ -134,6 +134,7 @@ def _out_by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 PYTHON_RULES |= {
+    torch.Tensor.register_hook: hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
     torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,

@@ -6,6 +6,7 @@ ATen operator, factories included, to ``dispatch``; what is done with one is dec
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,14 +71,20 @@ class Traced(torch.Tensor):
         with torch.no_grad():
             self.set_(value)  # type: ignore[call-overload]  # torch has typed storages alone
 
+    @property
+    def grad_fn(self) -> Any:
+        from bridge.hooks import graph_node
+
+        return graph_node(torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
+
     def tolist(self) -> Any:
         return concrete(self, "tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        return concrete(self, "numpy()")
+        return concrete(self if force else _without_derivative(self), "numpy()")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        found = concrete(self, "numpy.asarray()")
+        found = concrete(_without_derivative(self), "numpy.asarray()")
         return found if dtype is None else found.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -103,6 +110,13 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t
+
+
+def alias(t: Traced) -> Traced:
+    """Another traced tensor with the same values and memory."""
+    other: Traced = _make(Traced, t.shape, strides=t.stride(), storage_offset=t.storage_offset(), dtype=t.dtype, device=t.device)
+    other.node = t.node
+    return other
 
 
 def shape_of(value: Any, level: Level | None = None) -> tuple[int, ...]:
@@ -168,6 +182,19 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
         return np.asarray(jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value)
     except jax.errors.JAXTypeError as error:
         raise unknown_value(what) from error
+
+
+def _without_derivative(t: torch.Tensor) -> torch.Tensor:
+    """The tensor; RuntimeError, in torch's words, where a transform differentiates it: an array of numbers would end the derivative."""
+    without_lanes()
+    value, level = value_of(t), state.level
+    tapes = [tape for tape in (level.tape, level.root.recording) if tape is not None]
+    if t.requires_grad or any(tape.tracks([value]) for tape in tapes) or private.differentiates(value):
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
+            f"with it would have no derivative either{at_line()}"
+        )
+    return t
 
 
 def without_lanes() -> None:
@@ -263,6 +290,29 @@ def root() -> Iterator[Level]:
         jax.enable_x64(True), compiling.correctly(), functions.intercepted(), guards.without_cast_weights(), push("root") as level, _Mode(),
     ):
         yield level
+
+
+@contextlib.contextmanager
+def resumed() -> Iterator[Level]:
+    """The level for Python that runs when a compiled program is differentiated, after its own trace has closed; one per thread."""
+    from bridge import functions
+
+    if _late.level is None:
+        _late.level = Level("plain", None)
+        _late.level.staged = True
+    before, state.level = state.level, _late.level
+    try:
+        with jax.enable_x64(True), functions.intercepted(), _Mode():
+            yield _late.level
+    finally:
+        state.level = before
+
+
+class _Late(threading.local):
+    level: Level | None = None
+
+
+_late = _Late()
 
 
 @contextlib.contextmanager

@@ -40,7 +40,9 @@ def view_plan(func: Any) -> Plan:
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
         meta = func(meta_of(base), *rest, **kwargs)
-        node = Node(None, state.level, node_of(base), View(func, lower, rest, kwargs))
+        parent = node_of(base)
+        parent.used = True
+        node = Node(None, state.level, parent, View(func, lower, rest, kwargs))
         if not torch.is_grad_enabled():  # the same memory, no derivative through it
             node.value, node.seen = stop(node.view.forward(value_of(base))), node.root.version
         return _view_tensor(meta, node, base.device)

@@ -1,6 +1,7 @@
 """Reverse mode: grad, grad_and_value and vjp."""
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import autograd, calls, eager, private, trees
+from bridge import autograd, calls, eager, private, saved_tensors, trees
 from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
@@ -118,12 +119,14 @@ class Differentiated:
         """The function of the differentiated values alone: (outputs to differentiate, everything else)."""
 
         if kind == "grad":
+            saved_tensors.refuse_hooks()
             self.traceable.active = frozenset(self.active)
 
         def run(*diff: Any) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None
-                with torch.enable_grad(), private.set_forward_mode_enabled(True):
+                saved = saved_tensors.without_hooks() if kind == "grad" else contextlib.nullcontext()
+                with torch.enable_grad(), private.set_forward_mode_enabled(True), saved:
                     result = self.traceable.run(level, self.merge(values, diff), finish)
             found[:] = [result]
             n = count(result.meta)

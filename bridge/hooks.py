@@ -1,0 +1,204 @@
+"""Hooks on gradients inside a trace: ``Tensor.register_hook`` and full backward hooks of modules.
+
+PyTorch's engine calls a hook when a gradient reaches a tensor.  JAX's derivatives do not pass through that engine, so a hook becomes a part
+of the computation: an identity whose derivative calls it.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge.autograd import conj
+from bridge.closed import Closed
+from bridge.eager import Untaped
+from bridge.errors import at_line
+from bridge.levels import Level, push, state
+from bridge.tracing import resumed, value_of, wrap
+
+
+def _followed(values: Sequence[Any]) -> None:
+    """A tape cannot follow a hook: JAX differentiates instead."""
+    level = state.level
+    if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
+        raise Untaped
+
+
+def _differentiated() -> bool:
+    level: Level | None = state.level
+    while level is not None:
+        if level.kind in ("grad", "jvp"):
+            return True
+        level = level.parent
+    return False
+
+
+def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Tensor.register_hook`` of a traced tensor: PyTorch's own, for its engine, and the same for JAX's derivatives."""
+    given = dict(zip(("self", "hook"), args, strict=False)) | kwargs
+    t, hook = given["self"], given["hook"]
+    if t.node.used:
+        raise RuntimeError(
+            "register_hook: the tensor has been used already, and inside a transform a hook sees the gradients of later uses only; "
+            f"register it right after the tensor is made{at_line()}"
+        )
+    handle = func(t, hook)
+    hooks, value, device = handle.hooks_dict_ref(), value_of(t), t.device
+    _followed([value])
+
+    def call(cotangent: Any) -> Any:
+        with push("plain") as level, torch.enable_grad():
+            return _replaced(hook, wrap(conj(cotangent), device, level), cotangent)
+
+    # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
+    closed = Closed(call, value) if state.level.root.staged else None
+
+    @jax.custom_vjp
+    def observed(value: Any, captured: Any) -> Any:
+        return value
+
+    def backward(captured: Any, cotangent: Any) -> Any:
+        if handle.id not in hooks:
+            return cotangent, None
+        if closed is not None:
+            return closed(captured, cotangent), None
+        with _late():
+            return call(cotangent), None
+
+    # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
+    again = not _differentiated()
+    observed.defvjp(lambda value, captured: (observed(value, captured) if again else value, captured), backward)
+    t.node.value = observed(value, closed.captured if closed is not None else ())
+    t.node.seen = t.node.root.version
+    return handle
+
+
+def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: Any) -> Any:
+    """The cotangent that a hook leaves, checked as PyTorch's engine checks it."""
+    found = hook(gradient)
+    if found is None:
+        return cotangent
+    name = getattr(hook, "__name__", type(hook).__name__)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"hook '{name}': expected Tensor or None, but got {type(found).__name__}")
+    if found.shape != gradient.shape:
+        raise RuntimeError(f"hook '{name}' has changed the size of value")
+    if found.dtype != gradient.dtype:
+        raise RuntimeError(f"hook '{name}' has changed the type of value (was {gradient.type()} got {found.type()})")
+    return conj(value_of(found))
+
+
+# -- nodes of PyTorch's graph, as a program inside a trace sees them ---------------------------------------------------------------------
+class GraphNode:
+    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, but for the hooks, which JAX's derivatives must call too."""
+
+    def __init__(self, node: Any, hooks: _Hooks | None) -> None:
+        self._node, self._hooks = node, hooks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __repr__(self) -> str:
+        return repr(self._node)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node == (other._node if isinstance(other, GraphNode) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._add("register_hook", hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        return self._add("register_prehook", hook)
+
+    def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
+        if self._hooks is None:
+            raise NotImplementedError(
+                f"grad_fn.{kind}: inside a transform the derivative is JAX's, which does not pass through this node; register the hook on "
+                f"the tensor, with Tensor.register_hook{at_line()}"
+            )
+        handle = getattr(self._node, kind)(hook)
+        (self._hooks.before if kind == "register_prehook" else self._hooks.after).append(_Hook(handle, hook))
+        return handle
+
+
+class _Hooks:
+    """The hooks of one node: those called before its derivative, and those after."""
+
+    def __init__(self) -> None:
+        self.before: list[_Hook] = []
+        self.after: list[_Hook] = []
+
+    def called(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The gradients that the hooks leave of those that arrive, where the node's own derivative is the identity."""
+        for hook in self.before:
+            gradients = hook(gradients) or gradients
+        left = gradients
+        for hook in self.after:
+            left = hook(left, gradients) or left
+        return left
+
+
+class _Hook:
+    """A hook as long as its handle has not removed it."""
+
+    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
+        self.handle, self.hook, self.hooks = handle, hook, handle.hooks_dict_ref()
+
+    def __call__(self, *gradients: Any) -> Any:
+        return self.hook(*gradients) if self.handle.id in self.hooks else None
+
+
+def graph_node(node: Any) -> Any:
+    """What a traced tensor's ``grad_fn`` is, of PyTorch's own node."""
+    return None if node is None else GraphNode(node, getattr(node, "hooks_in_jax", None))
+
+
+def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The node that PyTorch puts around a module with full backward hooks: an identity, to which it adds the hooks afterwards."""
+    hooks = ctx.hooks_in_jax = _Hooks()
+    values = [value_of(t) for t in tensors]
+    _followed(values)
+    needed = [t.requires_grad for t in tensors]
+    devices = [t.device for t in tensors]
+
+    @jax.custom_vjp
+    def observed(*values: Any) -> list[Any]:
+        return list(values)
+
+    def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        with _late() as level, torch.enable_grad():
+            given = zip(cotangents, devices, needed, strict=True)
+            left = hooks.called(tuple(wrap(conj(c), d, level) if n else None for c, d, n in given))
+            return tuple(conj(value_of(g)) if n and g is not None else None for g, n in zip(left, needed, strict=True))
+
+    again = not _differentiated()
+    observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
+    outs = tuple(wrap(v, d) for v, d in zip(observed(*values), devices, strict=True))
+    ctx.mark_non_differentiable(*[o for o, n in zip(outs, needed, strict=True) if not n])
+    return outs
+
+
+@contextlib.contextmanager
+def _late() -> Iterator[Level]:
+    """The level in which a hook runs: the one that pulls back, or, where a compiled program does, one for all its hooks."""
+    if state.level is not None:
+        yield state.level
+        return
+    with resumed() as level:
+        yield level
+        if level.captured:
+            t = next(iter(level.captured.values()))[0]
+            level.captured.clear()
+            raise RuntimeError(
+                f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
+                "become a constant of the program; use Tensor.register_hook there, or do without jit"
+            )
+
+
+__all__ = ["graph_node", "module_hooks", "register_hook"]

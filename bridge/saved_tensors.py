@@ -1,0 +1,31 @@
+"""Hooks on what is saved for backward, through which what JAX keeps for its derivatives does not pass: they are refused."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from bridge import private
+
+_REFUSED = (
+    "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. What a function that runs in JAX keeps for its backward "
+    "pass is not PyTorch's; call it outside of torch.autograd.graph.saved_tensors_hooks."
+)
+
+
+def refuse_hooks() -> None:
+    """RuntimeError where ``saved_tensors_hooks`` of the user's own are entered; PyTorch's own change no values."""
+    pack = private.saved_tensor_pack()
+    if pack is not None and not (getattr(pack, "__module__", None) or "").startswith("torch."):
+        raise RuntimeError(_REFUSED)
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[None]:
+    """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused, as by torch.func."""
+    if private.saved_tensor_pack() is not None:  # PyTorch's own are entered already, and cannot be refused any more
+        yield
+        return
+    with torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED):
+        yield

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from bridge import dtypes, tensors, trees
 from bridge.plain import plain
 from bridge.private import opaque
-from bridge.random import drawing_from
+from bridge.random import NoKeyError, drawing_from
 
 State = dict[str, jax.Array]
 
@@ -76,11 +76,7 @@ def buffers(module: nn.Module) -> State:
 
 def _state(members: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> State:
     with SWAPPING:
-        found = dict(members())
-        for name, t in found.items():
-            if is_lazy(t):
-                raise TypeError(f"module: {name!r} is not initialized yet; call the module once, so that it knows the shape")
-        return {name: as_array(t) for name, t in found.items()}
+        return {name: as_array(t) for name, t in members()}
 
 
 def load(
@@ -229,7 +225,10 @@ def call(
             out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
         return out, {name: state[name] for name in (*buffers, *kept)}
 
-    out, after = plain(run)(_arrays(params), _arrays(buffers), _arrays(args), _arrays(dict(kwargs or {})))
+    try:
+        out, after = plain(run)(_arrays(params), _arrays(buffers), _arrays(args), _arrays(dict(kwargs or {})))
+    except NoKeyError as error:
+        raise error.reason from None
     for name, value in after.items():
         wide = buffers[name].dtype if name in buffers else jax.dtypes.canonicalize_dtype(value.dtype)
         after[name] = value if value.dtype == wide else value.astype(wide)
@@ -332,6 +331,8 @@ def as_array(t: torch.Tensor) -> jax.Array:
         >>> as_array(torch.ones(2, dtype=torch.float64)).dtype
         dtype('float32')
     """
+    if is_lazy(t):
+        raise TypeError("module: it has parameters or buffers that are not initialized; call it once, so that they have a shape")
     array = tensors.to_jax(t.detach())
     wanted = jax.dtypes.canonicalize_dtype(array.dtype)
     with jax.enable_x64(True), jax.ensure_compile_time_eval():

@@ -55,18 +55,35 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     return _draw(source(level), generator)
 
 
+class NoKeyError(RuntimeError):
+    """A random operator draws, and the function that gives the key raised ``reason``: another class than torch's operators raise."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 @contextlib.contextmanager
 def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
-    """Random operators of the level in progress draw from this key, or from what the function returns (or raises) when one draws.
+    """Random operators of the level in progress draw from this key, or from what the function returns when one draws.
 
-    Those that are given a torch generator do so too: drawn outside of a compiled program, its numbers would be the same for ever.
+    Those that are given a torch generator do so too: drawn outside of a compiled program, its numbers would be the same for ever. What the
+    function raises comes out as ``NoKeyError``.
     """
+    def asked(*_: Any) -> jax.Array:
+        if not callable(key):
+            return key
+        try:
+            return key()
+        except Exception as error:
+            raise NoKeyError(error) from error
+
     level = state.level
     assert level is not None
     before = level.root.seeds
-    level.key = key
+    level.key = asked
     if before is None:  # a whole program that is being staged has seeds for each call
-        level.root.seeds = lambda generator: key() if callable(key) else key
+        level.root.seeds = asked
     try:
         yield
     finally:

@@ -1,0 +1,345 @@
+"""torch's layers in Flax's own layouts: kernels transposed, channels last, and flattened feature maps in the order of a channels-last twin.
+
+``bridge.flax`` is where users find this.
+"""
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from bridge import modules
+
+
+def _swapped(w: np.ndarray) -> np.ndarray:
+    return w.T
+
+
+def _channels_last(w: np.ndarray) -> np.ndarray:
+    return np.moveaxis(w, (0, 1), (-1, -2))  # torch [out, in / groups, *kernel], Flax [*kernel, in / groups, out]
+
+
+def _channels_first(w: np.ndarray) -> np.ndarray:
+    return np.moveaxis(w, (-1, -2), (0, 1))
+
+
+def _same(w: np.ndarray) -> np.ndarray:
+    return w
+
+
+# class -> torch's name -> (collection, Flax's name, there, back)
+_BIAS = {"bias": ("params", "bias", _same, _same)}
+_SCALE = {"weight": ("params", "scale", _same, _same)} | _BIAS
+_STATS = {"running_mean": ("batch_stats", "mean", _same, _same), "running_var": ("batch_stats", "var", _same, _same)}
+_LAYOUTS: list[tuple[type | tuple[type, ...], dict[str, tuple[str, str, Any, Any]]]] = [
+    (nn.Linear, {"weight": ("params", "kernel", _swapped, _swapped)} | _BIAS),
+    (_ConvNd, {"weight": ("params", "kernel", _channels_last, _channels_first)} | _BIAS),
+    (nn.Embedding, {"weight": ("params", "embedding", _same, _same)}),
+    ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm), _SCALE),
+    (_BatchNorm, _SCALE | _STATS),
+]
+_NOT_KEPT = {"num_batches_tracked"}  # BatchNorm's; Flax has no such thing
+
+
+class _Leaf(NamedTuple):
+    """A tensor of a module and its place in Flax's variables."""
+
+    where: tuple[str, ...]  # the collection, the names of the submodules, Flax's name
+    tensor: torch.Tensor
+    there: Any
+    back: Any
+
+
+def _leaves(module: nn.Module, flattened: Mapping[str, int] | None) -> Iterator[_Leaf]:
+    found = []
+    for path, m in module.named_modules(remove_duplicate=False):
+        own = dict(m.named_parameters(recurse=False, remove_duplicate=False)) | dict(m.named_buffers(recurse=False, remove_duplicate=False))
+        known = not isinstance(m, _ConvTransposeNd)
+        layout = next((names for kind, names in _LAYOUTS if known and isinstance(m, kind)), {})
+        for name, t in own.items():
+            if name in _NOT_KEPT and layout:
+                continue
+            if name not in layout:
+                where = ".".join(filter(None, (path, name)))
+                raise TypeError(f"module: Flax has no layer like {type(m).__name__}, and so no place for {where!r}")
+            found.append((path, m, name, t, layout[name]))
+    channels = _flattened(module, flattened)
+    for path, m, name, t, (collection, theirs, there, back) in found:
+        n = channels.get(id(m))
+        if n is not None and not (isinstance(m, nn.Linear) and name == "bias"):
+            there, back = functools.partial(_features_last, n, there), functools.partial(_features_first, n, back)
+        yield _Leaf((collection, *filter(None, path.split(".")), theirs), t, there, back)
+
+
+def _features_last(channels: int, there: Any, w: np.ndarray) -> np.ndarray:
+    """Features in the order of torch's [channels, *spatial], as there lays them out once they are in that of [*spatial, channels]."""
+    return there(w.reshape(*w.shape[:-1], channels, -1).swapaxes(-1, -2).reshape(w.shape))
+
+
+def _features_first(channels: int, back: Any, w: np.ndarray) -> np.ndarray:
+    w = back(w)
+    return w.reshape(*w.shape[:-1], -1, channels).swapaxes(-1, -2).reshape(w.shape)
+
+
+def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """A torch module's weights as Flax's own layers hold them: kernels transposed, channels last, "scale" for "weight" of a norm.
+
+    They are for a twin whose feature maps have their channels last throughout. Where it flattens one for a Linear (or a norm), the features
+    come in another order than in torch, and so do the weights that are returned. Which layers these are is found by ``torch.fx``.
+
+    Args:
+        module: made of Linear, Conv, Embedding, LayerNorm, GroupNorm, RMSNorm and BatchNorm, and modules without tensors of their own.
+        flattened: the layers whose input is a flattened feature map, by name, and its number of channels, where that cannot be found; {}:
+            none, for a twin that moves the channels to the front before it flattens.
+
+    Returns:
+        dict: {"params": ..., "batch_stats": ...}, nested by the names of the submodules; parameters with requires_grad=False too.
+
+    Raises:
+        TypeError: a layer that Flax lays out otherwise or has not.
+        ValueError: it cannot be told how the input of a layer behind a convolution is laid out, or the layer would compute something else
+            where channels are last.
+
+    Source: https://flax.readthedocs.io/en/latest/guides/converting_and_upgrading/convert_pytorch_to_flax.html
+
+    Example:
+        >>> import jax, torch
+        >>> from bridge.flax import to_variables
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 5), torch.nn.BatchNorm2d(8))
+        >>> jax.tree.map(lambda a: a.shape, to_variables(net))
+        {'batch_stats': {'1': {'mean': (8,), 'var': (8,)}},
+         'params': {'0': {'bias': (8,), 'kernel': (5, 5, 3, 8)}, '1': {'bias': (8,), 'scale': (8,)}}}
+    """
+    found: dict[str, Any] = {"params": {}}
+    for leaf in _leaves(module, flattened):
+        node = found
+        for step in leaf.where[:-1]:
+            node = node.setdefault(step, {})
+        node[leaf.where[-1]] = jax.numpy.asarray(leaf.there(np.asarray(modules.as_array(leaf.tensor))))
+    return found
+
+
+def from_variables(module: nn.Module, variables: Mapping[str, Any], *, flattened: Mapping[str, int] | None = None) -> nn.Module:
+    """Write weights in Flax's layouts into a torch module: the inverse of ``to_variables``.
+
+    Args:
+        module: changed in place.
+        variables: {"params": ..., "batch_stats": ...}, nested by the names of the submodules.
+        flattened: as in ``to_variables``.
+
+    Returns:
+        nn.Module: the module.
+
+    Raises:
+        RuntimeError: something is missing, unknown or of another shape; different values for one tied tensor; values that a tensor's dtype
+            cannot hold. The module is unchanged then.
+        TypeError, ValueError: as ``to_variables``.
+
+    Source: as ``to_variables``.
+
+    Example:
+        >>> import torch
+        >>> from bridge.flax import from_variables, to_variables
+        >>> ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        >>> torch.equal(from_variables(ours, to_variables(theirs)).weight, theirs.weight)
+        True
+    """
+    left = {"/".join(path): value for path, value in _paths(variables, ())}
+    given, targets = {}, {}
+    for leaf in _leaves(module, flattened):
+        where = "/".join(leaf.where)
+        if where not in left:
+            raise RuntimeError(f"variables: {where} missing")
+        value = np.asarray(left.pop(where))
+        expected = leaf.there(np.empty(leaf.tensor.shape, bool)).shape
+        if value.shape != expected:
+            raise RuntimeError(f"variables: expected {where} of shape {expected}, got {value.shape}")
+        given[where], targets[where] = np.ascontiguousarray(leaf.back(value)), leaf.tensor
+    if left:
+        raise RuntimeError(f"variables: the module has no place for {', '.join(left)}")
+    modules.write(modules.matched("variables", given, targets, strict=True))
+    return module
+
+
+def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from _paths(value, (*path, str(key)))
+
+
+# -- which layers get a flattened feature map --------------------------------------------------------------------------------------
+class _Layout(NamedTuple):
+    """What the dimensions of a value mean.
+
+    "input": of the arguments alone, which the twin gets as it wants them. "last": features are the last dimension. "moved": they were, and
+    may have been moved to the front. "first": a feature map with its channels first. "flat": one that was flattened. "lost": something
+    else was done to one.
+    """
+
+    kind: str
+    channels: int = 0
+    spatial: int = 0  # the number of the dimensions behind the channels
+
+
+_INPUT, _LAST, _MOVED, _LOST = _Layout("input"), _Layout("last"), _Layout("moved"), _Layout("lost")
+_FUNCTIONS = {getattr(F, name): name for name in dir(F) if callable(getattr(F, name)) and not name.startswith("_")}
+# element by element, or along the spatial dimensions alone
+_POOLING = {f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg", "lp") for n in (1, 2, 3)} | {"interpolate", "pad"}
+_ELEMENTWISE = {
+    "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardtanh", "hardswish",
+    "hardsigmoid", "logsigmoid", "sigmoid", "sigmoid_", "tanh", "tanh_", "exp", "log", "sqrt", "square", "abs", "neg", "clamp", "clip",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "contiguous", "clone", "detach", "to",
+    "float", "double", "half", "bfloat16", "add", "add_", "sub", "mul", "mul_", "div", "truediv", "iadd", "isub", "imul", "itruediv", "pow",
+    "maximum", "minimum", "where",
+}
+_REDUCTIONS = {"mean", "sum", "amax", "amin", "std", "var", "logsumexp", "norm"}
+_MODULES = ("activation", "dropout", "pooling", "padding", "upsampling", "instancenorm")  # of torch.nn.modules
+
+
+def _flattened(module: nn.Module, given: Mapping[str, int] | None) -> dict[int, int]:
+    """id of a layer whose input is a flattened feature map -> the number of channels of that."""
+    if given is not None:
+        named = dict(module.named_modules(remove_duplicate=False))
+        unknown = [name for name in given if not isinstance(named.get(name), nn.Linear | nn.LayerNorm | nn.RMSNorm | _BatchNorm)]
+        if unknown:
+            raise ValueError(f"flattened: the module has no Linear, LayerNorm, RMSNorm or BatchNorm called {', '.join(map(repr, unknown))}")
+        return {id(named[name]): _divided(name, named[name], channels) for name, channels in given.items()}
+    has = lambda *kinds: any(isinstance(m, kinds) for m in module.modules())
+    if not has(_ConvNd) or not has(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d):
+        return {}
+    try:
+        graph = fx.symbolic_trace(module).graph
+    except Exception as error:  # the user's Python ran on proxies
+        raise ValueError(f"module: torch.fx cannot follow it ({type(error).__name__}: {error}), and so not see {_ADVICE}") from error
+    found: dict[int, int] = {}
+    layouts: dict[fx.Node, _Layout] = {}
+    for node in graph.nodes:
+        of_args = [layouts[x] for x in node.all_input_nodes]
+        if node.op == "call_module":
+            layer = module.get_submodule(str(node.target))
+            layouts[node] = _through_layer(str(node.target), layer, of_args[0] if of_args else _INPUT, found)
+        else:
+            layouts[node] = _INPUT if node.op in ("placeholder", "get_attr") else _through_function(node, of_args)
+    return {layer: channels for layer, channels in found.items() if channels}
+
+
+_ADVICE = (
+    "which layers get a flattened feature map; say so with flattened={'fc': 64} for one of 64 channels that goes into the layer fc, or "
+    "flattened={} if there is none"
+)
+
+
+def _divided(name: str, layer: Any, channels: int) -> int:
+    if isinstance(layer, nn.Linear | _BatchNorm):
+        features = layer.in_features if isinstance(layer, nn.Linear) else layer.num_features
+    else:
+        features = layer.normalized_shape[-1]
+    if features % channels:
+        raise ValueError(f"flattened: {name!r} takes {features} features, which are no multiple of {channels} channels")
+    return channels
+
+
+def _through_layer(name: str, layer: Any, x: _Layout, found: dict[int, int]) -> _Layout:
+    """The layout of a layer's output; where its weights are for a flattened feature map, found gets its channels."""
+    refused = ValueError(f"module: the input of {name!r} ({type(layer).__name__}) is not laid out so that it can be told {_ADVICE}")
+    if isinstance(layer, nn.Flatten):
+        return _flatten(x, layer.start_dim, layer.end_dim)
+    if next(layer.parameters(), next(layer.buffers(), None)) is None:
+        kind = type(layer).__module__.rpartition(".")[2]
+        known = (kind in _MODULES and not isinstance(layer, nn.GLU)) or isinstance(layer, nn.Identity | _BatchNorm)
+        return _kept(x, flat=kind != "pooling") if known else _changed([x])
+    taken = {"lost"} | ({"flat", "last"} if isinstance(layer, _ConvNd) else {"flat"} if isinstance(layer, nn.GroupNorm) else set())
+    if x.kind in taken:
+        raise refused
+    if isinstance(layer, _ConvNd):
+        return _Layout("first", layer.out_channels, len(layer.kernel_size))
+    if isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm) and x.kind == "first":
+        raise ValueError(
+            f"module: {name!r} ({type(layer).__name__}) takes the last dimension of a feature map whose channels are first; where they are "
+            "last, it would take the channels"
+        )
+    if isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm | _BatchNorm):
+        channels = _divided(name, layer, x.channels) if x.kind == "flat" else 0
+        if found.setdefault(id(layer), channels) != channels:
+            raise refused
+    return _LAST if isinstance(layer, nn.Linear | nn.Embedding) else x
+
+
+def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:
+    name = node.target if isinstance(node.target, str) else _FUNCTIONS.get(node.target, getattr(node.target, "__name__", ""))
+    args, x = node.args, of_args[0] if of_args else _INPUT
+    if node.op == "output" or name in ("size", "dim", "getattr") or (node.target is operator.getitem and x.kind == "input"):
+        return _INPUT
+    if name in _ELEMENTWISE or name in _POOLING:
+        maps = {layout for layout in of_args if layout.kind != "input"}
+        return _INPUT if not maps else _kept(maps.pop(), flat=name in _ELEMENTWISE) if len(maps) == 1 else _LOST
+    if name == "flatten":
+        return _flatten(x, *(node.kwargs.get(k, args[i] if len(args) > i else d) for i, k, d in ((1, "start_dim", 0), (2, "end_dim", -1))))
+    if name in ("view", "reshape"):
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+        if len(sizes) == 2 and not node.kwargs:
+            return _flatten(x, 1, -1)
+        return _LOST if x.kind in ("last", "moved") else _changed(of_args)
+    if name in ("permute", "transpose", "swapaxes", "movedim", "moveaxis"):
+        return _moved(x, args[1] if name == "permute" and isinstance(args[1], tuple | list) else args[1:], name)
+    if name in _REDUCTIONS and x.kind == "first":
+        return _reduced(x, node.kwargs.get("dim", args[1] if len(args) > 1 else None), node.kwargs.get("keepdim", False) or len(args) > 2)
+    if name == "squeeze" and x.kind == "first" and len(args) > 1:
+        return _reduced(x, args[1], False)
+    if name in ("cat", "concat", "concatenate") and {layout.kind for layout in of_args} == {"first"}:
+        spatial = {layout.spatial for layout in of_args}
+        along = node.kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return _Layout("first", sum(layout.channels for layout in of_args), spatial.pop()) if along == 1 and len(spatial) == 1 else _LOST
+    return _changed(of_args)
+
+
+def _kept(x: _Layout, flat: bool) -> _Layout:
+    return x if flat or x.kind != "flat" else _LOST
+
+
+def _changed(of_args: list[_Layout]) -> _Layout:
+    """After what is not known here: nothing is lost if there was no feature map."""
+    kinds = {layout.kind for layout in of_args}
+    return _LOST if kinds & {"first", "flat", "lost"} else _LAST if kinds & {"last", "moved"} else _INPUT
+
+
+def _flatten(x: _Layout, start: Any, end: Any) -> _Layout:
+    if x.kind == "first" and end in (-1, x.spatial + 1):
+        return _Layout("flat", x.channels) if start == 1 else x._replace(spatial=1) if start == 2 else _LOST
+    return x if x.kind in ("input", "last", "flat") and start == 1 else _changed([x])
+
+
+def _moved(x: _Layout, dims: Any, name: str) -> _Layout:
+    """Channels moved to the end, and features that may have been moved to the front, both of which the twin leaves out."""
+    if x.kind != "first":
+        return _MOVED if x.kind in ("last", "moved") else _changed([x])
+    n = x.spatial + 2
+    if not all(isinstance(d, int) for d in dims):
+        return _LOST
+    dims = tuple(d % n for d in dims)
+    if name == "permute":
+        return _LAST if dims == (0, *range(2, n), 1) else _LOST
+    moved = dims == (1, n - 1) or (n == 3 and dims == (2, 1))
+    return _LAST if moved and (n == 3 or name in ("movedim", "moveaxis")) else _LOST
+
+
+def _reduced(x: _Layout, dims: Any, keep: bool) -> _Layout:
+    dims = {d % (x.spatial + 2) for d in (dims if isinstance(dims, tuple | list) else (dims,)) if isinstance(d, int)}
+    if not dims or dims & {0, 1}:
+        return _LOST
+    left = x.spatial - (0 if keep else len(dims))
+    return x._replace(spatial=left) if left else _LAST
+
+
+__all__ = ["from_variables", "to_variables"]

@@ -128,7 +128,7 @@ class _Computed(Untransformed):
 
 def computed(t: tracing.Traced) -> torch.Tensor:
     """The same traced tensor, and the same memory, as one that is no leaf of torch's graph."""
-    return _Computed.apply(t)  # type: ignore[no-untyped-call,no-any-return]
+    return _Computed.apply(t)
 
 
 class _Border(Untransformed):
@@ -239,7 +239,7 @@ def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
     found.update(mine)
     if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
         return outs
-    return list(_Attached.apply(outs, compute, leaves, *found.values()))  # type: ignore[no-untyped-call]
+    return list(_Attached.apply(outs, compute, leaves, *found.values()))
 
 
 class _Attached(Untransformed):

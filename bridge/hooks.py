@@ -46,34 +46,57 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"register it right after the tensor is made{at_line()}"
         )
     handle = func(t, hook)
-    hooks, value, device = handle.hooks_dict_ref(), value_of(t), t.device
+    hooked, value, hooks = t.node.hooked or (None, None, [])
+    if value_of(t) is not hooked:
+        value, hooks = value_of(t), []
     _followed([value])
+    hooks = [*hooks, _TensorHook(hook, handle, t, value)]
+    t.node.value = hooked = _observed(value, hooks)
+    t.node.seen = t.node.root.version
+    t.node.hooked = (hooked, value, hooks)
+    return handle
 
-    def call(cotangent: Any) -> Any:
+
+class _TensorHook:
+    """A hook on the gradient of one tensor, on JAX's cotangents."""
+
+    def __init__(self, hook: Callable[..., Any], handle: Any, t: torch.Tensor, value: Any) -> None:
+        self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
+        # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
+        self.closed = Closed(self._call, value) if state.level.root.staged else None
+
+    def captured(self) -> Any:
+        return () if self.closed is None else self.closed.captured
+
+    def __call__(self, captured: Any, cotangent: Any) -> Any:
+        if self.handle.id not in self.hooks:
+            return cotangent
+        if self.closed is not None:
+            return self.closed(captured, cotangent)
+        with _late():
+            return self._call(cotangent)
+
+    def _call(self, cotangent: Any) -> Any:
         with push("plain") as level, torch.enable_grad():
-            return _replaced(hook, wrap(conj(cotangent), device, level), cotangent)
+            return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
 
-    # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
-    closed = Closed(call, value) if state.level.root.staged else None
+
+def _observed(value: Any, hooks: Sequence[_TensorHook]) -> Any:
+    """The value, whose cotangent passes through the hooks in their order."""
 
     @jax.custom_vjp
     def observed(value: Any, captured: Any) -> Any:
         return value
 
     def backward(captured: Any, cotangent: Any) -> Any:
-        if handle.id not in hooks:
-            return cotangent, None
-        if closed is not None:
-            return closed(captured, cotangent), None
-        with _late():
-            return call(cotangent), None
+        for hook, met in zip(hooks, captured, strict=True):
+            cotangent = hook(met, cotangent)
+        return cotangent, None
 
     # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
     again = not _differentiated()
     observed.defvjp(lambda value, captured: (observed(value, captured) if again else value, captured), backward)
-    t.node.value = observed(value, closed.captured if closed is not None else ())
-    t.node.seen = t.node.root.version
-    return handle
+    return observed(value, [hook.captured() for hook in hooks])
 
 
 def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: Any) -> Any:

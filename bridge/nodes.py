@@ -23,7 +23,7 @@ class Node:
     """A value, or a view of one.  ``level`` is the trace level that made it."""
 
     __slots__ = (
-        "__weakref__", "detached", "geometry", "level", "maker", "parent", "root", "seen", "used", "value", "version",
+        "__weakref__", "detached", "geometry", "hooked", "level", "maker", "parent", "root", "seen", "used", "value", "version",
         "view",
     )
 
@@ -37,6 +37,7 @@ class Node:
         self.seen = -1
         self.maker: Any = None  # the operator that computed it, where one did
         self.geometry: Geometry | None = None  # of a root that stands for a tensor from outside
+        self.hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/hooks.py)
         self.used = False  # an operator with a derivative has read it since it was last written
         self.detached = False  # the last write was one that torch's autograd does not record
 

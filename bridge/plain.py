@@ -16,6 +16,7 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(args, kwargs)
         traceable = call.traceable(func)
+        traceable.as_given(call.arrays)
 
         def compute(values: list[Any]) -> Result:
             with push("plain") as level:

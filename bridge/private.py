@@ -304,7 +304,7 @@ def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
             return _nothing
         return type.__getattribute__(cls, name)
 
-    _function_meta.__getattribute__ = answer  # type: ignore[method-assign,assignment]
+    _function_meta.__getattribute__ = answer  # type: ignore[method-assign]
 
 
 def _nothing(*args: Any) -> None:

@@ -72,7 +72,7 @@ class Traced(torch.Tensor):
             self.set_(value)  # type: ignore[call-overload]  # torch has typed storages alone
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> Any:  # type: ignore[override]  # torch has typed an attribute that can be written
         from bridge.hooks import graph_node
 
         return graph_node(torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]

@@ -1,0 +1,216 @@
+"""Hooks on gradients inside transforms and jitted functions, beside torch.func and plain PyTorch; numbers change between calls."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from agreement import same
+from torch import nn
+
+import torchfunc_jax
+from torchfunc_jax import functionalize, grad, jit, vmap
+
+MASK = torch.tensor([1.0, 0.0, 2.0])
+
+
+def on_a_result(x: torch.Tensor) -> torch.Tensor:
+    y = x * 3
+    y.register_hook(lambda g: g * 7 * MASK)
+    return (y * y).sum()
+
+
+def on_an_argument(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda g: g.clamp(-1, 3))
+    return (x * x).sum()
+
+
+def on_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 2).reshape(3, 1)
+    y.register_hook(lambda g: -g)
+    return (y**3).sum()
+
+
+def after_a_write(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 2).relu_()
+    y.register_hook(lambda g: g + 1)
+    return (y * x).sum()
+
+
+def several(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y.register_hook(lambda g: g * 2)
+    y.register_hook(lambda g: g + 1)
+    y.register_hook(lambda g: None)
+    return (y * x).sum()
+
+
+def removed(x: torch.Tensor) -> torch.Tensor:
+    y = x * 3
+    y.register_hook(lambda g: g * 7).remove()
+    return (y * y).sum()
+
+
+def through_torchs_own(x: torch.Tensor) -> torch.Tensor:
+    if not x.requires_grad:
+        x = x.requires_grad_()
+    y = x * 3
+    y.register_hook(lambda g: g * 5)
+    return torch.autograd.grad((y**3).sum(), x, create_graph=True)[0].sum()
+
+
+FUNCTIONS = [on_a_result, on_an_argument, on_a_view, after_a_write, several, removed, through_torchs_own]
+WAYS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    "grad": lambda T, f: T.grad(f),
+    "grad_and_value": lambda T, f: T.grad_and_value(f),
+    "vjp": lambda T, f: lambda x: T.vjp(f, x)[1](torch.tensor(1.5)),
+    "jacrev": lambda T, f: T.jacrev(f),
+    "hessian": lambda T, f: T.hessian(f),
+    "grad of grad": lambda T, f: T.grad(lambda x: T.grad(f)(x).sum()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_as_torch_func(f: Callable[..., Any], way: str, compiled: bool) -> None:
+    mine = WAYS[way](torchfunc_jax, f)
+    mine = jit(mine) if compiled else mine
+    for seed in range(2):
+        x = torch.linspace(0.5, 2.0, 3) + seed
+        same(mine(x), WAYS[way](torch.func, f)(x))
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_backward_through_a_jitted_function(f: Callable[..., Any], leaf: bool) -> None:
+    compiled = jit(f)
+
+    def gradient(g: Callable[..., Any], x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(g(x if leaf else x * 1), x)
+
+    for seed in range(2):
+        x = torch.linspace(0.5, 2.0, 3) + seed
+        if leaf or f is not through_torchs_own:
+            same(gradient(compiled, x), gradient(f, x))
+        MASK.mul_(2)  # what a hook captures is read at each call
+    MASK.div_(4)
+
+
+def test_mapped() -> None:
+    def f(s: torch.Tensor) -> torch.Tensor:
+        y = s * 3
+        y.register_hook(lambda g: g * 7)
+        return (y * y).sum()
+
+    x = torch.linspace(0.5, 2.0, 3)
+    expected = torch.func.vmap(torch.func.grad(f))(x)
+    same(vmap(grad(f))(x), expected)
+    same(jit(vmap(grad(f)))(x), expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("input_needs_grad", [False, True])
+def test_full_backward_hooks_of_modules(input_needs_grad: bool, before: bool, replaced: bool, jitted: bool) -> None:
+    if replaced and not input_needs_grad:
+        replaced = False  # PyTorch refuses to replace the gradient of an input that has none
+
+    def results(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        layer, calls = nn.Linear(3, 2), []
+
+        def hook(_: Any, inputs: Any, outputs: Any) -> Any:
+            calls.append((len(inputs), len(outputs)))
+            return tuple(None if g is None else g * 3 for g in inputs) if replaced else None
+
+        layer.register_full_backward_hook(hook)
+        if before:
+            layer.register_full_backward_pre_hook(lambda _, outputs: tuple(g * 5 for g in outputs))
+        f, found = wrap(lambda x: (layer(x) ** 2).sum()), []
+        for k in range(2):
+            x = torch.full((4, 3), 1.0 + k, requires_grad=input_needs_grad)
+            f(x).backward()
+            found += [x.grad, *[p.grad.clone() for p in layer.parameters()]]
+        return [*found, calls[0]]
+
+    with np.errstate(all="ignore"):
+        for mine, theirs in zip(results(jit if jitted else functionalize), results(lambda f: f), strict=True):
+            same(mine, theirs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_refused(compiled: bool) -> None:
+    def by(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * 3
+            y.register_hook(hook)
+            return (y * y).sum()
+
+        return jit(grad(f)) if compiled else grad(f)
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        z = y * y
+        y.register_hook(lambda g: g * 7)
+        return (y + z).sum()
+
+    with pytest.raises(RuntimeError, match="has changed the size of value"):
+        by(lambda g: g[:1])(torch.ones(3))
+    with pytest.raises(RuntimeError, match="has changed the type of value"):
+        by(lambda g: g.double())(torch.ones(3))
+    with pytest.raises(TypeError, match="expected Tensor or None, but got float"):
+        by(lambda g: 3.0)(torch.ones(3))
+    with pytest.raises(RuntimeError, match="register it right after the tensor is made"):
+        (jit(grad(late)) if compiled else grad(late))(torch.ones(3))
+    with pytest.raises(NotImplementedError, match=r"Tensor\.register_hook"):
+        grad(lambda x: (x * 2).grad_fn.register_hook(print))(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
+        vmap(lambda x: x.register_hook(print))(torch.ones(3))
+
+
+def zeroed() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t)
+
+
+def entered(x: torch.Tensor) -> torch.Tensor:
+    with zeroed():
+        return (x * x).sum()
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "hessian"])
+def test_hooks_on_saved_tensors_are_refused(transform: str) -> None:
+    for T in (torch.func, torchfunc_jax):
+        t = getattr(T, transform)
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            t(entered)(torch.ones(3))
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"), zeroed():
+            t(lambda x: (x * x).sum())(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        jit(entered)(x)
+    with torch.autograd.graph.save_on_cpu():  # changes where, and nothing else
+        same(grad(lambda x: (x * x).sum())(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("taken", [lambda t: t.numpy(), np.asarray, lambda t: np.sin(t), lambda t: np.asarray(jnp.asarray(t))])
+@pytest.mark.parametrize("way", ["grad", "jacrev", "vjp", "jvp", "jit(grad)"])
+def test_numbers_of_what_is_differentiated(way: str, taken: Callable[..., Any]) -> None:
+    """An array of numbers would end the derivative in silence."""
+    ways: dict[str, Callable[..., Any]] = {
+        "grad": grad, "jacrev": torchfunc_jax.jacrev, "jit(grad)": lambda f: jit(grad(f)),
+        "vjp": lambda f: lambda x: torchfunc_jax.vjp(f, x),
+        "jvp": lambda f: lambda x: torchfunc_jax.jvp(f, (x,), (x,)),
+    }
+    with pytest.raises((RuntimeError, TypeError), match=r"requires grad|values|Error interpreting|abstract array"):
+        ways[way](lambda x: (x * torch.tensor(np.array(taken(x * 1)))).sum())(torch.ones(3))
+
+
+def test_numbers_of_what_is_detached() -> None:
+    x = torch.tensor([1.0, 2.0])
+    same(grad(lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum())(x), x.sin())

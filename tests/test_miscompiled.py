@@ -47,13 +47,9 @@ class Program:
             found = transforms.vmap(found)
         return found
 
-    def squares(self, transforms: Any = torchfunc_jax) -> Callable[..., torch.Tensor]:
+    def loss(self, transforms: Any = torchfunc_jax) -> Callable[..., torch.Tensor]:
         mapped = self.mapped(transforms)
         return lambda *args: (mapped(*args) ** 2).sum()
-
-    def total(self, transforms: Any = torchfunc_jax) -> Callable[..., torch.Tensor]:
-        mapped = self.mapped(transforms)
-        return lambda *args: mapped(*args).sum()
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -89,8 +85,12 @@ def _backward(run: Callable[..., torch.Tensor], p: Program) -> torch.Tensor:
     return first.grad
 
 
+def _squared(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args: run(*args) ** 2
+
+
 def _backward_of_module(run: Callable[..., torch.Tensor], module: nn.Module, p: Program) -> torch.Tensor:
-    run(*p.args[1:]).sum().backward()
+    (run(*p.args[1:]) ** 2).sum().backward()
     return next(module.parameters()).grad
 
 
@@ -154,19 +154,19 @@ VALUES: dict[str, Callable[[Program], Any]] = {
     "linearize": lambda p: linearize(p.mapped(), *p.args)[0],
 }
 GRADIENTS: dict[str, Callable[[Program], Any]] = {
-    "grad": lambda p: grad(p.total())(*p.args),
-    "grad, again": lambda p: _thrice(grad(p.total()), *p.args),
-    "jit of grad": lambda p: jit(grad(p.total()))(*p.args),
-    "vmap of grad": lambda p: vmap(grad(p.total()))(*[x[None] for x in p.args])[0],
-    "grad of jit": lambda p: grad(jit(p.total()))(*p.args),
-    "vjp, pulled later": lambda p: vjp(p.total(), *p.args)[1](torch.tensor(1.0))[0],
-    "backward": lambda p: _backward(p.mapped(), p),
-    "backward, again": lambda p: _thrice(_backward, p.mapped(), p),
-    "backward of jit": lambda p: _backward(jit(p.mapped()), p),
+    "grad": lambda p: grad(p.loss())(*p.args),
+    "grad, again": lambda p: _thrice(grad(p.loss()), *p.args),
+    "jit of grad": lambda p: jit(grad(p.loss()))(*p.args),
+    "vmap of grad": lambda p: vmap(grad(p.loss()))(*[x[None] for x in p.args])[0],
+    "grad of jit": lambda p: grad(jit(p.loss()))(*p.args),
+    "vjp, pulled later": lambda p: vjp(p.loss(), *p.args)[1](torch.tensor(1.0))[0],
+    "backward": lambda p: _backward(_squared(p.mapped()), p),
+    "backward, again": lambda p: _thrice(_backward, _squared(p.mapped()), p),
+    "backward of jit": lambda p: _backward(_squared(jit(p.mapped())), p),
     "backward of a module": lambda p: _backward_of_module(m := p.module, m, p),
     "backward of a jitted module": lambda p: _backward_of_module(jit(m := p.module), m, p),
-    "jax.Arrays": lambda p: grad(p.total())(*p.arrays),
-    "jit, jax.Arrays": lambda p: jit(grad(p.total()))(*p.arrays),
+    "jax.Arrays": lambda p: grad(p.loss())(*p.arrays),
+    "jit, jax.Arrays": lambda p: jit(grad(p.loss()))(*p.arrays),
 }
 TANGENTS: dict[str, Callable[[Program], Any]] = {
     "jvp": lambda p: _tangent(p.mapped(), p),
@@ -177,12 +177,12 @@ TANGENTS: dict[str, Callable[[Program], Any]] = {
     "linearize, pushed later": lambda p: linearize(p.mapped(), *p.args)[1](*p.args),
 }
 SECOND: dict[str, Callable[[Program], Any]] = {
-    "grad of grad": lambda p: grad(lambda *args: grad(p.squares())(*args).sum())(*p.args),
-    "jit of grad of grad": lambda p: jit(grad(lambda *args: grad(p.squares())(*args).sum()))(*p.args),
-    "backward of grad": lambda p: _backward(grad(p.squares()), p),
-    "backward of jit of grad": lambda p: _backward(jit(grad(p.squares())), p),
-    "backward of backward": lambda p: _backward(lambda *args: torch.autograd.grad(p.squares()(*args), args[0], create_graph=True)[0], p),
-    "jvp of grad": lambda p: jvp(grad(p.squares()), p.args, (torch.ones_like(p.args[0]), *map(torch.zeros_like, p.args[1:])))[1],
+    "grad of grad": lambda p: grad(lambda *args: grad(p.loss())(*args).sum())(*p.args),
+    "jit of grad of grad": lambda p: jit(grad(lambda *args: grad(p.loss())(*args).sum()))(*p.args),
+    "backward of grad": lambda p: _backward(grad(p.loss()), p),
+    "backward of jit of grad": lambda p: _backward(jit(grad(p.loss())), p),
+    "backward of backward": lambda p: _backward(lambda *args: torch.autograd.grad(p.loss()(*args), args[0], create_graph=True)[0], p),
+    "jvp of grad": lambda p: jvp(grad(p.loss()), p.args, (torch.ones_like(p.args[0]), *map(torch.zeros_like, p.args[1:])))[1],
 }
 KINDS = {"value": VALUES, "gradient": GRADIENTS, "tangent": TANGENTS, "second derivative": SECOND}
 WAYS = [(kind, way) for kind, ways in KINDS.items() for way in ways]
@@ -199,9 +199,9 @@ def _truth(p: Program) -> dict[str, torch.Tensor]:
         (matrix,) = [c.cell_contents.double() for c in p.function.__closure__]
         p.function = lambda r: ((matrix @ r) ** 2).sum()
     return {
-        "value": p.mapped(torch.func)(*p.args), "gradient": torch.func.grad(p.total(torch.func))(*p.args),
+        "value": p.mapped(torch.func)(*p.args), "gradient": torch.func.grad(p.loss(torch.func))(*p.args),
         "tangent": torch.func.jvp(p.mapped(torch.func), p.args, p.args)[1],
-        "second derivative": torch.func.grad(lambda *args: torch.func.grad(p.squares(torch.func))(*args).sum())(*p.args),
+        "second derivative": torch.func.grad(lambda *args: torch.func.grad(p.loss(torch.func))(*args).sum())(*p.args),
     }
 
 
@@ -253,7 +253,7 @@ def test_a_users_own_jit_is_warned_of_once_and_left_alone() -> None:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error", compiling.MiscompilationWarning)
-        program.mapped()(rows), jit(program.mapped())(rows), jax.vmap(program.mapped())(rows[None]), grad(program.total())(rows)
+        program.mapped()(rows), jit(program.mapped())(rows), jax.vmap(program.mapped())(rows[None]), grad(program.loss())(rows)
     for call in calls.values():
         compiling._warn.cache_clear()
         with warnings.catch_warnings(record=True) as given:

@@ -96,6 +96,29 @@ def twice_differentiable(x: torch.Tensor) -> torch.Tensor:
     return Wrong.apply(x)
 
 
+def refuses_backward(x: torch.Tensor, on_ours: bool) -> torch.Tensor:
+    """x, but one side's backward raises."""
+
+    class Refuses(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.ours = on_jax(x)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            if ctx.ours == on_ours:
+                raise RuntimeError("too late")
+            return cotangent
+
+    return Refuses.apply(x)
+
+
 DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "value": (
         lambda x: {"a": [x, x + on_jax(x) * (torch.arange(4) == 2)]}, {},
@@ -182,6 +205,7 @@ def test_small_numbers_are_compared_with_each_other_unless_they_are_what_is_left
     assert_parity(lambda x: (x + 1000).sin() * 1e-9, X, transforms=["vmap"], jit=False)
     left = lambda x: (x + 1 - (x + 1 + (1e-7 if on_jax(x) else 0))) * (1 + x)  # a rounding of 1
     assert_parity(left, X.abs(), **EAGER)
+    assert_parity(lambda x: F.softmax(x, -1).sum(), 3 * X, transforms=["grad", "vmap(grad)"])  # 0, but for rounding
     with pytest.raises(ParityError, match=r"torch.func is nearer"):
         assert_parity(lambda x: x.double().mul(1e-6).float() + 1e-7 * on_jax(x), X, **EAGER)
 
@@ -282,6 +306,10 @@ def test_gradients_of_the_output_are_compared() -> None:
 
     with pytest.raises(ParityError, match=r"gradient of input\[0\] differs in value at(.|\n)*relative difference is 0.001"):
         assert_parity(twice_differentiable, x, transforms=["vmap"], jit=False)
+    (ours,) = parity(lambda x: refuses_backward(x, True), x, transforms=["vmap"], jit=False)
+    assert re.search(r"gradients do not: torch.func's autograd computes them, torchfunc_jax raised \w+: .*too late", ours.difference)
+    (theirs,) = parity(lambda x: refuses_backward(x, False), x, transforms=["vmap"], jit=False)
+    assert theirs.difference is None and "raised RuntimeError: too late" in theirs.notes[0]
     assert_parity(torch.sin, x, transforms=["vmap"])
     assert_parity(model, X, transforms=["vmap"])
     assert_parity(lambda x: model(x), X, transforms=["vmap"], jit=False)

@@ -103,8 +103,11 @@ def compare(theirs: Outcome, ours: Outcome, options: Options, in_float64: Callab
     """The first difference of two outcomes; name: the function's; in_float64: runs torch.func's side in float64."""
     if theirs.error is not None or ours.error is not None or options.raises is not None:
         return _raised(theirs.error, ours.error, options, name)
+    if theirs.no_gradient is not None or ours.no_gradient is not None:
+        theirs, ours = (dataclasses.replace(o, parts={k: v for k, v in o.parts.items() if group(k) != "gradient"}) for o in (theirs, ours))
     leaves = list(_leaves(theirs, ours))
-    found = [d for d in (x if isinstance(x, Difference) else _leaf(*x, options, in_float64) for x in leaves) if d.kind]
+    around = sizes(theirs)
+    found = [d for d in (x if isinstance(x, Difference) else _leaf(*x, options, in_float64, around) for x in leaves) if d.kind]
     largest = [d.largest_absolute for d in found if d.kind == "value" and d.largest_absolute is not None]
     largest += [_apart(x, y)[1] for x, y in ((x[1], x[2]) for x in leaves if not isinstance(x, Difference)) if _comparable(x, y)]
     most = max(largest, default=None)
@@ -181,6 +184,22 @@ def _leaves(theirs: Outcome, ours: Outcome) -> Iterator[Leaf | Difference]:
             yield part + _shown_path(path), x, y, part, path
 
 
+def sizes(outcome: Outcome) -> dict[str, float]:
+    """For each part the largest finite number in it and its like, at least 1: what is 0 beside it is rounded as it is."""
+    found: dict[str, float] = {}
+    for _, x, _, part, _ in (leaf for leaf in _leaves(outcome, outcome) if not isinstance(leaf, Difference)):
+        if has_derivatives(x) and x.numel():
+            size = _size(x.detach())
+            kind = group(part)
+            found[kind] = max(found.get(kind, 1.0), float(torch.where(size.isfinite(), size, 0).max()))
+    return found
+
+
+def group(part: str) -> str:
+    """All gradients are compared as one group; another part is one of its own."""
+    return "gradient" if part.startswith("gradient of ") else part
+
+
 def tensors_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     """The tensors of all parts, by the names of their leaves."""
     return {x[0]: x[1] for x in _leaves(outcome, outcome) if not isinstance(x, Difference) and isinstance(x[1], torch.Tensor)}
@@ -202,7 +221,10 @@ def _among(first: Difference, others: tuple[str, ...], leaves: int) -> Differenc
 _SAME = Difference("", "")
 
 
-def _leaf(where: str, x: Any, y: Any, part: str, path: tuple[Any, ...], options: Options, in_float64: Callable[[], Outcome]) -> Difference:
+def _leaf(
+    where: str, x: Any, y: Any, part: str, path: tuple[Any, ...], options: Options, in_float64: Callable[[], Outcome],
+    around: dict[str, float],
+) -> Difference:
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return _others(where, x, y)
     for name in ("dtype", "layout", *(("shape",) if options.shapes else ()), "device", "requires_grad"):
@@ -217,7 +239,7 @@ def _leaf(where: str, x: Any, y: Any, part: str, path: tuple[Any, ...], options:
         found = tensors_of(in_float64()).get(where)
         return found.detach() if found is not None and found.shape == x.shape else None
 
-    return _values(where, x.detach(), y.detach(), options, truth)
+    return _values(where, x.detach(), y.detach(), options, truth, around.get(group(part), 1.0))
 
 
 def _attribute(where: str, name: str, x: Any, y: Any) -> Difference:
@@ -273,7 +295,9 @@ def _apart(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, float]:
     return apart, float(finite.max()) if finite.numel() else 0.0
 
 
-def _values(where: str, x: torch.Tensor, y: torch.Tensor, options: Options, truth: Callable[[], torch.Tensor | None]) -> Difference:
+def _values(
+    where: str, x: torch.Tensor, y: torch.Tensor, options: Options, truth: Callable[[], torch.Tensor | None], around: float
+) -> Difference:
     apart, largest = _apart(x, y)
     allowed = ""
     if not has_derivatives(x):
@@ -284,9 +308,9 @@ def _values(where: str, x: torch.Tensor, y: torch.Tensor, options: Options, trut
         size = torch.where(size.isfinite(), size, 0)
         scale = min(1.0, float(size.max())) if size.numel() and options.atol is None else 1.0
         wrong = ~(apart <= atol * scale + rtol * size)
-        unsure = wrong & (apart <= atol + rtol * size)
-        if bool(unsure.any()):
-            wrong &= ~(unsure & _as_near(x, y, apart, atol * scale + rtol * size, truth))
+        unsure = wrong & ((apart <= atol + rtol * size) | (apart <= 16 * torch.finfo(x.dtype).eps * around))
+        if bool(unsure.any()) and options.atol is None:
+            wrong &= ~(unsure & _as_near(x, y, apart, atol * scale + rtol * size, truth, around))
         allowed = f"{atol * scale:.2g} + {rtol:.2g} of the value"
     count = int(wrong.sum())
     if not count:
@@ -331,20 +355,24 @@ def _nearer(theirs: Any, ours: Any, value: Any) -> str:
 
 
 def _as_near(
-    x: torch.Tensor, y: torch.Tensor, apart: torch.Tensor, allowed: torch.Tensor, truth: Callable[[], torch.Tensor | None]
+    x: torch.Tensor, y: torch.Tensor, apart: torch.Tensor, allowed: torch.Tensor, truth: Callable[[], torch.Tensor | None], around: float
 ) -> torch.Tensor:
     """Which elements of a leaf of small numbers are right although they differ more than a fraction of these allows.
 
-    Small numbers may be what is left of larger ones: then PyTorch's are no nearer to float64's than ours.  Where float64 says 0, or cannot
-    say, a few roundings of numbers around 1 are let through.
+    Small numbers may be what is left of larger ones: then PyTorch's are no nearer to float64's than ours.  Where float64 says 0, a few
+    roundings of the largest number around are let through; where it cannot say, a few roundings of 1.
     """
-    exact = truth() if x.dtype not in (torch.float64, torch.complex128) else None
-    rounding = apart <= 16 * torch.finfo(x.dtype).eps
+    eps = torch.finfo(x.dtype).eps
+    if x.dtype in (torch.float64, torch.complex128):
+        return apart <= 16 * eps * around
+    exact = truth()
     if exact is None:
-        return rounding
+        return apart <= 16 * eps
     theirs, ours = ((wide(v) - exact).abs() for v in (x, y))
     worst = theirs[theirs.isfinite()]
-    return (ours <= allowed + 4 * (worst.max() if worst.numel() else 0.0)) | (rounding & (exact.abs() < 1e-12))
+    return (ours <= allowed + 4 * (worst.max() if worst.numel() else 0.0)) | (
+        (apart <= 16 * eps * around) & (exact.abs() < 1e-12 * around)
+    )
 
 
 # -- nothing to compare ------------------------------------------------------------------------------------------------------------

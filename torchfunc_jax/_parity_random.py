@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, shown_error, tensors_of, tolerances, wide
+from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, group, shown_error, tensors_of, tolerances, wide
 from torchfunc_jax._parity_transforms import has_derivatives
 
 #: How often, at most, parity finds two random functions different that are alike.
@@ -56,6 +56,11 @@ def alike(theirs: Draws, ours: Draws, options: Options, tests: int) -> Found:
     """
     n = len(theirs)
     scale = {name: max(_size(draw[name]) for draw in (*theirs, *ours) if name in draw) for name in theirs[0]}
+    gradients = max((size for name, size in scale.items() if group(name) == "gradient"), default=1.0)
+    rounding = {  # of what may be left of larger numbers
+        name: 16 * torch.finfo(t.dtype).eps * max(1.0, gradients if group(name) == "gradient" else 1.0) if has_derivatives(t) else 0.0
+        for name, t in theirs[0].items()
+    }
     kinds = {name: tolerances(t.dtype, options) if has_derivatives(t) else (0.0, 0.0) for name, t in theirs[0].items()}
     a, b = _numbers(theirs), _numbers(ours)
     names = [name for name in a if name in b]
@@ -64,7 +69,8 @@ def alike(theirs: Draws, ours: Draws, options: Options, tests: int) -> Found:
     for name in names:
         size = max(scale[leaf] for leaf in name.leaves) ** name.degree
         rtol, atol = (max(kinds[leaf][i] for leaf in name.leaves) for i in (0, 1))
-        d = distance(a[name], b[name], 4 ** (name.degree - 1) * (rtol * size + atol * min(1.0, size)))
+        left = max(rounding[leaf] for leaf in name.leaves) * max(1.0, size if name.degree == 2 else 1.0)
+        d = distance(a[name], b[name], 4 ** (name.degree - 1) * (rtol * size + atol * min(1.0, size)) + left)
         if d > largest:
             largest, first = d, name
     if first is None or largest <= allowed:

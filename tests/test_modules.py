@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,74 @@ def test_load_refuses_and_changes_nothing() -> None:
     torch.testing.assert_close(model.state_dict(), before)
 
 
+HELD: list[tuple[str, Any, Any]] = [  # a tensor's dtype, a value, and what the tensor is then; None: refused
+    ("float32", np.float64(0.1), np.float32(0.1)),
+    ("float32", 3, 3.0),
+    ("float32", 2**24 + 1, None),
+    ("float32", 1e300, None),
+    ("float32", np.inf, np.inf),
+    ("float32", np.nan, np.nan),
+    ("float32", 1 + 0j, None),
+    ("float32", True, 1.0),
+    ("float16", 1e5, None),
+    ("float16", 65504.0, 65504.0),
+    ("float16", 1 / 3, np.float16(1 / 3)),
+    ("bfloat16", 1e39, None),
+    ("bfloat16", 0.5, 0.5),
+    ("float8_e4m3fn", 448.0, 448.0),
+    ("float8_e4m3fn", 1e3, None),
+    ("float8_e4m3fn", np.inf, None),
+    ("complex64", 0.5, 0.5),
+    ("complex64", 1e300j, None),
+    ("int64", 3.0, 3),
+    ("int64", 3.7, None),
+    ("int64", np.nan, None),
+    ("int64", 2.0**63, None),
+    ("int64", 1j, None),
+    ("int64", np.uint64(2**63), None),
+    ("int32", 2**31, None),
+    ("int8", -128, -128),
+    ("uint8", -1, None),
+    ("uint8", 300, None),
+    ("uint8", 255.0, 255),
+    ("uint64", -1, None),
+    ("bool", 1, True),
+    ("bool", 2, None),
+    ("bool", 0.5, None),
+]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: torch.tensor(x), lambda x: jnp.asarray(x)], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize(("dtype", "value", "expected"), HELD)
+def test_load_changes_no_value_but_by_rounding(kind: Callable[[Any], Any], dtype: str, value: Any, expected: Any) -> None:
+    module, typed = nn.Module(), getattr(torch, dtype)
+    module.register_buffer("b", torch.ones(2, 1).to(typed))
+    module.register_buffer("other", torch.zeros(1))
+    with jax.enable_x64(True):
+        given = kind(np.array([[1], [value]]))
+    if expected is None:
+        with pytest.raises(RuntimeError, match=rf"buffers: 'b': expected {dtype}, got .*; convert it yourself if that is meant"):
+            bridge.load(module, buffers={"other": np.ones(1), "b": given})
+        assert (module.b.to(torch.complex128) == 1).all() and module.other == 0
+    else:
+        bridge.load(module, buffers={"other": np.ones(1), "b": given})
+        assert module.b.dtype == typed
+        np.testing.assert_array_equal(np.asarray(bridge.to_jax(module.b)), np.array([[1], [expected]]).astype(module_dtype(module.b)))
+
+
+def module_dtype(t: torch.Tensor) -> Any:
+    return np.asarray(bridge.to_jax(t)).dtype
+
+
+def test_load_reads_everything_before_it_writes() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    a, b = (m.weight.detach().clone() for m in module)
+    for convert in (lambda t: t, bridge.to_jax):  # both share the memory of the parameters
+        bridge.load(module, {"0.weight": convert(module[1].weight.detach()), "1.weight": convert(module[0].weight.detach())})
+        a, b = b, a
+        assert torch.equal(module[0].weight, a) and torch.equal(module[1].weight, b)
+
+
 # -- modules as functions ----------------------------------------------------------------------------------------------------------
 def test_call_is_pure_and_gives_the_buffers_back() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -146,11 +215,88 @@ def test_call_mode_and_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "message"), [({"bias": jnp.zeros(3)}, r"'bias' of shape \(3,\).*\(2,\)"), ({"b": jnp.zeros(2)}, "'b'.*'weight'")]
+    ("params", "message"),
+    [
+        ({"bias": jnp.zeros(3)}, r"'bias' of shape \(3,\).*\(2,\)"),
+        ({"b": jnp.zeros(2)}, "'b'.*'weight'"),
+        ({"bias": jnp.zeros(2)}, "params: 'weight' missing; give them, or strict=False to use the module's own values"),
+        ({}, "params: 'weight', 'bias' missing"),
+    ],
 )
 def test_call_refuses(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         bridge.call(nn.Linear(3, 2), params, {}, (X,))
+
+
+def test_call_with_some_of_the_names() -> None:
+    """strict=False: the module's own values for the others, which stay as they are, and whose new values are given back."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before, weight = copy.deepcopy(model.state_dict()), jnp.ones((4, 3))
+    for missing in ("buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked'", "buffers: '1.running_var'"):
+        given = {name: b for name, b in bridge.buffers(model).items() if name not in missing}
+        with pytest.raises(RuntimeError, match=f"{missing} missing"):
+            bridge.call(model, bridge.params(model), given, (X,))
+        for jit in (lambda f: f, jax.jit):
+            run = jit(lambda w, x, given=given: bridge.call(model, {"0.weight": w}, given, (x,), strict=False))
+            out, after = run(weight, X)
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+            changed = copy.deepcopy(model)
+            nn.init.ones_(changed[0].weight)
+            close(out, changed(torch.tensor(X)))
+            assert {name: int(after[name].sum()) for name in after} == {name: int(b.sum()) for name, b in changed.named_buffers()}
+    gradient = jax.grad(lambda w: bridge.call(model, {"0.weight": w}, {}, (X,), strict=False)[0][0].sum())(weight)
+    assert gradient.shape == (4, 3)
+
+
+def test_call_and_tied_weights() -> None:
+    model, eye = tied(), jnp.eye(3)
+    params = bridge.params(model)
+    expected = lambda a, b: np.tanh(X @ np.asarray(a).T + np.asarray(params["0.bias"])) @ np.asarray(b).T + np.asarray(params["2.bias"])
+    rest = {name: p for name, p in params.items() if name != "0.weight"}
+    close(bridge.call(model, {**rest, "2.weight": eye}, {}, (X,))[0], expected(eye, eye))
+    with pytest.raises(ValueError, match=r"got multiple values for keys \['0.weight', '2.weight'\], which are tied"):
+        bridge.call(model, {**params, "2.weight": eye}, {}, (X,))
+    close(bridge.call(model, {**params, "2.weight": eye}, {}, (X,), tie_weights=False)[0], expected(params["0.weight"], eye))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' missing"):
+        bridge.call(model, {**rest, "2.weight": eye}, {}, (X,), tie_weights=False)
+    out = bridge.call(model, {"2.weight": eye}, {}, (X,), tie_weights=False, strict=False)[0]
+    close(out, expected(params["0.weight"], eye))
+    close(bridge.call(model, {}, {}, (X,), strict=False)[0], model(torch.tensor(X)))
+
+
+def test_threads_that_call_one_module() -> None:
+    """bridge.call, torchfunc_jax.functional_call, jit and the reading and writing of states, each in a thread, on one module."""
+    model = nn.Linear(3, 3)
+    start = copy.deepcopy(model.state_dict())
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    ones = {name: jnp.ones(p.shape) for name, p in zeros.items()}
+    x, compiled = torch.tensor(X), torchfunc_jax.jit(lambda p, x: torchfunc_jax.functional_call(model, p, (x,)))
+    jobs: dict[str, Callable[[], bool]] = {
+        "bridge.call": lambda: np.allclose(bridge.call(model, ones, {}, (X,))[0], X.sum(1, keepdims=True) + 1, atol=1e-5),
+        "jax.jit": lambda: np.allclose(jax.jit(lambda p: bridge.call(model, p, {}, (X,))[0])(ones), X.sum(1, keepdims=True) + 1, atol=1e-5),
+        "functional_call": lambda: bool((torchfunc_jax.functional_call(model, zeros, (x,)) == 0).all()),
+        "grad": lambda: bool((torchfunc_jax.grad(lambda p: torchfunc_jax.functional_call(model, p, (x,)).sum())(zeros)["bias"] == 4).all()),
+        "jit": lambda: bool((compiled(zeros, x) == 0).all()),
+        "params": lambda: all(np.array_equal(p, start[name]) for name, p in bridge.params(model).items()),
+        "load": lambda: bridge.load(model, start) is model,
+    }
+    failed: list[str] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(15):
+                if not jobs[name]():
+                    failed.append(name)
+        except Exception as error:
+            failed.append(f"{name}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    torch.testing.assert_close(model.state_dict(), start, rtol=0, atol=0)
 
 
 # -- Flax --------------------------------------------------------------------------------------------------------------------------

@@ -322,7 +322,8 @@ class _Call:
             outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given])
             box[:] = [kept]
             # at the levels around this one the outputs again have the Function's own derivative
-            again = f(*values) if _differentiated_outside() else primal(*values) if self.own_vmap else outs
+            outside = any(isinstance(v, jax.core.Tracer) for v in values)
+            again = f(*values) if outside else primal(*values) if self.own_vmap else outs
             same = {id(o): a for o, a in zip(outs, again, strict=True)}
             return again, [same.get(id(r), r) for r in residuals]
 
@@ -481,15 +482,6 @@ class _Kept:
             leaves = [x if s is None else wrap(residuals[s], device, level) for s, x in zip(slots, static, strict=True)]
             ctx.__dict__[name] = trees.unflatten(spec, leaves)
         return ctx
-
-
-def _differentiated_outside() -> bool:
-    level = state.level
-    while level is not None:
-        if level.kind in ("grad", "jvp"):
-            return True
-        level = level.parent
-    return False
 
 
 def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:

@@ -1,0 +1,292 @@
+"""autograd.Function in every state: how it is written, how it is called and how its tensors are passed, beside plain PyTorch.
+
+The derivatives that the Functions give are not the true ones, so that it is seen which was taken; numbers change between calls.
+"""
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import same
+from torch import nn
+
+import torchfunc_jax
+from torchfunc_jax import functionalize, grad, jit, vmap
+
+Function = torch.autograd.Function
+FACTOR = torch.tensor(2.0)  # captured by the methods of some
+
+
+class ContextInForward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.cos()
+
+
+class SetupContext(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.cos()
+
+
+class SavesItsOutput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return 3 * g * y
+
+
+class CapturesATensor(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x * FACTOR
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 5 * x * FACTOR * torch.ones(3)
+
+
+class Composed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return SavesItsOutput.apply(x) + 1
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 7 * g * SetupContext.apply(x)
+
+
+FUNCTIONS = [ContextInForward, SetupContext, SavesItsOutput, CapturesATensor, Composed]
+WEIGHT = torch.tensor([0.3, -0.5, 0.8], requires_grad=True)
+# of a Function's apply: a function of one tensor
+PASSED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
+    "the argument": lambda c: lambda x: c(x) * x,
+    "made of both": lambda c: lambda x: c(x * WEIGHT) + x,
+    "a captured tensor": lambda c: lambda x: c(WEIGHT) * x + WEIGHT,
+    "both, and the result again": lambda c: lambda x: c(c(x) * c(WEIGHT)),
+    "under no_grad": lambda c: lambda x: without_grad(c, x) * x * WEIGHT,
+}
+
+
+def without_grad(c: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return c(x * WEIGHT)
+
+
+CALLED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
+    "functionalize": functionalize,
+    "jit": jit,
+    "vmap": lambda f: lambda x: vmap(f)(x[None])[0],
+    "jit(vmap)": lambda f: jit(lambda x: vmap(f)(x[None])[0]),
+}
+
+
+def gradients(f: Callable[..., torch.Tensor], x: torch.Tensor, twice: bool) -> list[Any]:
+    """The value, its gradients for the argument and the captured tensor, and those of the gradients."""
+    out = f(x)
+    first = torch.autograd.grad((out * out).sum(), (x, WEIGHT), create_graph=twice, allow_unused=True)
+    found = [out, *first]
+    if twice:
+        found += torch.autograd.grad(sum((g * g).sum() for g in first if g is not None), (x, WEIGHT), allow_unused=True)
+    return [torch.zeros(3) if v is None else v for v in found]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("passed", PASSED)
+@pytest.mark.parametrize("cls", FUNCTIONS)
+def test_backward_from_outside(cls: Any, passed: str, called: str, twice: bool) -> None:
+    f = PASSED[passed](cls.apply)
+    mine = CALLED[called](f)
+    for k in range(2):
+        with torch.no_grad():
+            WEIGHT.add_(0.1)
+            FACTOR.mul_(1.5)
+        x = (torch.linspace(-0.5, 1.0, 3) + k).requires_grad_()
+        same(gradients(mine, x, twice), gradients(f, x, twice))
+    with torch.no_grad():
+        WEIGHT.sub_(0.2)
+        FACTOR.div_(2.25)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("passed", PASSED)
+@pytest.mark.parametrize("cls", FUNCTIONS)
+def test_grad(cls: Any, passed: str, compiled: bool) -> None:
+    """As plain PyTorch's: torch.func refuses Functions whose forward takes a context."""
+    f = PASSED[passed](cls.apply)
+    mine = grad(lambda x: (f(x) ** 2).sum())
+    mine = jit(mine) if compiled else mine
+    for k in range(2):
+        x = torch.linspace(-0.5, 1.0, 3) + k
+        needs = x.clone().requires_grad_()
+        same(mine(x).detach(), torch.autograd.grad((f(needs) ** 2).sum(), needs)[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cls", FUNCTIONS)
+def test_torchs_own_grad_inside(cls: Any, compiled: bool) -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        (g,) = torch.autograd.grad((cls.apply(x) * x).sum(), x, create_graph=True)
+        return (g * g).sum()
+
+    mine = jit(grad(inner)) if compiled else grad(inner)
+    for k in range(2):
+        x = (torch.linspace(-0.5, 1.0, 3) + k).requires_grad_()
+        same(mine(x.detach()), torch.autograd.grad(inner(x), x)[0])
+
+
+class Squared(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        ctx.before = x.clone()
+        return x.mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return 5 * g * ctx.before
+
+
+@pytest.mark.parametrize("wrap", [functionalize, jit, lambda f: lambda x: vmap(f)(x[None])[0]])
+def test_written_in_place(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * WEIGHT
+        z = Squared.apply(y)
+        return z + y  # y has the new values and the Function's derivative
+
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    same(gradients(wrap(f), x, False), gradients(f, x, False))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_modules(jitted: bool) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.apply_sin = ContextInForward.apply
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.apply_sin(self.linear(x))
+
+    def trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), Layer())
+        optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), wrap(lambda x: (model(x) ** 2).sum())
+        for k in range(3):
+            optimizer.zero_grad()
+            loss(torch.linspace(-1, 1, 6).reshape(2, 3) + k).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    same(trained(jit if jitted else functionalize), trained(lambda f: f))
+
+
+COPIES = """
+import torch
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): ctx.save_for_backward(x); return x**3
+    @staticmethod
+    def backward(ctx, g): return 5 * g * ctx.saved_tensors[0]
+cube = Cube.apply
+import torchfunc_jax
+f = lambda x: cube(x).sum()
+for transformed in (torchfunc_jax.grad(f), torchfunc_jax.jit(torchfunc_jax.grad(f))):
+    for k in range(2):
+        x = torch.arange(3.0) + k
+        assert torch.equal(transformed(x), 5 * x), transformed(x)
+assert "__getattribute__" not in vars(type(torch.autograd.Function))
+"""
+
+
+def test_a_copy_made_before_the_import() -> None:
+    subprocess.run([sys.executable, "-c", COPIES], check=True)
+
+
+def test_other_threads_are_left_alone() -> None:
+    """While one thread is inside a transform, another runs the same Function as PyTorch does, and transforms of its own."""
+    inside, done = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def waiting(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert done.wait(60)
+        return ContextInForward.apply(x).sum()
+
+    thread = threading.Thread(target=lambda: found.append(grad(waiting)(torch.zeros(2))))
+    thread.start()
+    assert inside.wait(60)
+    x = torch.zeros(2, requires_grad=True)
+    y = ContextInForward.apply(x)
+    assert type(y) is torch.Tensor
+    same(torch.autograd.grad(y.sum(), x), (torch.full((2,), 2.0),))
+    same(grad(lambda x: SetupContext.apply(x).sum())(torch.zeros(2)), torch.full((2,), 2.0))
+    done.set()
+    thread.join()
+    same(found, [torch.full((2,), 2.0)])
+
+
+class Broken(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user's own")
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+@pytest.mark.parametrize("transform", [grad, vmap, jit, functionalize])
+def test_an_error_leaves_nothing_behind(transform: Any) -> None:
+    with pytest.raises(ValueError, match="of the user's own"):
+        transform(lambda x: Broken.apply(x).sum())(torch.ones(3))
+    assert "__getattribute__" not in vars(type(Function))
+    assert torch.is_grad_enabled()
+    same(grad(lambda x: ContextInForward.apply(x).sum())(torch.zeros(2)), torch.full((2,), 2.0))
+
+
+def test_forward_mode_switched_off() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
+            y = x.sin()
+        return y * x
+
+    x = torch.tensor([1.0, 2.0])
+    for transformed in (lambda T, f: T.jvp(f, (x,), (x,)), lambda T, f: T.jacfwd(f)(x), lambda T, f: T.hessian(lambda x: f(x).sum())(x)):
+        expected = transformed(torch.func, f)
+        same(transformed(torchfunc_jax, f), expected)
+        same(jit(lambda x: transformed(torchfunc_jax, f))(x), expected)  # noqa: B023  called at once

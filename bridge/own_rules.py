@@ -16,6 +16,7 @@ from bridge.lowering.promotion import cast
 from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operands import constant, device_of, pure, stop, value_in, wrap_all
 from bridge.overlaps import refuse_overlap
+from bridge.packed_sequences import pack_plan
 from bridge.tracing import Traced, assign, concrete, lane_wise, plan_of, shape_of, unknown_value, value_of, wrap
 from bridge.viewing import as_strided, detach, split_plan
 from bridge.writing import resize_, store
@@ -179,6 +180,7 @@ OWN_RULES: dict[Any, Plan] = of_this_torch({
     "aten._has_same_storage_numel.default": _same_storage,
     "aten._new_zeros_with_same_feature_meta.default": _feature_zeros,
     "aten.as_strided.default": as_strided,
+    "aten._pack_padded_sequence.default": pack_plan,
     "aten.set_.source_Tensor": _set_data,
     "aten.resize_.default": resize_,
     "aten.resize_as_.default": resize_,

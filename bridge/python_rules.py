@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from bridge import hooks, viewing
 from bridge.checks import refuse
 from bridge.errors import at_line
+from bridge.packed_sequences import FUNCTIONS
 from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of, without_lanes
 
 
@@ -142,3 +143,4 @@ PYTHON_RULES |= {
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
     F.one_hot: _one_hot, torch._assert: _assert,
 }
+PYTHON_RULES |= FUNCTIONS

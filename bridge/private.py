@@ -367,6 +367,7 @@ _REDIRECTED = {
         for name in ("cond", "while_loop", "map", "scan", "associative_scan")
     },
     "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss", "bridge.control", "gaussian_nll_loss"),
+    "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention", "bridge.flex_attention", "flex_attention"),
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask", "bridge.control", "causal_hint"),
 }
 
@@ -508,3 +509,19 @@ def mapped_by_jax(tracer: Any = None) -> bool:
     while trace is not None and not isinstance(trace, BatchTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
+
+
+def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's flex_attention with another function in the place of its higher-order operator: called at once, not by torch.compile.
+
+    Its checks of the arguments and the making of its outputs have no names of their own, so its code runs with other globals.
+    """
+    function, module = original("flex_attention"), importlib.import_module("torch.nn.attention.flex_attention")
+    space = {
+        **vars(module), "flex_attention_hop": operator, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # no torch.compile
+        "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
+        "setup_compilation_env": contextlib.nullcontext,
+    }
+    around = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)  # type: ignore[attr-defined]
+    around.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+    return around

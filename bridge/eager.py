@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import checks, compiling
+from bridge import checks, compiling, private
 from bridge.keys import Same
 from bridge.levels import state
 from bridge.python_numbers import is_input
@@ -184,7 +184,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         if kwargs:
             static += tuple([_static(x, arrays) for x in kwargs.values()])
         # settings a lowering may read while it is traced
-        key = (func, static, tuple(kwargs), torch.get_default_dtype(), torch.get_float32_matmul_precision())
+        key = (func, static, tuple(kwargs), torch.get_default_dtype(), private.float32_precision())
         piece = _seen.get(key)
     except TypeError:  # an unhashable argument
         return _direct(lower, args, kwargs, tape, arrays)

@@ -37,15 +37,16 @@ def ambient() -> tuple[Any, ...]:
         False
     """
     return (
-        torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(), _autocast() if private.any_autocast() else None,
+        torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
+        _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # a function may enter it
         _modes() if private.function_modes() else None, private.global_module_hooks(),
     )  # fmt: skip
 
 
 def _autocast() -> Any:
-    on = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
-    return (on, torch.is_autocast_cache_enabled()) if on else None
+    found = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES)
+    return found, torch.is_autocast_cache_enabled()
 
 
 def _modes() -> Any:

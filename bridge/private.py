@@ -469,6 +469,14 @@ def any_autocast() -> bool:
 _any_autocast, _count_of_modes = _named("torch._C._is_any_autocast_enabled"), _named("torch._C._len_torch_function_stack")
 
 
+def float32_precision() -> Any:
+    """``torch.get_float32_matmul_precision()``; where it raises, as each backend has its own, what CUDA's and the CPU's are."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
 def function_modes() -> int:
     """How many torch function modes are entered (a default device is one): public is only to enter one."""
     return _count_of_modes()

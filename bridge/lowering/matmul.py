@@ -7,10 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import torch
 from jax import lax
 
-from bridge import dtypes
+from bridge import dtypes, private
 from bridge.lowering.promotion import cast, opmath
 from bridge.lowering.registry import lowering
 
@@ -21,12 +20,16 @@ _DOT = (((0,), (0,)), ((), ()))
 
 # "highest" asks for true float32 products: TF32 on a GPU and bfloat16 passes on a TPU are what the other two allow
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
+_OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU have the precision of float32 whatever they are asked
 _SINGLE = (jnp.dtype("float32"), jnp.dtype("complex64"))
 
 
 def precision(dtype: Any) -> lax.Precision | None:
-    """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision as it stands now."""
-    return _PRECISION[torch.get_float32_matmul_precision()] if dtype in _SINGLE else None
+    """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision, or the setting for CUDA, as it stands now."""
+    if dtype not in _SINGLE:
+        return None
+    found = private.float32_precision()
+    return _PRECISION[found] if isinstance(found, str) else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
 
 
 def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any = None) -> Any:

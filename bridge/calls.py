@@ -289,9 +289,11 @@ _captures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def code_of(fn: Any) -> Any:
-    """The code object a function runs, the same for each new closure made of it; its type where it has none."""
+    """The code object a function runs, the same for each new closure made of it; a function in C itself, else its type."""
     while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
+    if isinstance(fn, types.BuiltinFunctionType):
+        return fn
     return getattr(fn, "__code__", type(fn))
 
 

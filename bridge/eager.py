@@ -24,7 +24,7 @@ from bridge.python_numbers import is_input
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
 _seen: dict[Any, Any] = {}
-_never: set[Any] = set()
+_never: dict[Any, set[Any]] = {}
 
 
 def forget() -> None:
@@ -188,7 +188,8 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         piece = _seen.get(key)
     except TypeError:  # an unhashable argument
         return _direct(lower, args, kwargs, tape, arrays)
-    if func in _never:
+    never = _never.get(func)
+    if never is not None and _kinds(arrays) in never:
         return _direct(lower, args, kwargs, tape, arrays)
     met = piece is not None
     if piece is None:
@@ -208,18 +209,27 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     if not (met or tracked):
         out = lower(*_read(args), **kwargs)
         if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):
-            _never.add(func)
+            _bar(func, arrays)
         return out
     if piece.small and not tracked and isinstance(arrays[0], jax.core.Tracer):
         return lower(*_read(args), **kwargs)
     try:
         out = piece(arrays)
     except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
-        _never.add(func)
+        _bar(func, arrays)
         return _direct(lower, args, kwargs, tape, arrays)
     if tracked:
         (recording if recorded else tape).record(piece, arrays, out)
     return out
+
+
+def _kinds(arrays: list[Any]) -> tuple[Any, ...]:
+    """What an operator that cannot be one piece is told by: indexing by a mask looks at values, and by integers does not."""
+    return tuple([(a.dtype, a.ndim) for a in arrays])
+
+
+def _bar(func: Any, arrays: list[Any]) -> None:
+    _never.setdefault(func, set()).add(_kinds(arrays))
 
 
 _FOLDED = 4096  # elements; larger constants are left to XLA rather than held in the program
@@ -445,7 +455,7 @@ class Lanes:
         try:
             out = piece.over_lanes(arrays, tuple(self.axes(arrays)))
         except (NotPure, jax.errors.JAXTypeError):
-            _never.add(func)
+            _bar(func, arrays)
             raise Untaped from None
         if isinstance(out, jax.Array):
             known[id(out)] = out

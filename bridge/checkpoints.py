@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
         tree: torch.Tensors, jax.Arrays (keys too), numpy arrays, numbers, strings, bools and None, in dicts, lists, tuples, namedtuples,
             dataclasses and what is registered with JAX or torch: a state of ``bridge.params``, an optax state, a ``state_dict()``.
         format: "safetensors" or "orbax", for a path with another extension.
-        overwrite: True: replace what is at the path even if ``save`` did not write it: a checkpoint of another program is removed; any
-            other file or folder is renamed, and a warning says to what.
+        overwrite: True: write also where something is that ``save`` did not write; it is renamed, and a warning says to what.
 
     Returns:
         Path: of what was written.
@@ -71,10 +70,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
     header, arrays = checkpoint_trees.taken_apart(tree)
     target = Path(os.path.realpath(given))  # through a link, as open() writes
     whose = _whose(target, kind)
-    if whose not in ("nobody's", "ours") and not overwrite:
-        raise FileExistsError(
-            f"path: {target} is {whose}; bridge.checkpoints.save did not write it and leaves it alone; give another path, or overwrite=True"
-        )
+    if whose and not overwrite:
+        raise FileExistsError(f"path: {target} is {whose}, which is left alone; give another path, or overwrite=True")
     if kind == "orbax" and jax.process_count() > 1:
         raise RuntimeError("format: one process alone saves here; with several, use Orbax's own CheckpointManager")
     with _errors_of_writing(target), files.staging(target) as folder:
@@ -84,7 +81,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
         else:
             _write_orbax(package, new, header, arrays)
         files.sync(new)
-        kept = files.replace(new, target, keep=whose.startswith("no checkpoint"))
+        kept = files.replace(new, target, keep=bool(whose))
     if kept is not None:
         warnings.warn(f"path: {target} was {whose}; it is now {kept}", stacklevel=2)
     return given
@@ -160,23 +157,25 @@ def _package(kind: str) -> Any:
 
 
 def _whose(target: Path, kind: str) -> str:
-    """What is at the path: "nobody's" (nothing), "ours", or in words somebody else's checkpoint or no checkpoint."""
+    """What is at the path that is not to be removed, in words; "": nothing, or what ``save`` wrote."""
     if files.empty(target):
-        return "nobody's"
-    if target.is_dir() and kind == "orbax":
-        if (target / _MARKER).is_file():
-            return "ours"
-        if (target / "_METADATA").is_file() or (target / "_CHECKPOINT_METADATA").is_file():
-            return "an Orbax checkpoint of another program"
+        return ""
+    if target.is_dir():
+        if kind != "orbax" or not (target / _MARKER).is_file():
+            return "a folder that bridge.checkpoints.save did not write"
+        try:
+            written = json.loads(json.loads((target / _MARKER).read_text())[_HEADER])["files"]
+        except (ValueError, KeyError, TypeError):
+            return "a folder whose checkpoint is damaged"
+        more = {file.relative_to(target).as_posix() for file in files.files(target)} - {*written, _MARKER}
+        return f"a checkpoint with other files in its folder, {', '.join(sorted(more)[:3])}" if more else ""
     if target.is_file() and kind == "safetensors":
         from safetensors import SafetensorError, safe_open
 
-        try:
-            with safe_open(target, "numpy") as file:
-                return "ours" if _HEADER in (file.metadata() or {}) else "a safetensors file of another program"
-        except (SafetensorError, OSError):
-            pass
-    return "no checkpoint but a folder" if target.is_dir() else "no checkpoint but a file"
+        with suppress(SafetensorError, OSError), safe_open(target, "numpy") as file:
+            if _HEADER in (file.metadata() or {}):
+                return ""
+    return "a file that bridge.checkpoints.save did not write"
 
 
 @contextmanager
@@ -193,23 +192,25 @@ def _errors_of_writing(target: Path) -> Iterator[None]:
 # -- reading -----------------------------------------------------------------------------------------------------------------------
 def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] | None, dict[str, Any]]:
     """Where the checkpoint lies, its header (None: of another program) and its arrays by name."""
-    for attempt in range(8):
+    for _ in range(30):
         source = files.current(target)
-        if not source.exists():
-            if attempt and files.set_aside(target).exists():
+        try:
+            before = _identity(source)
+        except FileNotFoundError:
+            if os.path.lexists(files.current(target)):
                 continue  # another process replaces it
-            raise FileNotFoundError(f"path: nothing at {target}")
+            raise FileNotFoundError(f"path: nothing at {target}") from None
         if source.is_dir() != (kind == "orbax"):
             expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")
             raise CheckpointError(f"{source}: expected {expected}, as the path's extension says, found {found}")
-        number = source.stat().st_ino
         error: Exception | None = None
         try:
             header, arrays = (_read_orbax if kind == "orbax" else _read_safetensors)(package, source)
         except Exception as failed:  # Orbax and safetensors raise classes of many kinds for a damaged file
             error = failed
-        if files.current(target).exists() and files.current(target).stat().st_ino != number:
-            continue  # while it was read, another process put a new one there
+        with suppress(FileNotFoundError):
+            if _identity(files.current(target)) != before:
+                continue  # while it was read, another process put a new one there
         if isinstance(error, CheckpointError | MemoryError):
             raise error
         if error is not None:
@@ -221,6 +222,11 @@ def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] |
             )
         return source, header, arrays
     raise CheckpointError(f"{target}: another process replaces it again and again")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_ctime_ns
 
 
 def _checked(source: Path, text: str, digest: str | None, found: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ takes two, so between them the old one lies at ``set_aside(target)``, where ``cu
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import os
@@ -14,7 +15,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -76,6 +77,23 @@ def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
     Raises:
         OSError: of the file system; the target is as it was.
     """
+    with _alone(target.parent):
+        return _replace(new, target, keep)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process and thread at a time renames in a folder, where the file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replace(new: Path, target: Path, keep: bool) -> Path | None:
     aside = set_aside(target)
     kept = None
     if keep and os.path.lexists(target):

@@ -94,7 +94,7 @@ class NNX(nnx.Module):
     """A torch module as a ``flax.nnx.Module``: parameters are ``nnx.Param``, buffers ``nnx.BatchStat``, under torch's names.
 
     Parameters with ``requires_grad=False`` are ``Frozen``. ``train()`` and ``eval()`` set the mode, of a module around this one too;
-    buffers are updated in training. The torch module itself is not changed; write the state into it with ``save_to``.
+    buffers are updated when the call changes them. The torch module itself is not changed; write the state into it with ``save_to``.
 
     Args:
         module: any nn.Module; its values are the initial ones, and what ``__call__`` gets goes to its forward.
@@ -137,12 +137,13 @@ class NNX(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         draws = not self.deterministic and self.rngs is not None and any(stream in self.rngs for stream in ("dropout", "default"))
+        before = self._values(self.buffers)
         out, after = modules.call(
-            self.module, self._parameters(), self._values(self.buffers), args, kwargs, training=not self.deterministic,
+            self.module, self._parameters(), before, args, kwargs, training=not self.deterministic,
             rng=self._key() if draws else self._key,
         )
-        if not self.deterministic:
-            for name, value in after.items():
+        for name, value in after.items():
+            if value is not before[name]:  # a model that changes nothing may be called in any trace
                 self.buffers[name][...] = value
         return out
 

@@ -184,7 +184,8 @@ def call(
             is a tensor of its own.
 
     Returns:
-        (output, buffers): jax.Arrays; the buffers as the call left them, with strict=False those that were not given too.
+        (output, buffers): jax.Arrays; the buffers as the call left them, with strict=False those that were not given too. One that the
+            call did not change is the array that was given.
 
     Raises:
         RuntimeError: names or shapes that are not the module's; missing names where strict.
@@ -218,12 +219,15 @@ def call(
         types = {name: wanted[name].dtype for name in (*params, *buffers)}
 
     def run(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-        state = {name: v if v.dtype == types[name] else v.to(types[name]) for name, v in (*params.items(), *buffers.items())}
+        given = {**params, **buffers}
+        state = {name: v if v.dtype == types[name] else v.to(types[name]) for name, v in given.items()}
+        before = {name: (v, v.node.version) for name, v in state.items()}
         state |= {name: t.detach().clone() for name, t in own.items()}
         with SWAPPING, _mode(module, training), drawing_from(_no_key if rng is None else rng):
             # It leaves in state what the module put in the place of a tensor.
             out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
-        return out, {name: state[name] for name in (*buffers, *kept)}
+        left = {name for name, (v, version) in before.items() if state[name] is v and v.node.version == version}
+        return out, {name: given[name] if name in left else state[name] for name in (*buffers, *kept)}
 
     try:
         out, after = plain(run)(_arrays(params), _arrays(buffers), _arrays(args), _arrays(dict(kwargs or {})))

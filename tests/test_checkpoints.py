@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -321,14 +322,24 @@ def of_orbax(path: Path) -> None:
     orbax.checkpoint.PyTreeCheckpointer().save(path, {"a": np.ones(2)})
 
 
+def with_a_note(path: Path) -> None:
+    checkpoints.save(path, whole(1), format="orbax")
+    (path / "note.txt").write_text("mine")
+
+
+def damaged(path: Path) -> None:
+    checkpoints.save(path, whole(1), format="orbax")
+    (path / "torchfunc_jax.json").write_text("{}")
+
+
 THERE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a project": (project, "no checkpoint but a folder"),
-    "a text": (lambda path: path.write_text("text"), "no checkpoint but a file"),
-    "an empty file": (lambda path: path.write_text(""), "no checkpoint but a file"),
-    "safetensors of another program": (
-        lambda path: safetensors.numpy.save_file({"a": np.ones(2)}, path), "a safetensors file of another program|no checkpoint but a file",
-    ),
-    "a checkpoint of Orbax": (of_orbax, "an Orbax checkpoint of another program|no checkpoint but a folder"),
+    "a project": (project, "a folder that bridge.checkpoints.save did not write"),
+    "a text": (lambda path: path.write_text("text"), "a file that bridge.checkpoints.save did not write"),
+    "an empty file": (lambda path: path.write_text(""), "a file that bridge.checkpoints.save did not write"),
+    "safetensors of another program": (lambda path: safetensors.numpy.save_file({"a": np.ones(2)}, path), "a file that .* did not write"),
+    "a checkpoint of Orbax": (of_orbax, "a folder that .* did not write"),
+    "a checkpoint in whose folder there is something else": (with_a_note, "a checkpoint with other files in its folder, note.txt"),
+    "a damaged checkpoint": (damaged, "a folder whose checkpoint is damaged"),
 }
 
 
@@ -340,22 +351,20 @@ def everything(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", THERE)
 def test_what_others_wrote_is_left_alone(name: str, file: str, tmp_path: Path) -> None:
     make, whose = THERE[name]
+    if file.endswith("safetensors") and make in (with_a_note, damaged):
+        whose = "a folder that .* did not write"
     path = tmp_path / file
-    make(path)
+    make(tmp_path / "made")
+    (tmp_path / "made").rename(path)
     before = everything(tmp_path)
-    with pytest.raises(FileExistsError, match=rf"{file} is ({whose}); .*save did not write it .* overwrite=True"):
+    with pytest.raises(FileExistsError, match=rf"{file} is {whose}, which is left alone; give another path, or overwrite=True"):
         checkpoints.save(path, {"a": 1})
     assert everything(tmp_path) == before
-    theirs = name == ("safetensors of another program" if file.endswith("safetensors") else "a checkpoint of Orbax")
-    if theirs:
+    with pytest.warns(UserWarning, match=rf"{file} was {whose}; it is now .*{file}.replaced-1"):
         checkpoints.save(path, {"a": 1}, overwrite=True)
-        assert os.listdir(tmp_path) == [file]
-    else:
-        with pytest.warns(UserWarning, match=rf"{file} was no checkpoint .*; it is now .*{file}.replaced-1"):
-            checkpoints.save(path, {"a": 1}, overwrite=True)
-        kept = {k.replace(f"{file}.replaced-1", file, 1): v for k, v in everything(tmp_path).items() if f"{file}.replaced-1" in k}
-        assert kept == before
-    assert checkpoints.load(path) == {"a": 1}
+    checkpoints.save(path, {"a": 2})
+    kept = {k.replace(f"{file}.replaced-1", file, 1): v for k, v in everything(tmp_path).items() if f"{file}.replaced-1" in k}
+    assert kept == before and checkpoints.load(path) == {"a": 2}
 
 
 @pytest.mark.parametrize("file", FORMATS)
@@ -443,21 +452,23 @@ import numpy as np
 from bridge import checkpoints
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-try:
-    checkpoints.save(sys.argv[1], {"w": np.random.rand(100000)})
-except OSError as error:
-    print("OSError", error)
+for path in sys.argv[1:]:
+    try:
+        checkpoints.save(path, {"w": np.random.rand(100000)})
+    except OSError as error:
+        print("OSError", error, flush=True)
 """
 
 
-@pytest.mark.parametrize("file", FORMATS[:2])
-def test_a_full_disk(file: str, tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     """A limit of the size of files stands for it."""
-    path = checkpoints.save(tmp_path / file, whole(3))
-    out = subprocess.run([sys.executable, "-c", WRITE, path], capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
-    assert out.startswith("OSError") and file in out and "was not written, and what was there is as it was" in out
-    assert os.listdir(tmp_path) == [file]
-    all_same(checkpoints.load(path, whole(0)), whole(3))
+    paths = [checkpoints.save(tmp_path / file, whole(3)) for file in FORMATS[:2]]
+    command = [sys.executable, "-c", WRITE, *map(str, paths)]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    for path, said in zip(paths, out.split("OSError")[1:], strict=True):
+        assert path.name in said and "was not written, and what was there is as it was" in said
+        all_same(checkpoints.load(path, whole(0)), whole(3))
+    assert sorted(os.listdir(tmp_path)) == sorted(FORMATS[:2])
 
 
 @pytest.mark.parametrize("function", ["rename", "replace", "mkdir", "fsync"])
@@ -513,26 +524,26 @@ KILLED = """
 import os, random, signal, sys, time
 import numpy as np, torch, orbax.checkpoint, safetensors.numpy
 from bridge import checkpoints
-draw = random.Random(int(sys.argv[2]))
+draw = random.Random(0)
 for line in sys.stdin:
+    path, n = line.rsplit(maxsplit=1)
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        n = int(line)
+        n = int(n)
         while True:
             n += 1
             os.write(writing, b"%d " % n)
-            checkpoints.save(sys.argv[1], {
+            checkpoints.save(path, {
                 "w": np.full((200, 300), n, np.float32), "steps": [n, torch.tensor(n)], **{str(i): np.full(9, n) for i in range(9)}
             })
             os.write(writing, b"ok ")
     os.close(writing)
     said = b""
-    while b"ok" not in said:
+    while said.count(b"ok") < 1:
         said += os.read(reading, 100)
     started = time.monotonic()
-    said += os.read(reading, 100)  # the next one has begun
-    while b"ok" not in said.split(b" ", 2)[2]:
+    while said.count(b"ok") < 2:
         said += os.read(reading, 100)
     time.sleep(draw.random() * (time.monotonic() - started) * 1.5)
     os.kill(pid, signal.SIGKILL)
@@ -544,28 +555,29 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("file", FORMATS[:2])
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_while_it_saves(file: str, times: int, tmp_path: Path) -> None:
-    path, n = tmp_path / file, 0
-    command = [sys.executable, "-c", KILLED, str(path), str(times)]
-    found = []
+def test_killed_while_it_saves(times: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) as process:
-        for _ in range(times):
-            process.stdin.write(f"{n}\n")
-            process.stdin.flush()
-            last, finished = process.stdout.readline().split()
-            n = int(last)
-            state = checkpoints.load(path, as_saved=True)
-            step = state["steps"][0]
-            assert step in ([n] if finished == "True" else [n - 1, n])
-            assert all((np.asarray(x) == step).all() for x in (*state["steps"], *(v for k, v in state.items() if k != "steps")))
-            found.append("between" if finished == "True" else "new" if step == n else "old")
+        for file in FORMATS[:2]:
+            path, n, found = tmp_path / file, 0, []
+            for _ in range(times):
+                process.stdin.write(f"{path} {n}\n")
+                process.stdin.flush()
+                last, finished = process.stdout.readline().split()
+                n = int(last)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*ended before it was done")
+                    state = checkpoints.load(path, as_saved=True)
+                step = state["steps"][0]
+                assert step in ([n] if finished == "True" else [n - 1, n])
+                assert all((np.asarray(x) == step).all() for x in (*state["steps"], *(v for k, v in state.items() if k != "steps")))
+                found.append("between" if finished == "True" else "new" if step == n else "old")
+            print(file, {kind: found.count(kind) for kind in ("old", "new", "between")})
+            checkpoints.save(path, whole(1))
+            all_same(checkpoints.load(path, whole(0)), whole(1))
         process.stdin.close()
-    print({kind: found.count(kind) for kind in ("old", "new", "between")})
-    checkpoints.save(path, whole(1))
-    assert os.listdir(tmp_path) == [file]
-    all_same(checkpoints.load(path, whole(0)), whole(1))
+    assert sorted(os.listdir(tmp_path)) == sorted(FORMATS[:2])
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
@@ -586,22 +598,36 @@ def test_killed_between_the_two_renames(moment: str, tmp_path: Path) -> None:
     assert not files.set_aside(path).exists()
 
 
-def test_reading_while_another_process_writes(tmp_path: Path) -> None:
+def test_threads_that_save_one_checkpoint(tmp_path: Path) -> None:
+    for file in FORMATS[:2]:
+        failed: list[Exception] = []
+
+        def work(n: int, file: str = file, failed: list[Exception] = failed) -> None:
+            try:
+                for i in range(5):
+                    checkpoints.save(tmp_path / file, whole(10 * n + i))
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = checkpoints.load(tmp_path / file, whole(0))
+        assert not failed and found["steps"][0] % 10 == 4
+        all_same(found, whole(found["steps"][0]))
+    assert sorted(os.listdir(tmp_path)) == sorted(FORMATS[:2])
+
+
+def test_reading_while_another_thread_writes(tmp_path: Path) -> None:
     for file in FORMATS[:2]:
         path = checkpoints.save(tmp_path / file, {"w": np.zeros(3)})
-        script = f"""
-            import numpy as np
-            from bridge import checkpoints
-            print("ready", flush=True)
-            for n in range(1, 40):
-                checkpoints.save({str(path)!r}, {{"w": np.full(3, n)}})
-        """
-        command = [sys.executable, "-c", textwrap.dedent(script)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) as process:
-            assert process.stdout.readline() == "ready\n"
-            seen = []
-            while process.poll() is None:
-                w = np.asarray(checkpoints.load(path)["w"])
-                assert len(set(w)) == 1
-                seen.append(int(w[0]))
-        assert process.returncode == 0 and seen == sorted(seen)
+        writer = threading.Thread(target=lambda path=path: [checkpoints.save(path, {"w": np.full(3, n)}) for n in range(1, 15)])
+        writer.start()
+        seen = []
+        while writer.is_alive():
+            w = np.asarray(checkpoints.load(path)["w"])
+            assert len(set(w)) == 1
+            seen.append(int(w[0]))
+        assert seen == sorted(seen) and checkpoints.load(path)["w"][0] == 14

@@ -186,6 +186,21 @@ def test_lists_dicts_dtypes_and_buffers() -> None:
     assert after["buffers"]["count"] == ours.buffers["count"][...] == 1 and module.count == 0
 
 
+def test_buffers_are_written_where_the_module_writes() -> None:
+    """In eval mode too; and what changes nothing writes nothing, so that a closure over the model may be jitted."""
+    module = Lists().eval()
+    model, norm = NNX(module), NNX(nn.BatchNorm1d(3).eval())
+    for step in range(1, 3):
+        nnx.jit(lambda m, x: m(x))(model, X)
+        assert model.buffers["count"][...] == step
+    jax.jit(lambda x: norm(x))(X)
+    jax.vmap(jax.grad(lambda x: norm(x[None]).sum()))(X)
+    for training in (False, True):
+        given = bridge.buffers(norm.module)
+        after = bridge.call(norm.module, bridge.params(norm.module), given, (X,), training=training)[1]
+        assert all((after[name] is given[name]) != training for name in given)
+
+
 # -- members -----------------------------------------------------------------------------------------------------------------------
 def make() -> nn.Module:
     return nn.Linear(3, 2)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .promotion import cast, jdtype, opmath, real_dtype, require_inexact
-from .registry import LOWERINGS, lowering, overload
+from .registry import aten_lowering, lowering
 
 _UNARY = (
     "abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac", "lgamma", "log", "log10",
@@ -23,11 +23,6 @@ _BINARY = {
     "pow": ("pow.Tensor_Tensor", "pow.Tensor_Scalar"),
     "sub": ("sub.Tensor", "sub.Tensor"),
 }
-
-
-def _op(name: str) -> Callable:
-    op = overload(f"aten.{name}")
-    return lambda *args, **kwargs: LOWERINGS[op](*args, **kwargs)
 
 
 def _check(tensors: Sequence, *others: Any) -> None:
@@ -48,24 +43,24 @@ def _each(fn: Callable) -> Callable:
 
 
 for _name in _UNARY:
-    lowering(f"aten._foreach_{_name}")(_each(_op(_name)))
+    lowering(f"aten._foreach_{_name}")(_each(aten_lowering(_name)))
 for _name, (_tensors, _numbers) in _BINARY.items():
-    lowering(f"aten._foreach_{_name}.List", f"aten._foreach_{_name}.Tensor")(_each(_op(_tensors)))
-    lowering(f"aten._foreach_{_name}.Scalar", f"aten._foreach_{_name}.ScalarList")(_each(_op(_numbers)))
-lowering("aten._foreach_copy")(_each(_op("copy")))
-lowering("aten._foreach_mm")(_each(_op("mm")))
-lowering("aten._foreach_lerp.List")(_each(_op("lerp.Tensor")))
-lowering("aten._foreach_lerp.Scalar", "aten._foreach_lerp.ScalarList")(_each(_op("lerp.Scalar")))
+    lowering(f"aten._foreach_{_name}.List", f"aten._foreach_{_name}.Tensor")(_each(aten_lowering(_tensors)))
+    lowering(f"aten._foreach_{_name}.Scalar", f"aten._foreach_{_name}.ScalarList")(_each(aten_lowering(_numbers)))
+lowering("aten._foreach_copy")(_each(aten_lowering("copy")))
+lowering("aten._foreach_mm")(_each(aten_lowering("mm")))
+lowering("aten._foreach_lerp.List")(_each(aten_lowering("lerp.Tensor")))
+lowering("aten._foreach_lerp.Scalar", "aten._foreach_lerp.ScalarList")(_each(aten_lowering("lerp.Scalar")))
 
 
 @lowering("aten._foreach_pow.ScalarAndTensor")
 def aten_foreach_pow_of_scalar(self: Any, exponent: Sequence) -> list:
     """_foreach_pow.ScalarAndTensor(Scalar self, Tensor[] exponent) -> Tensor[]"""
-    return [_op("pow.Scalar")(self, e) for e in exponent]
+    return [aten_lowering("pow.Scalar")(self, e) for e in exponent]
 
 
 def _three(name: str) -> Callable:
-    operator = _op(name)
+    operator = aten_lowering(name)
 
     def run(self: Sequence, tensor1: Sequence, tensor2: Sequence, values: Any = 1) -> list:
         """_foreach_addcmul.Scalar(Tensor[] self, Tensor[] tensor1, Tensor[] tensor2, Scalar value=1) -> Tensor[]"""
@@ -86,7 +81,7 @@ for _name in ("addcmul", "addcdiv"):
 @lowering("aten._foreach_norm.Scalar")
 def aten_foreach_norm(self: Sequence, ord: Any = 2, dtype: Any = None) -> list:
     """_foreach_norm.Scalar(Tensor[] self, Scalar ord=2, ScalarType? dtype=None) -> Tensor[]"""
-    return [_op("linalg_vector_norm")(x, ord, dtype=dtype) for x in self]
+    return [aten_lowering("linalg_vector_norm")(x, ord, dtype=dtype) for x in self]
 
 
 @lowering("aten._foreach_powsum.Scalar")
@@ -98,11 +93,11 @@ def aten_foreach_powsum(self: Sequence, ord: Any = 2, dtype: Any = None) -> list
 def _power_sum(x: Any, ord: Any, out: Any) -> Any:
     """The sum of |x| ** ord, rounded once."""
     require_inexact(x, "_foreach_powsum")
-    sizes = _op("abs")(cast(x, opmath(out)))
-    return cast(_op("sum")(_op("pow.Tensor_Scalar")(sizes, ord)), real_dtype(out))
+    sizes = aten_lowering("abs")(cast(x, opmath(out)))
+    return cast(aten_lowering("sum")(aten_lowering("pow.Tensor_Scalar")(sizes, ord)), real_dtype(out))
 
 
 @lowering("aten._foreach_max")
 def aten_foreach_max(self: Sequence) -> list:
     """_foreach_max(Tensor[] self) -> Tensor[]"""
-    return [_op("max")(x) for x in self]
+    return [aten_lowering("max")(x) for x in self]

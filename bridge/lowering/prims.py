@@ -16,14 +16,7 @@ from bridge import dtypes
 from .copies import aten_copy, aten_to_copy
 from .pointwise import number
 from .promotion import result_dtype
-from .registry import LOWERINGS, lowering, overload
-
-
-def _aten(name: str) -> Callable:
-    """The lowering of an ATen operator, looked up when it runs: the families are imported in no particular order."""
-    op = overload(f"aten.{name}")
-    return lambda *args, **kwargs: LOWERINGS[op](*args, **kwargs)
-
+from .registry import LOWERINGS, aten_lowering, lowering, overload
 
 _SAME = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_not", "ceil", "clone", "conj_physical", "cos", "cosh",
@@ -58,11 +51,11 @@ _RENAMED = {
     "zeta": "special_zeta",
 }
 for _name in _SAME:
-    lowering(f"prims.{_name}")(_aten(_name))
+    lowering(f"prims.{_name}")(aten_lowering(_name))
 for _name in _TENSOR:
-    lowering(f"prims.{_name}")(_aten(f"{_name}.Tensor"))
+    lowering(f"prims.{_name}")(aten_lowering(f"{_name}.Tensor"))
 for _name, _target in _RENAMED.items():
-    lowering(f"prims.{_name}")(_aten(_target))
+    lowering(f"prims.{_name}")(aten_lowering(_target))
 lowering("prims.cbrt")(lax.cbrt)
 lowering("prims.real")(lax.real)
 lowering("prims.imag")(lax.imag)

@@ -69,6 +69,27 @@ def of_this_torch(table: dict[str, Any]) -> dict[Any, Any]:
     return found
 
 
+def aten_lowering(name: str) -> Lowering:
+    """The lowering of an ATen operator, looked up when it runs: the families are imported in no particular order.
+
+    Args:
+        name: "operator" or "operator.overload".
+
+    Returns:
+        Lowering
+
+    Raises:
+        ValueError: when it runs, and this torch has no such operator.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from bridge.lowering.registry import aten_lowering
+        >>> aten_lowering("neg")(jnp.ones(1)).tolist()
+        [-1.0]
+    """
+    return lambda *args, **kwargs: LOWERINGS[overload(f"aten.{name}")](*args, **kwargs)
+
+
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
     """Register the decorated function as the lowering of each named overload.
 

@@ -3,6 +3,7 @@
 #   make demo                    32 CNNs on handwritten digits, torch.func and torchfunc-jax side by side
 #   make test                    the tests, without the slow ones
 #   make test-all                all of them: 2,000 random programs, the full demo, every workload
+#   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
 #   make bench                   the benchmarks; their table goes into README.md
 #   make notebooks               run the notebooks and keep their output in them
 #   make lint                    ruff and mypy
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench notebooks lint clean
+.PHONY: help demo test test-all test-versions bench notebooks lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -34,6 +35,9 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	TORCHFUNC_JAX_PROGRAMS=2000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
+test-versions: $(VENV)/.test
+	$(BIN)/python docs/versions.py --jobs $(JOBS) $(ARGS)
+
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)
 
@@ -45,7 +49,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs
+	rm -rf $(VENV) .venv-versions .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs
 
 # One stamp per extra: .venv/.demo, .venv/.test, .venv/.lint
 $(VENV)/.%: pyproject.toml constraints.txt

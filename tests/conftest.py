@@ -33,8 +33,19 @@ def _same_start() -> Iterator[None]:
     assert after == before, "the test left JAX's 64-bit setting, torch's default dtype or torch's grad mode changed"
 
 
+#: The files that ask every operator of PyTorch's test database, or every dtype of each: what `make test-versions` leaves out.
+SWEEPS = frozenset(
+    {
+        "test_operators.py", "test_variants.py", "test_special_values.py", "test_numbers.py", "test_refused_dtypes.py",
+        "test_modules_db.py", "test_lowerings_run.py",
+    }
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = pytest.mark.skip(reason="needs a CUDA device that torch and JAX both see")
     for item in items:
+        if item.path.name in SWEEPS:
+            item.add_marker("sweep")
         if "gpu" in item.keywords and not (torch.cuda.is_available() and jax.default_backend() == "gpu"):
             item.add_marker(missing)

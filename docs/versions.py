@@ -1,0 +1,435 @@
+"""Writes versions.md: the core of the tests on the versions of Python, PyTorch and JAX that people have, each in an environment of its own.
+
+The core is everything but the slow tests and the sweeps over all operators (the marks "slow" and "sweep").  `make test-versions` runs this
+with the standard library and rich alone.  What a run finds goes to versions.json, which keeps the combinations that were not asked for,
+and the page is made of that.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
+CORE = "not slow and not sweep"
+_NEEDED = 12e9  # bytes: CUDA's libraries, which PyPI's torch brings on Linux, and their downloads
+_PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
+
+EXAMPLES = """
+examples:
+  python docs/versions.py                            the oldest and the newest combination that this machine's Pythons allow
+  python docs/versions.py --only newest --no-write   as in continuous integration: a table, and the page stays as it is
+  python docs/versions.py --only all --delete        all of them, one environment on the disk at a time
+  python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
+  python docs/versions.py --only newest --tests tests/test_jit.py tests/test_readme.py --no-write
+  python docs/versions.py --only newest --no-write --json | jq '.[].failures'
+
+  TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py          environments that are kept elsewhere
+  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA, a tenth of the size
+
+An environment takes 6 GB with PyPI's torch on Linux and is made once; it is brought up to date when pyproject.toml changes.
+Ends with 1 where a test failed, or where a combination could not be installed.
+"""
+
+
+class Combination(NamedTuple):
+    """Versions that are tested together; Python's without its last number."""
+
+    python: str
+    torch: str
+    jax: str
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, torch {self.torch}, jax {self.jax}"
+
+    @property
+    def folder(self) -> str:
+        """The name of its environment."""
+        return f"python{self.python}-torch{self.torch}-jax{self.jax}"
+
+
+#: the first one of each whose Python is here is taken; jax 0.10.2 is the last for Python 3.11
+OLDEST = (Combination("3.11", "2.11.0", "0.10.2"), Combination("3.12", "2.11.0", "0.10.2"), Combination("3.13", "2.11.0", "0.10.2"))
+NEWEST = (Combination("3.13", "2.15.0", "0.12.0.1"), Combination("3.12", "2.15.0", "0.12.0.1"), Combination("3.11", "2.15.0", "0.10.2"))
+ALL = (
+    OLDEST[0], Combination("3.12", "2.12.1", "0.11.2"), Combination("3.12", "2.13.0", "0.11.2"), Combination("3.12", "2.14.1", "0.11.2"),
+    Combination("3.11", "2.15.0", "0.10.2"), NEWEST[0],
+)
+
+
+@dataclasses.dataclass
+class Row:
+    """What one combination did.
+
+    Attributes:
+        combination: Python, torch, jax.
+        versions: what was installed, by package.
+        counts: passed, failed, skipped; empty where no test ran.
+        failures: the names of the tests that failed.
+        problem: why there are no counts; "" where there are.
+        minutes: of installing, and of the tests.
+        where: date, commit and machine.
+    """
+
+    combination: Combination
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    problem: str = ""
+    minutes: dict[str, float] = dataclasses.field(default_factory=dict)
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """Whether the tests ran and none failed."""
+        return not self.problem and not self.failures and bool(self.counts.get("passed"))
+
+
+class NotTested(Exception):
+    """Why a combination has no counts."""
+
+
+# -- Pythons ----------------------------------------------------------------------------------------------------------------------
+def pythons() -> dict[str, str]:
+    """The Pythons of pyenv, of PATH, and the one that runs this, where they can make environments: "3.13" -> its path."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    path_variable = map(Path, filter(None, os.environ.get("PATH", "").split(os.pathsep)))
+    found: dict[str, str] = {}
+    for folder in (*sorted(pyenv.glob("versions/*/bin")), *path_variable, Path(sys.base_prefix) / "bin"):
+        for path in sorted(folder.glob("python3.*")) if folder.is_dir() else ():
+            if not re.fullmatch(r"python3\.1\d", path.name):
+                continue
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                ask = "import ensurepip, venv, sys; print('%d.%d' % sys.version_info[:2])"
+                version = subprocess.run([path, "-c", ask], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+                found.setdefault(version, str(path))
+    return found
+
+
+def chosen(asked: list[str], here: dict[str, str]) -> tuple[list[Combination], list[str]]:
+    """The combinations that are asked for, and what there is to say about those that are not as asked.
+
+    Args:
+        asked: "oldest", "newest", "all", or "python,torch,jax".
+        here: the Pythons of this machine.
+
+    Raises:
+        ValueError: a word that is none of these.
+    """
+    found: list[Combination] = []
+    said: list[str] = []
+    for word in asked:
+        if word in ("oldest", "newest"):
+            row = OLDEST if word == "oldest" else NEWEST
+            first = next((c for c in row if c.python in here), None)
+            if first is None:
+                raise ValueError(f"--only {word}: this machine has none of Python {', '.join(sorted(c.python for c in row))}")
+            if first != row[0]:
+                said.append(f"Python {row[0].python} is not on this machine: the {word} combination is {first} in the place of {row[0]}")
+            found.append(first)
+        elif word == "all":
+            found += ALL
+        elif re.fullmatch(r"3\.\d+(,\d+(\.\w+)*){2}", word):
+            found.append(Combination(*word.split(",")))
+        else:
+            raise ValueError(f"--only {word}: expected oldest, newest, all, or versions of Python, torch, jax as in 3.13,2.15.0,0.12.0.1")
+    return list(dict.fromkeys(found)), said
+
+
+# -- environments -----------------------------------------------------------------------------------------------------------------
+def environments() -> Path:
+    """The folder of the environments."""
+    return Path(os.environ.get("TORCHFUNC_JAX_VERSIONS_DIR") or ROOT / ".venv-versions").resolve()
+
+
+def install(combination: Combination, here: dict[str, str]) -> Path:
+    """Make the environment of a combination, or bring it up to date, and return its folder.
+
+    Raises:
+        NotTested: there is no such Python, no room, or pip says no.
+    """
+    folder = environments() / combination.folder
+    stamp, wanted = folder / ".installed", hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return folder
+    if combination.python not in here:
+        raise NotTested(f"Python {combination.python} is not on this machine")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if not stamp.exists() and free < _NEEDED:
+        raise NotTested(f"{free / 1e9:.0f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.0f}")
+    if not stamp.exists():
+        _run([here[combination.python], "-m", "venv", "--clear", str(folder)])
+    pip = [*_python(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--no-color", "--disable-pip-version-check"]
+    exact = [f"torch=={combination.torch}", f"jax=={combination.jax}", f"jaxlib=={combination.jax}"]
+    _run([*pip, "-e", f"{ROOT}[test]", *exact])
+    stamp.write_text(wanted)
+    return folder
+
+
+def _python(folder: Path) -> list[str]:
+    return [str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        errors = [line.strip().removeprefix("ERROR: ") for line in done.stdout.splitlines() if line.strip().startswith("ERROR: ")]
+        raise NotTested(f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}")
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """The versions in an environment."""
+    ask = f"import json, platform; from importlib.metadata import version as v; print(json.dumps({{p: v(p) for p in {_PACKAGES}}} | " \
+        '{"python": platform.python_version()}))'
+    return json.loads(subprocess.run([*_python(folder), "-c", ask], capture_output=True, text=True, check=True).stdout)
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------------------
+def core(
+    folder: Path, tests: list[str], jobs: int, limit: float, on_progress: Callable[[int, int], None]
+) -> tuple[dict[str, int], list[str]]:
+    """Run the core of the tests in an environment.
+
+    Args:
+        folder: the environment.
+        tests: files, or [] for all.
+        jobs: processes.
+        limit: minutes after which they are stopped.
+        on_progress: called with percents and the number of failures, as they come.
+
+    Returns:
+        counts and names of failures, as ``counted``.
+
+    Raises:
+        NotTested: pytest has left no results.
+    """
+    results = folder / "core.xml"  # what pytest prints is kept beside it
+    results.unlink(missing_ok=True)
+    command = [
+        *_python(folder), "-m", "pytest", "-v", "--color=no", "-n", str(jobs), "--dist", "worksteal", "-m", CORE, "-p", "no:cacheprovider",
+        f"--junitxml={results}", *tests,
+    ]
+    # compiled modules and programs are kept in the environment: in the clone they would be those of another version
+    kept = {"PYTHONPYCACHEPREFIX": str(folder / "pycache"), "PYTHONDONTWRITEBYTECODE": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(limit * 60, stop)
+    timer.start()
+    failed, last = 0, ""
+    try:
+        with (folder / "core.log").open("w") as log:
+            for line in process.stdout:
+                log.write(line)
+                last = line.strip() or last
+                if told := re.match(r"\[gw\d+\] \[ *(\d+)%\] (\w+)", line):
+                    failed += told[2] in ("FAILED", "ERROR")
+                    on_progress(int(told[1]), failed)
+        process.wait()
+    finally:
+        timer.cancel()
+        process.kill()
+    if process.returncode not in (0, 1) or not results.exists():
+        how = f"the tests were stopped after {limit:g} minutes" if late.is_set() else f"pytest ended with {process.returncode}"
+        raise NotTested(f"{how}: {last}")
+    return counted(results.read_text())
+
+
+def counted(junit: str) -> tuple[dict[str, int], list[str]]:
+    """How many tests passed, failed and were skipped by a JUnit report, and the names of those that failed."""
+    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+            failures.append(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}")
+        else:
+            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
+    return counts, sorted(set(failures))
+
+
+def tested(combination: Combination, here: dict[str, str], asked: argparse.Namespace, on_stage: Callable[[str, int, int], None]) -> Row:
+    """Install a combination and run the tests on it."""
+    row = Row(combination, where=_where())
+    start = time.monotonic()
+    try:
+        on_stage("installing", 0, 0)
+        folder = install(combination, here)
+        row.versions = installed(folder)
+        row.minutes["installing"] = round((time.monotonic() - start) / 60, 1)
+        start = time.monotonic()
+        row.counts, row.failures = core(folder, asked.tests, asked.jobs, asked.limit, lambda done, bad: on_stage("testing", done, bad))
+        row.minutes["testing"] = round((time.monotonic() - start) / 60, 1)
+    except NotTested as why:
+        row.problem = str(why)
+    if asked.delete:
+        shutil.rmtree(environments() / combination.folder, ignore_errors=True)
+    return row
+
+
+def _where() -> dict[str, str]:
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.*)$", info.read_text(), re.M) if info.exists() else []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(), "commit": commit or "unknown",
+        "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+    }
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------------------
+def table(rows: list[Row]) -> Table:
+    """The rows as a rich table."""
+    shown = Table(title="The core of the tests, by versions")
+    for name in ("Python", "torch", "jax", "flax", "numpy"):
+        shown.add_column(name)
+    for name in ("passed", "failed", "skipped", "installing", "testing"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(*cells(row))
+    return shown
+
+
+def cells(row: Row) -> list[str]:
+    """What both tables say of a row."""
+    versions = {**row.combination._asdict(), **row.versions}
+    times = [f"{row.minutes[stage]:.1f} min" if stage in row.minutes else "-" for stage in ("installing", "testing")]
+    counts = [str(row.counts.get(name, "-")) for name in ("passed", "failed", "skipped")]
+    return [*(versions.get(name, "-") for name in ("python", "torch", "jax", "flax", "numpy")), *counts, *times]
+
+
+def page(rows: list[Row]) -> str:
+    """The text of versions.md."""
+    lines = [
+        "# Versions", "",
+        "The tests on the versions of Python, PyTorch and JAX that people have. Each combination has an environment of its own, with the",
+        "newest release of everything else that fits. What runs is the core of the tests: everything but the slow ones and the sweeps over",
+        "all operators, which [coverage.md](coverage.md) is about. Written by `make test-versions`, which runs the oldest and the newest",
+        'combination; `make test-versions ARGS="--only all"` runs them all.', "",
+        "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | testing | date | commit |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        *(f"| {' | '.join([*cells(row), row.where['date'], row.where['commit']])} |" for row in rows), "",
+    ]
+    for machine in dict.fromkeys(row.where["machine"] for row in rows):
+        where = [str(row.combination) for row in rows if row.where["machine"] == machine]
+        lines += [f"Measured on {machine}: {'; '.join(where)}.", ""]
+    lines += ["`torchfunc-jax doctor` says which of these you have, and what is known to be wrong with it.", ""]
+    if any(not row.right for row in rows):
+        lines += ["## What failed", ""]
+        for row in rows:
+            if not row.right:
+                names = [row.problem] if row.problem else [f"`{name}`" for name in row.failures]
+                lines += [f"{row.combination}:", "", *(f"- {name}" for name in names), ""]
+    return "\n".join(lines)
+
+
+def load() -> list[Row]:
+    """The rows of versions.json."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return [Row(**row | {"combination": Combination(*row["combination"])}) for row in known]
+
+
+def write(rows: list[Row]) -> None:
+    """Put rows in the place of those of the same combination, and write versions.json and versions.md."""
+    merged = {row.combination: row for row in [*load(), *rows]}
+    ordered = sorted(merged.values(), key=lambda row: [[int(n) for n in re.findall(r"\d+", v)] for v in row.combination[1:]])
+    RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
+    PAGE.write_text(page(ordered))
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[Combination], Callable[[str, int, int], None]]]:
+    """A bar for each combination; without a terminal, a line for each tenth."""
+    done = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.fields[failed]}")
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), *done, console=console, disable=not console.is_terminal) as bar:
+
+        def begin(combination: Combination) -> Callable[[str, int, int], None]:
+            task = bar.add_task(str(combination), total=None, failed="")
+            said = ("", -1)
+
+            def on_stage(stage: str, done: int, failed: int) -> None:
+                nonlocal said
+                runs, words = stage == "testing", f"{failed} failed" if failed else ""
+                bar.update(task, description=f"{combination}: {stage}", total=100 if runs else None, completed=done, failed=words)
+                if not console.is_terminal and said != (stage, done // 10):
+                    said = (stage, done // 10)
+                    percent = f" {done} % {words}".rstrip() if runs else ""
+                    console.print(f"{combination}: {stage}{percent}", highlight=False, soft_wrap=True)
+
+            return on_stage
+
+        yield begin
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python docs/versions.py", description="Run the core of the tests on several versions of Python, PyTorch and JAX.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = "oldest, newest, all, or PYTHON,TORCH,JAX; again for more (oldest and newest)"
+    parser.add_argument("--only", action="append", metavar="WHICH", help=which)
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (2)")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these test files, in the place of all")
+    parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="stop the tests of a combination after so long (60)")
+    parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
+    parser.add_argument("--no-write", action="store_true", help="leave docs/versions.md and docs/versions.json as they are")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = options(argv)
+    console = Console(stderr=True)
+    here = pythons()
+    try:
+        combinations, said = chosen(asked.only or ["oldest", "newest"], here)
+    except ValueError as error:
+        console.print(error, highlight=False, soft_wrap=True)
+        return 2
+    console.print(f"Pythons on this machine: {', '.join(sorted(here))}", highlight=False)
+    for line in said:
+        console.print(f"[bold]{line}[/bold]", highlight=False, soft_wrap=True)
+    rows: list[Row] = []
+    try:
+        with _progress(console) as begin:
+            for combination in combinations:
+                rows.append(tested(combination, here, asked, begin(combination)))
+    finally:
+        if rows and not asked.no_write and not asked.tests:
+            write(rows)
+    if asked.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+    else:
+        Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+        for row in rows:
+            for line in [row.problem] if row.problem else row.failures:
+                print(f"{row.combination}: {line}")
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

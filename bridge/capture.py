@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-_DEPTH = 4  # objects within objects that are looked into
-_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial)  # what they hold is no deeper than they are
+_DEPTH, _DEEPER = 4, 16  # objects within objects that are looked into, and where a tensor was used that is not among what was found
+_FUNCTION = type(torch.autograd.Function)
+_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, _FUNCTION)  # what they hold is no deeper than they are
 _SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
@@ -85,37 +86,43 @@ class _Edge:
 class Found:
     """Tensors (by id, with their places) and modules that a function reaches, and the way to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = _DEPTH) -> None:
+        self.depth = depth
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self._holds: dict[int, bool] = {}  # by the id of what was visited: whether there is a tensor or a module in it
         self._edges: list[_Edge] = []
         self._numbers: list[_Edge] = []
         self._sizes: list[tuple[Any, int, _Edge | None]] = []
-        self._names: set[str] = set()
+        self._names: set[str] = set(_IMPLICIT)
         self._classes: dict[type, None] = {}
         self._alive: list[Any] = []  # what was visited: no id may be given to another object meanwhile
 
-    @functools.cached_property
+    def visit_methods(self) -> None:
+        """Look into the methods that the function may call, by their names, and into what those reach."""
+        done: set[tuple[type, str]] = set()
+        while True:
+            new = [(c, n) for c in list(self._classes) for n in list(self._names) if (c, n) not in done]
+            if not new:
+                return
+            done.update(new)
+            for cls, name in new:
+                for owner in cls.__mro__:
+                    method = owner.__dict__.get(name)
+                    if method is None or owner in (object, torch.nn.Module) or _ours(owner.__module__):
+                        continue
+                    function = _function_of(method)
+                    if function is None:
+                        continue
+                    if _of_library(owner.__module__):
+                        self._names.update(set(_global_names(function.__code__)) - _ANY_NAME)
+                    else:
+                        _visit(function, Place(function, None), self, self.depth, None)
+
+    @property
     def _named(self) -> set[str] | None:
         """Names of attributes that the function, and the methods that it calls, may read; None: any."""
-        names, queue = set(self._names) | _IMPLICIT, list(self._names | _IMPLICIT)
-        looked: set[int] = set()
-        while queue:
-            name = queue.pop()
-            for cls in self._classes:
-                for owner in cls.__mro__:
-                    if owner in (object, torch.nn.Module) or name not in owner.__dict__ or _ours(owner.__module__):
-                        continue
-                    code = _code_of(owner.__dict__[name])
-                    if code is not None and id(code) not in looked:
-                        looked.add(id(code))
-                        new = set(_global_names(code)) - names
-                        names |= new
-                        queue += new
-                        if not _of_library(owner.__module__) and not _ANY_NAME.isdisjoint(new):
-                            return None
-        return None if not _ANY_NAME.isdisjoint(self._names) else names
+        return None if not _ANY_NAME.isdisjoint(self._names) else self._names
 
     def names(self, name: str) -> bool:
         """Whether the function, or a method that it calls, uses that name."""
@@ -134,11 +141,12 @@ class Found:
         return [(c, n) for c, n, e in self._sizes if e is None or e.named(self._named)]
 
 
-def scan(*roots: Any) -> Found:
-    """Everything reachable from these functions, modules and objects, to a small depth."""
-    found = Found()
+def scan(*roots: Any, deeper: bool = False) -> Found:
+    """Everything reachable from these functions, modules and objects, to a small depth; or to one that is not small."""
+    found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
-        _visit(r, Place(r, None), found, _DEPTH, None)
+        _visit(r, Place(r, None), found, found.depth, None)
+    found.visit_methods()
     return found
 
 
@@ -149,7 +157,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
         if first is not place:  # one tensor at two places: as long as it is at both, the first is read
             found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
         return True
-    if isinstance(x, _SKIP):
+    if isinstance(x, _SKIP) and not isinstance(x, _FUNCTION):
         return False
     if id(x) in found._holds:
         holds = found._holds[id(x)]
@@ -189,7 +197,8 @@ class _Together(Place):
 
 def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> bool:
     holds = False
-    attributes = not isinstance(x, (*_TRANSPARENT, dict, list, tuple))
+    transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
+    attributes = not transparent and not isinstance(x, dict | list | tuple)
     if isinstance(x, types.FunctionType):
         if not _of_library(x.__module__) and not _ours(x.__module__):
             found._names.update(_global_names(x.__code__))
@@ -201,7 +210,7 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
         if attributes and type(child) in _NUMBERS:
             found._numbers.append(_Edge(where, child, edge, True))
             continue
-        holds = _visit(child, where, found, depth if isinstance(x, _TRANSPARENT) else depth - 1, step) or holds
+        holds = _visit(child, where, found, depth if transparent else depth - 1, step) or holds
     if isinstance(x, dict | list) and (holds or not x):
         found._sizes.append((x, len(x), edge))
     return holds
@@ -260,6 +269,11 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     elif isinstance(x, types.MethodType):
         yield x.__self__, Place(x.__self__, None)
         yield x.__func__, Place(x.__func__, None)
+    elif isinstance(x, _FUNCTION):
+        for owner in () if _of_library(x.__module__) else x.__mro__:
+            for method in () if _of_library(owner.__module__) else owner.__dict__.values():
+                if isinstance(method, staticmethod):
+                    yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, functools.partial):
         yield x.func, Place(x.func, None)
         for i, value in enumerate(x.args):
@@ -294,14 +308,14 @@ def _ours(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OURS
 
 
-def _code_of(attribute: Any) -> types.CodeType | None:
-    """The code that an attribute of a class runs."""
+def _function_of(attribute: Any) -> types.FunctionType | None:
+    """The function that an attribute of a class runs."""
     if isinstance(attribute, property):
         attribute = attribute.fget
     attribute = getattr(attribute, "__func__", attribute)
     while hasattr(attribute, "__wrapped__"):
         attribute = attribute.__wrapped__
-    return getattr(attribute, "__code__", None)
+    return attribute if isinstance(attribute, types.FunctionType) else None
 
 
 @functools.lru_cache(maxsize=4096)

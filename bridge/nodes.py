@@ -71,6 +71,10 @@ class Geometry:
         return (self.outer is None or self.outer.ask()) and self.plain
 
 
+class OutsideOfView(RuntimeError):
+    """``as_strided`` may look at what lies around a tensor in memory, and only the tensor's own elements are known."""
+
+
 class View:
     """A view operator with its arguments: forward gives the view of a base, inverse the base with the view replaced."""
 

@@ -113,15 +113,24 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     Raises:
         DataDependentError: the function asks for values.
     """
-    found = capture.scan(fn, *[x for x in call.leaves if not is_array(x)])
+    roots = [fn, *(x for x in call.leaves if not is_array(x))]
     arguments = {id(x) for x in call.arrays}
-    candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
-    while True:
-        program, missing = _trace(fn, call, candidates, found)
-        if not missing:
-            return program
+
+    def those_of(found: capture.Found) -> list[tuple[torch.Tensor, capture.Place]]:
+        return [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
+
+    found = capture.scan(*roots)
+    candidates = those_of(found)
+    program, missing = _trace(fn, call, candidates, found)
+    if missing:
+        found = capture.scan(*roots, deeper=True)
+        candidates = those_of(found)
+    while missing:
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
-        candidates = candidates + [(t, capture.Place(t, None)) for t in missing]
+        known = {id(t) for t, _ in candidates}
+        candidates = candidates + [(t, capture.Place(t, None)) for t in missing if id(t) not in known]
+        program, missing = _trace(fn, call, candidates, found)
+    return program
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:

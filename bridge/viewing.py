@@ -11,7 +11,7 @@ from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import state
 from bridge.lowering.registry import LOWERINGS
-from bridge.nodes import Geometry, Node, View
+from bridge.nodes import Geometry, Node, OutsideOfView, View
 from bridge.operands import constant, stop
 from bridge.tracing import Traced, lane_wise, node_of, value_of
 
@@ -109,7 +109,13 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     root = node_of(base).root
     first = _first_place(root)
     if offset < first:
-        raise RuntimeError(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+        raise OutsideOfView(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+    end = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=False)) if 0 not in size else 0
+    if end > first + root.value.size:
+        raise OutsideOfView(
+            f"as_strided: sizes {list(size)}, strides {list(stride)} and offset {offset} lead to element {end - 1}, and of the tensor only "
+            f"elements {first} to {first + root.value.size - 1} of its memory are known{at_line()}"
+        )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
     view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset - first), {})
     return _view_tensor(meta, Node(None, state.level, root, view), base.device)
@@ -123,10 +129,10 @@ def _first_place(root: Node) -> int:
     if root.geometry is None or root.geometry.ask():
         return 0
     if found is None:
-        raise RuntimeError(
+        raise OutsideOfView(
             "as_strided: it counts from where a tensor's memory begins, and of an argument that is a view, or is not contiguous, only its "
             f"own elements are known; pass the whole tensor and take the view inside the function, or call .clone() first{at_line()}"
         )
     if not found.is_contiguous():
-        raise RuntimeError(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
+        raise OutsideOfView(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
     return int(found.storage_offset())

@@ -23,7 +23,7 @@ from bridge.calls import Call, is_local, refuse_recording, write_back
 from bridge.errors import reworded
 from bridge.keys import Same, by_identity, identical, weak
 from bridge.levels import state
-from bridge.nodes import Geometry
+from bridge.nodes import Geometry, OutsideOfView
 from bridge.private import opaque
 from bridge.python_numbers import Inputs, Misfit
 from bridge.sharing import Sharing
@@ -219,7 +219,10 @@ class Jitted:
                         continue
                     except Misfit:
                         misfit = True
-        entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit)
+        try:
+            entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit)
+        except OutsideOfView as error:
+            return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured()
         assert captured is not None
         start = time.perf_counter()

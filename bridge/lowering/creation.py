@@ -35,6 +35,8 @@ def _shape(size) -> tuple[int, ...]:
 
 def number(value: Any, dtype: Any) -> np.ndarray:
     """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError where it does not fit."""
+    if hasattr(value, "as_array"):  # known only when the program runs
+        return value.as_array(dtype)
     if isinstance(value, complex):
         fits = promotion.is_complex(dtype) or dtype == np.bool_ or not value.imag
     elif not promotion.is_integral(dtype) or dtype == np.bool_:
@@ -132,7 +134,7 @@ def aten_new_full(x, size, fill_value, *, dtype=None, layout=None, device=None, 
 def aten_scalar_tensor(s, *, dtype=None, layout=None, device=None, pin_memory=None):
     """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, ...) -> Tensor"""
     dtype = promotion.jdtype(dtype, promotion.default_float())
-    return promotion.cast(s, dtype) if promotion.is_array(s) else constant(number(s, dtype))
+    return promotion.cast(s, dtype) if promotion.is_array(s) or hasattr(s, "as_array") else constant(number(s, dtype))
 
 
 @lowering("aten.arange", "aten.arange.start", "aten.arange.start_step")

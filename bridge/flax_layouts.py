@@ -195,7 +195,7 @@ class _Layout(NamedTuple):
 _INPUT, _LAST, _MOVED, _LOST = _Layout("input"), _Layout("last"), _Layout("moved"), _Layout("lost")
 _FUNCTIONS = {getattr(F, name): name for name in dir(F) if callable(getattr(F, name)) and not name.startswith("_")}
 # element by element, or along the spatial dimensions alone
-_POOLING = {f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg", "lp") for n in (1, 2, 3)} | {"interpolate", "pad"}
+_POOLING = {f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg", "lp") for n in (1, 2, 3)} | {"interpolate"}
 _ELEMENTWISE = {
     "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardtanh", "hardswish",
     "hardsigmoid", "logsigmoid", "sigmoid", "sigmoid_", "tanh", "tanh_", "exp", "log", "sqrt", "square", "abs", "neg", "clamp", "clip",
@@ -203,7 +203,7 @@ _ELEMENTWISE = {
     "float", "double", "half", "bfloat16", "add", "add_", "sub", "mul", "mul_", "div", "truediv", "iadd", "isub", "imul", "itruediv", "pow",
     "maximum", "minimum", "where",
 }
-_REDUCTIONS = {"mean", "sum", "amax", "amin", "std", "var", "logsumexp", "norm"}
+_REDUCTIONS = {"mean", "sum", "amax", "amin", "logsumexp"}
 _MODULES = ("activation", "dropout", "pooling", "padding", "upsampling", "instancenorm")  # of torch.nn.modules
 
 
@@ -258,7 +258,7 @@ def _through_layer(name: str, layer: Any, x: _Layout, found: dict[int, int]) -> 
     if next(layer.parameters(), next(layer.buffers(), None)) is None:
         kind = type(layer).__module__.rpartition(".")[2]
         known = (kind in _MODULES and not isinstance(layer, nn.GLU)) or isinstance(layer, nn.Identity | _BatchNorm)
-        return _kept(x, flat=kind != "pooling") if known else _changed([x])
+        return _kept(x, type(layer).__name__, flat=kind not in ("pooling", "padding", "upsampling")) if known else _changed([x])
     taken = {"lost"} | ({"flat", "last"} if isinstance(layer, _ConvNd) else {"flat"} if isinstance(layer, nn.GroupNorm) else set())
     if x.kind in taken:
         raise refused
@@ -283,7 +283,7 @@ def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:
         return _INPUT
     if name in _ELEMENTWISE or name in _POOLING:
         maps = {layout for layout in of_args if layout.kind != "input"}
-        return _INPUT if not maps else _kept(maps.pop(), flat=name in _ELEMENTWISE) if len(maps) == 1 else _LOST
+        return _INPUT if not maps else _kept(maps.pop(), name, flat=name in _ELEMENTWISE) if len(maps) == 1 else _LOST
     if name == "flatten":
         return _flatten(x, *(node.kwargs.get(k, args[i] if len(args) > i else d) for i, k, d in ((1, "start_dim", 0), (2, "end_dim", -1))))
     if name in ("view", "reshape"):
@@ -294,9 +294,8 @@ def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:
     if name in ("permute", "transpose", "swapaxes", "movedim", "moveaxis"):
         return _moved(x, args[1] if name == "permute" and isinstance(args[1], tuple | list) else args[1:], name)
     if name in _REDUCTIONS and x.kind == "first":
-        return _reduced(x, node.kwargs.get("dim", args[1] if len(args) > 1 else None), node.kwargs.get("keepdim", False) or len(args) > 2)
-    if name == "squeeze" and x.kind == "first" and len(args) > 1:
-        return _reduced(x, args[1], False)
+        keep = bool(node.kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+        return _reduced(x, node.kwargs.get("dim", args[1] if len(args) > 1 else None), keep)
     if name in ("cat", "concat", "concatenate") and {layout.kind for layout in of_args} == {"first"}:
         spatial = {layout.spatial for layout in of_args}
         along = node.kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -304,8 +303,10 @@ def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:
     return _changed(of_args)
 
 
-def _kept(x: _Layout, flat: bool) -> _Layout:
-    return x if flat or x.kind != "flat" else _LOST
+def _kept(x: _Layout, name: str, flat: bool) -> _Layout:
+    """After what works element by element (flat) or along the last dimensions, as many as its name says: MaxPool2d, avg_pool1d."""
+    dims = int(name[-2]) if name[-1] == "d" and name[-2:-1].isdigit() else 0
+    return x if flat or not (x.kind == "flat" or (x.kind == "first" and dims > x.spatial)) else _LOST
 
 
 def _changed(of_args: list[_Layout]) -> _Layout:

@@ -174,7 +174,8 @@ def call(
 
     Args:
         module: any nn.Module; itself unchanged.
-        params, buffers: name -> jax.Array, as ``params`` and ``buffers`` give them. They are computed with in the module's dtypes.
+        params, buffers: name -> jax.Array, as ``params`` and ``buffers`` give them. They are computed with in the module's dtypes, which
+            may be narrower, but not of a lower kind.
         args, kwargs: of the call; jax.Arrays in any tree.
         training: the mode for this call; None: the module's own.
         rng: a JAX key that all random operators draw from; give another key at each call. A function without arguments returns it, or
@@ -188,7 +189,8 @@ def call(
             call did not change is the array that was given.
 
     Raises:
-        RuntimeError: names or shapes that are not the module's; missing names where strict.
+        RuntimeError: names or shapes that are not the module's; complex values for a real tensor, or floating-point ones for integers;
+            missing names where strict.
         ValueError: several names of one tied tensor, where ``tie_weights``.
         flax.errors.InvalidRngError: a random operator draws (dropout in training, say) and there is no rng.
 
@@ -244,6 +246,9 @@ def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.
         if name not in known or tuple(value.shape) != tuple(known[name].shape):
             expected = f"shape {tuple(known[name].shape)}" if name in known else f"one of {', '.join(map(repr, known)) or 'no names'}"
             raise RuntimeError(f"{kind}: {name!r} of shape {tuple(value.shape)} is not the module's; expected {expected}")
+        dtype = value.dtype if isinstance(value.dtype, torch.dtype) else dtypes.to_torch(value.dtype)
+        if not torch.can_cast(dtype, known[name].dtype):
+            raise RuntimeError(f"{kind}: {name!r} is {known[name].dtype} in the module, got {dtype}, which it cannot hold")
 
 
 def _no_key() -> jax.Array:

@@ -316,6 +316,7 @@ FORWARDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, Callable[
     "reshape": (lambda x: (x * 2 + 1).reshape((-1, 48)), 48, lambda x: flat(x * 2 + 1)),
     "mean": (lambda x: x.mean((2, 3)), 4, lambda x: x.mean((1, 2))),
     "two means": (lambda x: x.mean(-1).mean(-1), 4, lambda x: x.mean((1, 2))),
+    "mean that keeps its dimensions": (lambda x: x.mean((2, 3), True).flatten(1), 4, lambda x: x.mean((1, 2))),
     "one mean": (lambda x: x.mean(3).flatten(1), 12, lambda x: flat(x.mean(2))),
     "residual": (lambda x: (x + F.relu(x)).flatten(1), 48, lambda x: flat(x + linen.relu(x))),
     "cat": (lambda x: torch.cat([x, x.relu()], 1).flatten(1), 96, lambda x: flat(jnp.concatenate([x, linen.relu(x)], -1))),
@@ -382,6 +383,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "channels shuffled": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(48, 3)), "input of '3'"),
     "three sizes": (lambda: Net(lambda x: x.view(x.size(0), 4, -1).flatten(1), 48), "the input of 'fc'"),
     "transposed": (lambda: Net(lambda x: x.transpose(2, 3).flatten(1), 48), "the input of 'fc'"),
+    "channels padded": (lambda: Net(lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)).flatten(1), 72), "the input of 'fc'"),
+    "channels pooled": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool3d((2, 1, 1)), nn.Flatten(), nn.Linear(24, 3)), "the input of '3' .Linear.",
+    ),
     "an index": (lambda: Net(lambda x: x[:, :2].flatten(1), 24), "the input of 'fc'"),
     "a decoder": (lambda: nn.Sequential(nn.Linear(3, 48), nn.Unflatten(1, (4, 3, 4)), nn.Conv2d(4, 2, 3)), "the input of '2' .Conv2d."),
     "groups of what is flat": (

@@ -228,6 +228,20 @@ def test_call_refuses(params: dict[str, Any], message: str) -> None:
         bridge.call(nn.Linear(3, 2), params, {}, (X,))
 
 
+def test_call_refuses_values_of_a_higher_kind() -> None:
+    model = nn.BatchNorm1d(3)
+    params, buffers = bridge.params(model), bridge.buffers(model)
+    for changed, message in (
+        (({**params, "weight": jnp.ones(3) * 1j}, buffers), "params: 'weight' is torch.float32 in the module, got torch.complex64"),
+        ((params, {**buffers, "num_batches_tracked": jnp.array(3.7)}), "buffers: 'num_batches_tracked' is torch.int64 .* got torch.float32"),
+    ):
+        for jit in (lambda f: f, jax.jit):
+            with pytest.raises(RuntimeError, match=message):
+                jit(lambda p, b: bridge.call(model, p, b, (X,))[0])(*changed)
+    half = {name: p.astype(jnp.bfloat16) for name, p in params.items()}
+    assert bridge.call(model, half, buffers, (X,))[0].dtype == jnp.float32
+
+
 def test_call_with_some_of_the_names() -> None:
     """strict=False: the module's own values for the others, which stay as they are, and whose new values are given back."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

@@ -75,6 +75,17 @@ def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap_all(tuple(out[:3]), device_of(args, kwargs))
 
 
+def _observe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The observer's buffers that fake quantization writes take no part in autograd, though they are computed from what does."""
+    names = [a.name for a in aten._fused_moving_avg_obs_fq_helper.default._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    lower = LOWERINGS[aten._fused_moving_avg_obs_fq_helper_functional.default]
+    out = eager.run("observe", lower, [value_in(given[name]) for name in names if name in given], {})
+    for name, value in zip(("running_min", "running_max", "scale", "zero_point"), out[2:], strict=True):
+        assign(given[name], constant(value), detached=True)
+    return wrap_all(tuple(out[:2] if torch.is_grad_enabled() else stop(out[:2])), device_of(args, kwargs))
+
+
 @lane_wise
 def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return tuple(args[0].shape) == tuple(args[1].shape)
@@ -171,6 +182,7 @@ OWN_RULES: dict[Any, Plan] = of_this_torch({
     "aten.lift.default": _lift_fresh,
     "aten.detach.default": detach,
     "aten.native_batch_norm.default": _batch_norm,
+    "aten._fused_moving_avg_obs_fq_helper.default": _observe,
     "aten.is_same_size.default": _same_size,
     "aten._is_all_true.default": _is_all_true,
     "aten._assert_async.default": _assert,

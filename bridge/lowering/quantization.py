@@ -240,10 +240,9 @@ def aten__fused_moving_avg_obs_fq_helper_functional(
 
     least, most = averaged(running_min, jnp.min(seen, axes)), averaged(running_max, jnp.max(seen, axes))
     chosen = _parameters(cast(least, np.float32), cast(most, np.float32), quant_min, quant_max, bool(symmetric_quant))
-    step, zero = (
-        jnp.where(quantizing, *jnp.broadcast_arrays(cast(new, old.dtype).reshape(least.shape if per_row_fake_quant else old.shape), old))
-        for new, old in zip(chosen, (scale, zero_point), strict=True)
-    )
+    shape = least.shape if per_row_fake_quant else scale.shape
+    step = jnp.where(quantizing, cast(chosen[0], scale.dtype).reshape(shape), scale)
+    zero = jnp.where(quantizing, cast(chosen[1], zero_point.dtype).reshape(shape), zero_point)
     if per_row_fake_quant:
         value, mask = _run(x, _along(step, ch_axis, x.ndim), _along(zero, ch_axis, x.ndim), quant_min, quant_max)
     else:

@@ -69,7 +69,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
     package = _package(kind)
     header, arrays = checkpoint_trees.taken_apart(tree)
     target = Path(os.path.realpath(given))  # through a link, as open() writes
-    whose = _whose(target, kind)
+    whose = ""
+    if target.parent.is_dir():
+        with files.locked(target.parent, shared=True):
+            whose = _whose(target, kind)
     if whose and not overwrite:
         raise FileExistsError(f"path: {target} is {whose}, which is left alone; give another path, or overwrite=True")
     if kind == "orbax" and jax.process_count() > 1:
@@ -125,7 +128,10 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
     given, kind = Path(path).absolute(), _kind(path, format)
     package = _package(kind)
     target = Path(os.path.realpath(given))
-    source, header, arrays = _read(package, kind, target)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"path: nothing at {target}")
+    with files.locked(target.parent, shared=True):
+        source, header, arrays = _read(package, kind, target)
     try:
         if as_saved:
             return checkpoint_trees.put_together(header, arrays)
@@ -198,7 +204,7 @@ def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] |
             before = _identity(source)
         except FileNotFoundError:
             if os.path.lexists(files.current(target)):
-                continue  # another process replaces it
+                continue  # another process replaces it; not seen where locks work
             raise FileNotFoundError(f"path: nothing at {target}") from None
         if source.is_dir() != (kind == "orbax"):
             expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")

@@ -77,17 +77,17 @@ def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
     Raises:
         OSError: of the file system; the target is as it was.
     """
-    with _alone(target.parent):
+    with locked(target.parent):
         return _replace(new, target, keep)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process and thread at a time renames in a folder, where the file system has locks."""
+def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Nobody else replaces anything in the folder, or (not shared) reads in it, where the file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

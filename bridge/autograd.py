@@ -49,6 +49,7 @@ class _Recorded:
         root = tracing.state.level.root
         if root.key is None:
             root.key = self.key
+        tracing.forget_captured(root)
         root.captured.clear()
         root.live.clear()
         root.recorded = True
@@ -75,7 +76,11 @@ class _Recorded:
         self.key = root.key
         if self.again is None:
             # what depends on none of the inputs, or by way of detach and no_grad alone, is an array by now
-            kinds = [depends(v) for v in out[: self.count]] + [not d for d in detached]
+            kinds = [depends(v) for v in out[: self.count]]
+            kinds += [
+                not d and (depends(v) or (t is not None and t.requires_grad))
+                for v, t, d in zip(out[self.count :], targets, detached, strict=True)
+            ]
             self.kinds = [kind and inexact(v) for kind, v in zip(kinds, out, strict=True)]
         else:
             self.kinds = self.again
@@ -107,8 +112,7 @@ def differentiable(
     recorded = _Recorded(compute, leaves, known, key, code=code)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
-    written = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
-    writes = [(t, v if t.requires_grad or not t.is_leaf else v.detach()) for t, v in written]
+    writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
     return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes
 
 
@@ -148,7 +152,9 @@ class _Border(Untransformed):
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
-        ctx.save_for_backward(*inputs)
+        changed = [any(t is w for w in recorded.targets) for t in inputs]  # soon, to the results: their values of before are kept
+        ctx.changed = any(changed)
+        ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
         ctx.set_materialize_grads(True)
         return tuple(results)
@@ -163,6 +169,12 @@ class _Border(Untransformed):
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
         if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
             check_unchanged(ctx.every_version)
+            if ctx.changed:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a function that runs in "
+                    "JAX changed a tensor that requires grad, and its backward pass cannot itself be differentiated; jit the function, or "
+                    "clone the tensor first"
+                )
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
             try:
@@ -264,7 +276,7 @@ class _Attached(Untransformed):
 
         def back(values: list[Any]) -> Result:
             def pure(*active: Any) -> list[Any]:
-                with _in_place_of(watched, active):
+                with in_place_of([t.node for t in watched], active):
                     given = {id(t): v for t, v in zip(watched, active, strict=True)}
                     result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
                 return pick(result.values[: len(ctx.kinds)], ctx.kinds)
@@ -277,13 +289,15 @@ class _Attached(Untransformed):
 
 
 @contextlib.contextmanager
-def _in_place_of(tensors_: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
-    """While entered, the tensors have these values."""
-    before = [(t.node, t.node.value, t.node.seen) for t in tensors_]
+def in_place_of(nodes: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
+    """While entered, the nodes have these values, also where their trace has closed."""
+    before = [(node, node.value, node.seen, node.level) for node in nodes]
     try:
-        for t, v in zip(tensors_, values, strict=True):
-            t.node.value, t.node.seen = v, t.node.root.version
+        for node, v in zip(nodes, values, strict=True):
+            node.value, node.seen = v, node.root.version
+            if node.level.closed:
+                node.level = tracing.state.level
         yield
     finally:
-        for node, value, seen in before:
-            node.value, node.seen = value, seen
+        for node, value, seen, level in before:
+            node.value, node.seen, node.level = value, seen, level

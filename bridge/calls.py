@@ -188,6 +188,12 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
 
 def refuse_recording() -> None:
     """RuntimeError where something of torch's watches the ATen operators: of a computation in JAX it would see a result without origin."""
+    mode = private.dispatch_mode()
+    if mode is not None:
+        raise RuntimeError(
+            f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; enter "
+            "the mode inside of the function, or call torch.func's transform"
+        )
     if not private.watched_by_torch():
         return
     if private.transformed_by_torch():
@@ -279,8 +285,10 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not value.requires_grad:
             with torch.no_grad():
                 target.copy_(value)
-        else:
-            target.copy_(value)
+            continue
+        if not target.is_leaf and not target._is_view():
+            target.detach_()  # PyTorch may have given it a history inside of the trace; the value has all of it
+        target.copy_(value)
 
 
 # -- tensors captured by closure that require grad: known before the function runs, so that it runs once ----------------------------
@@ -321,7 +329,8 @@ def _known(fn: Any) -> list[torch.Tensor]:
         code = code_of(fn)
         if isinstance(code, types.CodeType) and not _captures.get(code, True):
             return []  # none in another closure of the same code
-        return [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
+        found = [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
+        return [t for t in found if not t._backward_hooks]  # of a tensor that is not used in the end PyTorch would call hooks with None
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 

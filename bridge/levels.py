@@ -33,6 +33,7 @@ class Level:
         staged: in the root: the trace is of a whole program to be compiled.
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
         live: in the root: ids of those among them that were used while torch's grad mode was on.
+        with_history: in the root: ids of those that required grad when they were met.
         recorded: in the root: torch's autograd may go back through what is traced.
         lasting: in the root: values are used after the call has returned, so they share no memory with torch tensors.
     """
@@ -40,7 +41,7 @@ class Level:
     __slots__ = (
         "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
         "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
-        "writes",
+        "with_history", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -59,6 +60,7 @@ class Level:
         self.seeds: Callable[[Any], Any] | None = None
         self.staged = False
         self.live: set[int] = set()
+        self.with_history: set[int] = set()
         self.recorded = False
         self.recording: Any = None  # in the root: bridge.eager.Tape, where one differentiates the computation for torch's autograd
         self.lasting = False
@@ -74,7 +76,7 @@ class Level:
         """Called before a root node changes: refuses what may not change here, remembers what must be undone or passed out."""
         if node.level is self:
             return
-        if self.kind in ("grad", "jvp"):
+        if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func lets out= pass
             raise RuntimeError(_CAPTURED_WRITE.format(op=self.operator))
         if node not in self.writes:
             self.writes[node] = (node.value, node.version)

@@ -72,13 +72,22 @@ class Program:
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those of these arguments and captured tensors that torch's autograd goes back to."""
-        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), 0)
+        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), self._targets())
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
 
     def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
-        """``kinds`` where only these arguments and captured tensors require grad; what is written keeps the history of its tensor."""
+        """``kinds`` where only these arguments and captured tensors require grad; a tensor that does is written with a history."""
         wanted = sum(1 << i for i in arguments) | sum(self._bit(i) for i in captured)
-        return [k and (i >= self.count or bool(s & wanted)) for i, (k, s) in enumerate(zip(self.kinds, self.sources, strict=True))]
+        sources = [*self.sources[: self.count]]
+        for s, (kind, i) in zip(self.sources[self.count :], self.written, strict=True):
+            sources.append(s | self._target(kind, i))
+        return [k and bool(s & wanted) for k, s in zip(self.kinds, sources, strict=True)]
+
+    def _target(self, kind: str, i: int) -> int:
+        return 1 << i if kind == "argument" else self._bit(i)
+
+    def _targets(self) -> int:
+        return functools.reduce(operator.or_, [self._target(kind, i) for kind, i in self.written], 0)
 
     def _bit(self, captured: int) -> int:
         return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
@@ -147,6 +156,7 @@ def _trace(
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
+    watch = random.Watch(found.generators)
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
@@ -166,11 +176,12 @@ def _trace(
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
                 if slot not in keys:
+                    watch.draw(generator)
                     keys[slot] = jax.random.key(seeds[slot])
                 return keys[slot]
 
             root.seeds = key_of
-            with push("plain") as level:
+            with watch.watching(), push("plain") as level:
                 result = traceable.run(level, arguments, take_apart)
             met = root.captured
             values = result.values[: len(result.values) - len(result.written)]
@@ -218,14 +229,34 @@ def _sources(jaxpr: Any) -> list[int]:
     Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
     where x does.
     """
-    found = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    return _flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
+
+
+def _flow(jaxpr: Any, given: Sequence[int]) -> list[int]:
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def sources(variables: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
+
     for eqn in jaxpr.eqns:
-        if eqn.params.get("name") == "stopped_by_torch":
+        name, inner = eqn.params.get("name"), _followed(eqn)
+        if name == "stopped_by_torch":
             continue
-        bits = functools.reduce(operator.or_, [found.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)], 0)
+        if inner is not None:
+            found.update(zip(eqn.outvars, _flow(inner, sources(eqn.invars)), strict=True))
+            continue
+        bits = functools.reduce(operator.or_, sources(eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" else eqn.invars), 0)
         if bits:
             found.update((v, bits) for v in eqn.outvars)
-    return [0 if isinstance(v, Literal) else found.get(v, 0) for v in jaxpr.outvars]
+    return sources(jaxpr.outvars)
+
+
+def _followed(eqn: Any) -> Any:
+    """The jaxpr inside an equation that is looked into: a checkpoint's, and the outputs of an autograd.Function."""
+    if eqn.primitive.name == "checkpoint":
+        return eqn.params["jaxpr"]
+    inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
+    return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
 
 
 # -- outputs: many small ones cross as few -----------------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ def lift(t: torch.Tensor) -> Node:
         value = root.overrides.get(id(t))
         if value is None:
             value = jax.numpy.copy(tensors.to_jax(t)) if root.lasting else tensors.to_jax(t)
+        if t.requires_grad:
+            root.with_history.add(id(t))
         node = Node(value, root)
         root.captured[id(t)] = entry = (t, node)
     return entry[1]
@@ -171,6 +173,13 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
 
     detached: torch's autograd does not record the write; None: as the grad mode says.  keep: see ``nodes.write``.
     """
+    if type(t) is not Traced and torch.is_grad_enabled():
+        node_of(t)
+        if id(t) in state.level.root.with_history:
+            raise RuntimeError(
+                "a tensor from outside that requires grad was changed in place; pass it to the function as an argument, change a clone of it, "
+                f"or write under torch.no_grad(){at_line()}"
+            )
     write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached, keep)
 
 
@@ -289,7 +298,22 @@ def root() -> Iterator[Level]:
     with (
         jax.enable_x64(True), compiling.correctly(), functions.intercepted(), guards.without_cast_weights(), push("root") as level, _Mode(),
     ):
-        yield level
+        try:
+            yield level
+        finally:
+            forget_captured(level)
+
+
+def forget_captured(root: Level) -> None:
+    """End what a trace knows of tensors from outside.
+
+    PyTorch's C++ has made a history for one that was changed in place to a value with a derivative, out of nodes of the trace.
+    """
+    for t, node in root.captured.values():
+        if node.version and id(t) not in root.with_history:
+            owner = t._base if t._is_view() else t
+            if owner.requires_grad and not owner.is_leaf:
+                owner.detach_()
 
 
 @contextlib.contextmanager

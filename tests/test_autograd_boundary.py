@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torchfunc_jax
-from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, stack_module_state, vjp, vmap
+from torchfunc_jax import functional_call, functionalize, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, stack_module_state, vjp, vmap
 
 MODES = {"eager": lambda f: f, "compiled": jit}
 both = pytest.mark.parametrize("mode", MODES)
@@ -387,3 +387,72 @@ def test_jvp_and_grad_of_a_tensor_that_requires_grad_agree_with_torch_func() -> 
     for f in (lambda T: T.jvp(torch.exp, (x,), (x,))[1], lambda T: T.grad(lambda a: (a**3).sum())(x)):
         same(torch.autograd.grad(f(torchfunc_jax).sum(), x), torch.autograd.grad(f(torch.func).sum(), x))
     same(grad(lambda a: jvp(torch.exp, (a,), (a,))[1].sum())(x), x.exp() * (x + 1))
+
+
+class _Hidden:
+    """Holds a tensor where nobody looks for it."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.held = iter([t])
+        self.get = {id(self): t}.__getitem__
+
+    def __call__(self) -> torch.Tensor:
+        return self.get(id(self))
+
+
+@pytest.mark.parametrize("wrap", [functionalize, jit, lambda f: lambda x: vmap(f)(x[None])[0]])
+def test_a_run_that_does_not_count_writes_nothing(wrap: Any) -> None:
+    """A tensor that requires grad is met by a way that was not looked into: the function is run again, and writes once."""
+    weight, counted = torch.ones(3, requires_grad=True), torch.zeros(())
+    hidden = _Hidden(weight)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if wrap in (functionalize, jit):
+            counted.add_(1)
+        return x * hidden()
+
+    mine = wrap(f)
+    for k in range(1, 4):
+        weight.grad = None
+        mine(torch.full((3,), float(k))).sum().backward()
+        same(weight.grad, torch.full((3,), float(k)))
+        assert counted.item() == (k if wrap in (functionalize, jit) else 0)
+
+
+@pytest.mark.parametrize("argument_requires_grad", [False, True])
+@pytest.mark.parametrize("wrap", [functionalize, jit])
+def test_buffers_get_the_history_that_pytorch_gives_them(wrap: Any, argument_requires_grad: bool) -> None:
+    """A running mean of constants gets none, however often it is updated; a copy of what requires grad does."""
+    weight = torch.arange(1.0, 4.0).requires_grad_()
+
+    def results(wrap: Any) -> list[Any]:
+        mean, copied, part = torch.zeros(3), torch.zeros(3), torch.zeros(5)
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            mean.mul_(0.9).add_(x.detach())
+            copied.copy_(x * weight)
+            part[1:4] = x * weight
+            return (x * weight).sum()
+
+        run, found = wrap(f), []
+        for k in range(3):
+            x = (torch.arange(3.0) + k).requires_grad_(argument_requires_grad)
+            out = run(x)
+            wanted = [weight, x] if argument_requires_grad else [weight]
+            grads = torch.autograd.grad(out + 2 * copied.sum() + 3 * part.sum(), wanted)
+            found += [out, mean.clone(), copied.clone(), part.clone(), *grads, mean.requires_grad, copied.requires_grad, part.requires_grad]
+            copied.detach_()
+            part.detach_()
+        return found
+
+    for mine, theirs in zip(results(wrap), results(lambda f: f), strict=True):
+        same(mine, theirs)
+
+
+@pytest.mark.parametrize("wrap", [functionalize, jit])
+def test_a_captured_tensor_with_a_history_is_not_changed(wrap: Any) -> None:
+    computed = torch.ones(3, requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match="a tensor from outside that requires grad was changed in place"):
+        wrap(lambda x: computed.mul_(x))(torch.ones(3))
+    same(computed, torch.full((3,), 2.0))
+    assert computed.grad_fn is not None and "Mul" in computed.grad_fn.name()

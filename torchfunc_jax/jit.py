@@ -632,9 +632,10 @@ class _Compiled:
         self, leaves: list[Any], captured: list[torch.Tensor], active: tuple[int, ...], active_captured: tuple[int, ...]
     ) -> Any:
         arguments = [leaves[i] for i in self.where]
-        outs = _Program.apply(
-            self, arguments, captured, active, active_captured, *[arguments[i] for i in active], *[captured[i] for i in active_captured]
-        )
+        written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in self.program.written}
+        diff = [arguments[i] for i in active] + [captured[i] for i in active_captured]
+        # what is written keeps its values of before for the backward pass, as a tensor of its own
+        outs = _Program.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
         return self._finish(list(outs), leaves, captured)
 
     def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:

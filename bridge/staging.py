@@ -24,6 +24,7 @@ from bridge.checks import Bounds, ends
 from bridge.guards import Guards
 from bridge.levels import push
 
+_TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included
 NO_SEEDS = np.zeros(_SEEDS, np.int64)  # for programs that draw from none
 _PACK_FROM, _PACK_SIZE = 4, 4096  # outputs of one shape from how many on, and up to which size, cross as one array
@@ -134,12 +135,18 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     if missing:
         found = capture.scan(*roots, deeper=True)
         candidates = those_of(found)
-    while missing:
+    for _ in range(_TRACES):
+        if not missing:
+            return program
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
         known = {id(t) for t, _ in candidates}
         candidates = candidates + [(t, capture.Place(t, None)) for t in missing if id(t) not in known]
         program, missing = _trace(fn, call, candidates, found)
-    return program
+    shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
+    raise RuntimeError(
+        f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
+        "input of the program; pass them as arguments, or keep them"
+    )
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ GIVEN: dict[tuple[str, int], dict[str, Any]] = {
     ("functional_call", 1): {"Foo": Tied},
     ("functional_call", 2): {"nn": types.SimpleNamespace(Bar=Bar)},
 }
+#: What examples use and do not import, in torch 2.15.
+MODULES = {"warnings": warnings}
 #: Slips in the docstrings that plain PyTorch stumbles over as well.
 SLIPS = [("torch.zeros())", "torch.zeros(()), tie_weights=False)"), ("grad_weights.grad_fn", "grad_weights['weight'].grad_fn")]
 
@@ -100,7 +103,7 @@ def examples(name: str) -> list[str]:
 def run(name: str, source_of: Any) -> list[dict[str, Any]]:
     """What each example of a docstring computes: its variables and the values of its expressions."""
     torch.manual_seed(0)
-    space: dict[str, Any] = {"torch": torch, "torchfunc_jax": torchfunc_jax, "nn": nn}
+    space: dict[str, Any] = {"torch": torch, "torchfunc_jax": torchfunc_jax, "nn": nn, **MODULES}
     source_of(f"from torch.func import {', '.join(NAMES)}", space)
     results = []
     for i, source in enumerate(examples(name)):
@@ -115,7 +118,8 @@ def run(name: str, source_of: Any) -> list[dict[str, Any]]:
                 source_of(code, space)
         else:
             source_of(code, space)
-        kept = {k: v for k, v in space.items() if not k.startswith("__") and k not in ("_values_", "torch", "torchfunc_jax", "nn", "F")}
+        ours = ("_values_", "torch", "torchfunc_jax", "nn", "F", *MODULES)
+        kept = {k: v for k, v in space.items() if not k.startswith("__") and k not in ours}
         results.append({"values": values, **{k: comparable(v) for k, v in kept.items()}})
     return results
 

@@ -390,7 +390,7 @@ CHECKS: dict[str, _Check] = {
     "jacrev": _Check(lambda api: api.jacrev(_products)),
     "jacfwd": _Check(lambda api: api.jacfwd(_products)),
     "hessian": _Check(lambda api: api.hessian(_energy)),
-    "hessian, float64": _Check(lambda api: api.hessian(_energy), dtype=torch.float64),
+    "grad, float64": _Check(lambda api: api.grad(_energy), dtype=torch.float64),
     "vmap(grad)": _Check(lambda api: api.vmap(api.grad(_energy)), _ROWS),
     "functionalize": _Check(lambda api: api.functionalize(_written)),
     "grad of a function that writes in place": _Check(lambda api: api.grad(_written)),

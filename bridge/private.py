@@ -115,6 +115,26 @@ def watched_by_torch() -> bool:
     return _functorch_innermost() is not None or _mode_of(_PROXY) is not None or forward_ad._current_level >= 0
 
 
+def which_generator(generator: torch.Generator) -> int:
+    """What tells generators apart: an operator gets another Python object for the same one at each call, and they are not equal."""
+    return generator._cdata  # type: ignore[attr-defined]
+
+
+def dispatch_mode() -> str | None:
+    """The name of a torch dispatch mode of the user's that is entered; None where there is none.
+
+    The modes of PyTorch's own machinery have a key, and one of its own copies what is written to, which changes no values.
+    """
+    if not _count_of_dispatch_modes():
+        return None
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    names = [type(m).__name__ for m in modes if getattr(m, "_mode_key", None) is None]
+    return next((name for name in names if name != "_CloneArgBeforeMutateMode"), None)
+
+
+_count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
+
+
 def transformed_by_torch() -> bool:
     """Whether it is a transform of torch.func's, or a level of torch.autograd.forward_ad."""
     return _functorch_innermost() is not None or forward_ad._current_level >= 0

@@ -514,8 +514,8 @@ def _run_checks() -> Iterator[tuple[str, Checked | None]]:
     try:
         for name in CHECKS:
             yield name, None
-            start = time.monotonic()
             process = _Process() if process is None or process.ended else process
+            start = time.monotonic()
             difference = process.ask(name)
             yield name, Checked(name, difference, time.monotonic() - start)
     finally:

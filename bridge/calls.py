@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, compiling, operands, private, tensors, tracing, trees
+from bridge import autograd, capture, compiling, eager, operands, private, tensors, tracing, trees
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.eager import Untaped
 from bridge.errors import reworded
@@ -206,6 +206,7 @@ def refuse_recording() -> None:
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool, code: Any) -> tuple[list[Any], Any]:
     refuse_recording()
+    eager.called(code_of(fn), leaves)
     if not torch.is_grad_enabled():
         outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
         write_back(writes)

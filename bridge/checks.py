@@ -112,6 +112,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
             f.verify()
         return out
 
+    call.clear_cache = run.clear_cache  # type: ignore[attr-defined]
     return call
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ from bridge.levels import state
 from bridge.python_numbers import is_input
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
-_seen: dict[Any, Any] = {}
+_WINDOW, _NEWEST = 16, 2  # calls with other shapes in which shapes are expected to come again, and how many are kept of those that do not
+_seen: dict[Any, dict[Any, Piece]] = {}  # by operator and static arguments, then by shapes
+_calls: OrderedDict[Any, OrderedDict[Any, Shapes]] = OrderedDict()  # by the code of the function, the oldest first
 _never: dict[Any, set[Any]] = {}
 
 
@@ -33,12 +36,61 @@ def forget() -> None:
     _never.clear()
 
 
+class Shapes:
+    """The shapes that a function was called with: the pieces that were last used for them go with them."""
+
+    __slots__ = ("again", "released")
+
+    def __init__(self) -> None:
+        self.again = False  # they came again soon
+        self.released = False
+
+
+def called(code: Any, leaves: Sequence[Any]) -> None:
+    """A function is called, un-jitted, with these arguments; forget what was compiled for shapes that it seems to be done with.
+
+    A compiled piece takes a megabyte and a half.  Shapes that change at each call, and do not come again within some others, would
+    fill the memory with what is never used.
+    """
+    key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor | jax.Array)])
+    known = _calls.get(code)
+    if known is None:
+        known = _calls[code] = OrderedDict()
+        if len(_calls) > _LIMIT:
+            _release(set(_calls.popitem(last=False)[1].values()))
+    found = known.get(key)
+    if found is None:
+        found = known[key] = Shapes()
+        gone = {s for s in list(known.values())[:-_NEWEST] if not s.again and not s.released}
+        if len(known) > _WINDOW:
+            gone.add(known.popitem(last=False)[1])
+        if gone:
+            _release(gone)
+    elif found is not local.shapes:
+        found.again, found.released = True, False
+        known.move_to_end(key)
+    local.shapes = found
+
+
+def _release(done: set[Shapes]) -> None:
+    for shapes in done:
+        shapes.released = True
+    for family in list(_seen.values()):
+        for key, piece in list(family.items()):
+            if piece.shapes in done:
+                family.pop(key, None)
+                piece.clear()
+    for jitted in (_copies, _added, _zeros, _lane_first, place_lanes):
+        jitted.clear_cache()
+
+
 class NotPure(Exception):
     """Raised inside a compiled piece by what must not be compiled into it (drawing a random key)."""
 
 
 class _Local(threading.local):
     compiling = False
+    shapes: Shapes | None = None
 
 
 local = _Local()
@@ -89,7 +141,7 @@ def _fill(s: Any, source: Any) -> Any:
 class Piece:
     """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until it was met twice."""
 
-    __slots__ = ("backs", "fn", "jitted", "key", "mapped", "small", "wide")
+    __slots__ = ("backs", "fn", "jitted", "key", "mapped", "shapes", "small", "wide")
 
     def __init__(self, key: Any, fn: Callable[..., Any]) -> None:
         self.key, self.fn = key, fn
@@ -98,6 +150,15 @@ class Piece:
         self.backs: dict[Any, Any] = {}
         self.mapped: dict[Any, Any] = {}
         self.wide: dict[Any, Piece] = {}
+        self.shapes: Shapes | None = None  # of the call that used it last
+
+    def clear(self) -> None:
+        """Give back what was compiled; who still holds the piece compiles it anew."""
+        for jitted in (self.jitted, *self.backs.values(), *self.mapped.values()):
+            if jitted is not None:
+                jitted.clear_cache()
+        for piece in self.wide.values():
+            piece.clear()
 
     @classmethod
     def of(cls, key: Any, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> Piece:
@@ -185,17 +246,23 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
             static += tuple([_static(x, arrays) for x in kwargs.values()])
         # settings a lowering may read while it is traced
         key = (func, static, tuple(kwargs), torch.get_default_dtype(), private.float32_precision())
-        piece = _seen.get(key)
+        family = _seen.get(key)
     except TypeError:  # an unhashable argument
         return _direct(lower, args, kwargs, tape, arrays)
     never = _never.get(func)
     if never is not None and _kinds(arrays) in never:
         return _direct(lower, args, kwargs, tape, arrays)
-    met = piece is not None
+    met = family is not None
+    if family is None:
+        while len(_seen) >= _LIMIT:
+            for old in _seen.pop(next(iter(_seen))).values():
+                old.clear()
+        family = _seen[key] = {}
+    shapes = tuple([(a.shape, a.dtype) for a in arrays])
+    piece = family.get(shapes)
     if piece is None:
-        if len(_seen) >= _LIMIT:
-            _seen.clear()
-        piece = _seen[key] = Piece.of(key, lower, static, tuple(kwargs))
+        piece = family[shapes] = Piece.of(key, lower, static, tuple(kwargs))
+    piece.shapes = local.shapes
     recording = level.root.recording
     recorded = recording is not None and recording.tracks(arrays)
     tracked = recorded or (tape is not None and tape.tracks(arrays))
@@ -318,7 +385,7 @@ class Tape:
         def add(key: int, value: Any) -> None:
             have = found.get(key)
             # lanes come first: a value that all of them share broadcasts to them
-            found[key] = value if have is None else like(lanes, jnp.add(have, value), have, value)
+            found[key] = value if have is None else like(lanes, _added(have, value), have, value)
 
         for o, c in zip(outputs, cotangents, strict=True):
             if id(o) in self.known and c is not None:
@@ -332,7 +399,7 @@ class Tape:
             for a, w in zip(arrays, wanted, strict=True):
                 if w:
                     add(id(a), next(grads))
-        return [found[id(v)] if id(v) in found else like(lanes, jnp.zeros(v.shape, v.dtype), v) for v in inputs]
+        return [found[id(v)] if id(v) in found else like(lanes, _zeros(v), v) for v in inputs]
 
 
 class Pull:
@@ -359,6 +426,19 @@ class Pull:
         grads = self.tape.pull(self.inputs, self.outputs, given, lanes)
         n = cotangents.shape[0]
         return tuple(g if lanes.tracks([g]) else jnp.broadcast_to(g, (n, *g.shape)) for g in grads)
+
+
+# functions of our own, although jax.numpy's are compiled too: what JAX keeps of these can be given back
+
+
+@jax.jit
+def _added(a: Any, b: Any) -> Any:
+    return jnp.add(a, b)
+
+
+@jax.jit
+def _zeros(like_it: Any) -> Any:
+    return jnp.zeros(like_it.shape, like_it.dtype)
 
 
 @jax.jit
@@ -511,4 +591,4 @@ def place_lanes(value: Any, axis: int | None, out_axis: int, size: int) -> Any:
 
 def copied(value: Any, lanes: Lanes | None) -> Any:
     """value as a new array that no tape knows: what detach gives where nothing but the tape differentiates."""
-    return like(lanes, jnp.copy(value), value)
+    return like(lanes, _copies([value])[0], value)

@@ -56,13 +56,16 @@ def _modes() -> Any:
 
 @contextlib.contextmanager
 def without_cast_weights() -> Iterator[None]:
-    """While entered, autocast keeps no copies of weights: those of before would be constants in here, those of a trace useless after it."""
+    """While entered, autocast keeps no copies of weights, and no parametrized ones are kept: those of before would be constants in here,
+    those of a trace useless after it.
+    """
     enabled = torch.is_autocast_cache_enabled()
     if private.any_autocast():
         torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with private.parametrizations_anew():
+            yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
         if private.any_autocast():
@@ -91,15 +94,15 @@ class Guards:
     def __init__(self, found: capture.Found) -> None:
         self.names: dict[int, str] = {}
         self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without children and hooks
-        self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...]]] = []
+        self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...], Any]] = []
         for m in found.modules.values():
             d = m.__dict__
             if not all(name in d for name in _MODULE):  # ScriptModules
                 continue
             self.names[id(d)] = type(m).__name__
-            if d["_modules"] or any(d[name] for name in _HOOKS):
+            if d["_modules"] or any(d[name] for name in _HOOKS) or "forward" in d:
                 children = dict(d["_modules"])
-                self.others.append((d, m.training, children, [*children], _hooks(d)))
+                self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
             else:
                 self.plain.append((d, m.training))
         self.places = [(p, child) for p, child in found.edges() if _now(p) is child]
@@ -111,12 +114,15 @@ class Guards:
         for d, training in self.plain:
             if (
                 d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
-                or d["_backward_pre_hooks"] or d["_modules"]
+                or d["_backward_pre_hooks"] or d["_modules"] or "forward" in d
             ):
                 return False
-        for d, training, children, order, hooks in self.others:
+        for d, training, children, order, hooks, forward in self.others:
             now = d["_modules"]
-            if d["training"] is not training or now != children or [*now] != order or _hooks(d) != hooks:
+            if (
+                d["training"] is not training or now != children or [*now] != order or _hooks(d) != hooks
+                or d.get("forward") is not forward
+            ):
                 return False
         try:
             for place, child in self.places:
@@ -132,8 +138,11 @@ class Guards:
 
     def differences(self) -> Iterator[str]:
         """What is not as it was, each as a sentence."""
-        for d, training, children, order, hooks in [*((d, t, {}, [], ((),) * len(_HOOKS)) for d, t in self.plain), *self.others]:
+        plain: list[Any] = [(d, training, {}, [], ((),) * len(_HOOKS), None) for d, training in self.plain]
+        for d, training, children, order, hooks, forward in [*plain, *self.others]:
             name = self.names[id(d)]
+            if d.get("forward") is not forward:
+                yield f"the module {name} has been given another forward"
             if d["training"] is not training:
                 yield f"the module {name} was in {_mode(training)} mode and now is in {_mode(d['training'])} mode"
             now = d["_modules"]

@@ -52,7 +52,7 @@ class _Recorded:
         tracing.forget_captured(root)
         root.captured.clear()
         root.live.clear()
-        root.recorded = True
+        root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         try:
             # as where the computation was asked for; an autograd.Function's forward runs without

@@ -90,6 +90,7 @@ class Found:
         self.depth = depth
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
+        self.generators: list[torch.Generator] = []
         self._holds: dict[int, bool] = {}  # by the id of what was visited: whether there is a tensor or a module in it
         self._edges: list[_Edge] = []
         self._numbers: list[_Edge] = []
@@ -151,7 +152,12 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
 
 
 def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> bool:
-    """Whether there is a tensor or a module in x."""
+    """Whether there is a tensor, a module or a generator in x."""
+    if isinstance(x, torch.Generator):
+        found.generators.append(x)
+        if edge is not None:
+            found._edges.append(edge)
+        return True
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
         if first is not place:  # one tensor at two places: as long as it is at both, the first is read

@@ -17,7 +17,7 @@ from bridge.keys import Same, identical
 #: What the entries of ``ambient`` are called.
 AMBIENT = (
     "the default dtype", "the precision of float32 matrix products", "deterministic algorithms", "inference mode", "anomaly mode",
-    "autocast", "the default device and torch function modes", "global module hooks",
+    "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors",
 )  # fmt: skip
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
@@ -40,7 +40,7 @@ def ambient() -> tuple[Any, ...]:
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
         _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # a function may enter it
-        _modes() if private.function_modes() else None, private.global_module_hooks(),
+        _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
     )  # fmt: skip
 
 

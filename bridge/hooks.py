@@ -21,8 +21,20 @@ from bridge.tracing import resumed, value_of, wrap
 
 
 def _followed(values: Sequence[Any]) -> None:
-    """A tape cannot follow a hook: JAX differentiates instead."""
-    level = state.level
+    """A tape cannot follow a hook: JAX differentiates instead; and it knows no tangents of what has a hook.
+
+    Raises:
+        NotImplementedError: the innermost transform that differentiates is a forward-mode one.
+    """
+    level: Level = state.level
+    inner: Level | None = level
+    while inner is not None and inner.kind not in ("grad", "jvp"):
+        inner = inner.parent
+    if inner is not None and inner.kind == "jvp":
+        raise NotImplementedError(
+            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of what "
+            f"has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
+        )
     if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
         raise Untaped
 

@@ -41,7 +41,13 @@ def _operand(t: Traced) -> Any:
 def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     given = kwargs.get("device")
     if given is not None:
-        return torch.device(given)
+        device = torch.device(given)
+        if device.type == "meta":
+            raise RuntimeError(
+                "meta: a function that runs in JAX was to make a tensor on the device meta, by its device= or by the default device; such "
+                f"tensors have no data, and JAX computes with data; give another device{at_line()}"
+            )
+        return device
     found = None
     for x in args:
         if isinstance(x, torch.Tensor):
@@ -103,9 +109,9 @@ def stop(out: Any) -> Any:
         return out
     if "jvp" not in kinds:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
-    if innermost is None or innermost.kind == "jvp":
-        return out
-    return jax.tree_util.tree_map(lambda v: private.stop_at(v, innermost.probe) if isinstance(v, jax.Array) else v, out)
+    # forward mode does not obey no_grad; torch's autograd outside of it does
+    probe = state.level.root.probe if innermost is None or innermost.kind == "jvp" else innermost.probe
+    return out if probe is None else jax.tree_util.tree_map(lambda v: private.stop_at(v, probe) if isinstance(v, jax.Array) else v, out)
 
 
 def stop_tangents(out: Any) -> Any:

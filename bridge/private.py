@@ -115,6 +115,17 @@ def watched_by_torch() -> bool:
     return _functorch_innermost() is not None or _mode_of(_PROXY) is not None or forward_ad._current_level >= 0
 
 
+@contextlib.contextmanager
+def parametrizations_anew() -> Iterator[None]:
+    """While entered, ``torch.nn.utils.parametrize.cached`` knows nothing of before, and afterwards nothing of what was cached in here."""
+    module = torch.nn.utils.parametrize
+    before, module._cache = module._cache, {}
+    try:
+        yield
+    finally:
+        module._cache = before
+
+
 def which_generator(generator: torch.Generator) -> int:
     """What tells generators apart: an operator gets another Python object for the same one at each call, and they are not equal."""
     return generator._cdata  # type: ignore[attr-defined]

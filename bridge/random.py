@@ -6,7 +6,7 @@ vmap with randomness="different" gives every lane a key of its own, with "same" 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,56 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     if level.lanes is not None and level.randomness == "different":
         raise eager.Untaped
     return _draw(source(level), generator)
+
+
+class Watch:
+    """Notices that the Python of a function that is being compiled changes torch's generators: the program would not do it again.
+
+    Args:
+        generators: those that the function reaches, beside the default one.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        every = [torch.default_generator, *generators]
+        self.before = {private.which_generator(g): (g, _state_of(g)) for g in every}
+        self.now = dict(self.before)
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        """Called before the program gets a seed of its own from a generator: the generator moves on, so that setting it back shows."""
+        g = torch.default_generator if generator is None else generator
+        which = private.which_generator(g)
+        if which not in self.before:
+            raise RuntimeError(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
+        self.check()
+        seed_from(generator)
+        self.now[which] = g, _state_of(g)
+
+    def check(self) -> None:
+        for g, state in self.now.values():
+            if _state_of(g) != state:
+                raise RuntimeError(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watch]:
+        """While entered; afterwards the generators are as before."""
+        try:
+            yield self
+            self.check()
+        finally:
+            with private.below_python():
+                for g, state in self.before.values():
+                    g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    with private.below_python():
+        return generator.get_state().numpy().tobytes()
+
+
+_SEEDED = (
+    "jit: the function {}; a compiled program would draw other numbers than the function does, and leave the generator in another state. "
+    "Do it around the call, and pass the generator"
+)
 
 
 class NoKeyError(RuntimeError):
@@ -124,9 +174,10 @@ def _root_key(root: Level, generator: torch.Generator | None) -> Any:
     if root.seeds is not None:
         return root.seeds(generator)
     if generator is not None:  # one seed a call, also where a transform has to start again
-        if id(generator) not in root.generators:
-            root.generators[id(generator)] = (generator, jax.random.key(seed_from(generator)))
-        return root.generators[id(generator)][1]
+        which = private.which_generator(generator)
+        if which not in root.generators:
+            root.generators[which] = (generator, jax.random.key(seed_from(generator)))
+        return root.generators[which][1]
     if root.key is None:
         root.key = jax.random.key(seed_from(None))
     return root.key

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.extend.core import Literal
 
-from bridge import capture, compiling, outer, random, tensors, tracing
+from bridge import capture, compiling, outer, private, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, is_array, take_apart
 from bridge.checks import Bounds, ends
@@ -177,9 +177,10 @@ def _trace(
                 if generator is None:
                     info["draws"] = True
                 else:
-                    if not any(generator is g for g in generators):
+                    which = private.which_generator(generator)
+                    if not any(which == private.which_generator(g) for g in generators):
                         generators.append(generator)
-                    slot = 1 + next(i for i, g in enumerate(generators) if g is generator)
+                    slot = 1 + next(i for i, g in enumerate(generators) if private.which_generator(g) == which)
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
                 if slot not in keys:

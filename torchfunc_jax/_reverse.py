@@ -126,7 +126,9 @@ class Differentiated:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None
                 saved = saved_tensors.without_hooks() if kind == "grad" else contextlib.nullcontext()
-                with torch.enable_grad(), private.set_forward_mode_enabled(True), saved:
+                recording = kind == "grad" or torch.is_grad_enabled()
+                ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+                with ordinary, torch.set_grad_enabled(recording), private.set_forward_mode_enabled(True), saved:
                     result = self.traceable.run(level, self.merge(values, diff), finish)
             found[:] = [result]
             n = count(result.meta)

@@ -263,7 +263,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                 yield cell.cell_contents, Place(cell, None, f"the variable {name}")
             except ValueError:  # a variable not yet bound
                 continue
-        for name in _global_names(x.__code__):
+        inside = _ours(x.__module__) or _of_library(x.__module__)  # what its own module holds is none of the user's
+        for name in () if inside else _global_names(x.__code__):
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, "the global variable")
         for i, value in enumerate(x.__defaults__ or ()):

@@ -33,7 +33,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.test
-	TORCHFUNC_JAX_PROGRAMS=2000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	TORCHFUNC_JAX_PROGRAMS=2000 TORCHFUNC_JAX_AUTOGRAD_PROGRAMS=500 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-versions: $(VENV)/.test
 	$(BIN)/python docs/versions.py --jobs $(JOBS) $(ARGS)

@@ -11,13 +11,13 @@ class Closed:
     """A function of JAX values, traced on these arguments; called with what it captured as its first argument.
 
     Attributes:
-        captured: the values that it met beside its arguments, without derivatives.
+        captured: the values that it met beside its arguments.
         shapes: of its results.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr, self.captured = closed.jaxpr, [jax.lax.stop_gradient(v) for v in closed.consts]
+        self._jaxpr, self.captured = closed.jaxpr, closed.consts
 
     def __call__(self, captured: Sequence[Any], *args: Any) -> Any:
         outs = jax.core.eval_jaxpr(self._jaxpr, captured, *jax.tree_util.tree_leaves(args))

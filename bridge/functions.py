@@ -5,7 +5,7 @@ comes here instead.
 """
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +18,15 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules._functions import BackwardHookFunction
 
-from bridge import hooks, operands, private, trees
+from bridge import autograd, capture, hooks, operands, private, trees
 from bridge.autograd import Untransformed, conj, inexact
 from bridge.closed import Closed
 from bridge.eager import Untaped
-from bridge.errors import is_no_jvp, no_jvp
+from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
-from bridge.tracing import Traced, assign, dispatch, value_of, wrap
+from bridge.nodes import Node, read
+from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -158,6 +159,10 @@ class _Call:
         self.static: list[Any] = []
         self.dirty: list[tuple[int, int]] = []
         self.constant: list[bool] = []
+        self.outer: list[Node] = []
+
+    def _given(self, outer: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        return autograd.in_place_of(self.outer, outer) if outer else contextlib.nullcontext()
 
     # -- the user's methods on JAX values ----------------------------------------------------------------------------------
     def _wrapped(self, values: Sequence[Any], level: Level) -> list[Any]:
@@ -166,13 +171,26 @@ class _Call:
             args[i] = wrap(v, self.args[i].device, level)
         return args
 
-    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
-        """Outputs, residuals (every tensor the context keeps) and the context with places where those were."""
+    def closed_over(self) -> list[Node]:
+        """Tensors from outside that the methods may read and that JAX follows: they are operands of the rules, as JAX asks for."""
+        found = capture.scan(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)]).tensors.values()
+        root = state.level.root
+        every = [t for t, _ in found if (not t.node.level.closed if type(t) is Traced else id(t) in root.overrides)]
+        with torch.no_grad():
+            return [node_of(t) for t in every if isinstance(value_of(t), jax.core.Tracer)]
+
+    def forward(self, values: Sequence[Any], needs: Sequence[bool], outer: Sequence[Any] = ()) -> tuple[list[Any], list[Any], _Kept]:
+        """Outputs, residuals (every tensor the context keeps) and the context with places where those were.
+
+        outer: values of ``closed_over``, here and below, if they are not to be read where they are.
+        """
         flags = [False] * len(self.args)
         for i, n in zip(self.where, needs, strict=True):
             flags[i] = n
         ctx = Context(tuple(flags))
-        with push("function") as level, torch.no_grad(), private.set_forward_mode_enabled(False):
+        with (
+            push("function") as level, self._given(outer), torch.no_grad(), private.set_forward_mode_enabled(False),
+        ):  # fmt: skip
             args = self._wrapped(values, level)
             for a, n in zip(args, flags, strict=True):
                 if n and (a.is_floating_point() or a.is_complex()):
@@ -190,7 +208,7 @@ class _Call:
                 (k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o
             ]
             residuals: list[Any] = []
-            kept = _Kept(ctx, residuals)
+            kept = _Kept(ctx, residuals, [*outs, *[args[i] for i in self.where]], level)
             return [value_of(o) for o in outs], residuals, kept
 
     def _note(self, leaves: list[Any], spec: Any) -> None:
@@ -201,9 +219,9 @@ class _Call:
         if len(self.constant) != sum(self.is_tensor):
             self.constant = [not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor)]
 
-    def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
         """Cotangents of the tensor arguments, None where there is none; cotangents may be None."""
-        with push("plain") as level:
+        with push("plain") as level, self._given(outer):
             ctx = kept.restored(residuals, self.device, level)
             cts: list[Any] = []
             given = iter(cotangents)
@@ -212,7 +230,8 @@ class _Call:
                 cts.append(wrap(conj(c), self.device, level) if c is not None else None)
             method = self.cls.vjp if self.cls.vjp is not Function.vjp else self.cls.backward
             once = private.once_differentiable_inner(method)
-            grads = (once or method)(ctx, *cts)
+            with torch.no_grad() if once else contextlib.nullcontext():
+                grads = (once or method)(ctx, *cts)
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
@@ -228,11 +247,11 @@ class _Call:
                 v = conj(value_of(g))
                 if v.shape != tuple(self.args[i].shape):
                     v = _summed(v, tuple(self.args[i].shape), self.cls.__name__)
-                out.append(_undifferentiable(v) if once else v)
+                out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once else v)
             return out
 
-    def jvp(self, kept: Any, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        with push("plain") as level:
+    def jvp(self, kept: Any, residuals: Sequence[Any], tangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
+        with push("plain") as level, self._given(outer):
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
             given = iter(tangents)
@@ -259,16 +278,18 @@ class _Call:
         if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
             raise no_jvp(self.cls.__name__)
         staged = level.root.staged
+        self.outer = self.closed_over()
+        captured: Any = [read(node, level) for node in self.outer]
         if has_jvp and (forward_mode or not has_backward):
-            f = self._staged_with_jvp(values) if staged else self._with_jvp()
+            f, *constants = self._staged_with_jvp(values) if staged else (self._with_jvp(),)
         elif has_backward:
-            f = self._staged_with_vjp(values) if staged else self._with_vjp()
+            f, *constants = self._staged_with_vjp(values) if staged else (self._with_vjp(),)
         else:
-            f = self._constant
+            f, constants = self._constant, []
         if self.own_vmap and any(private.batched_value(v) is not None for v in values):
             f = self._batched(f)  # vmap comes first: what its rule does is what the transforms around it see
         try:
-            outs = f(*values)
+            outs = _called(f, (captured, *constants), values)
         except TypeError as error:
             if not is_no_jvp(error):
                 raise
@@ -276,14 +297,14 @@ class _Call:
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
-    def _constant(self, *values: Any) -> list[Any]:
+    def _constant(self, captured: Any, *values: Any) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
 
     def primal(self) -> Callable[..., Any]:
         """The forward alone, batched by the Function's own vmap where it has one."""
 
-        def plain(*values: Any) -> list[Any]:
-            return self.forward(values, [True] * len(values))[0]
+        def plain(captured: Any, *values: Any) -> list[Any]:
+            return self.forward(values, [True] * len(values), captured[0])[0]
 
         return self._batched(plain) if self.own_vmap else plain
 
@@ -292,11 +313,16 @@ class _Call:
         batched = jax.custom_batching.custom_vmap(f)
 
         @batched.def_vmap
-        def rule(axis_size: int, in_batched: Any, *values: Any) -> Any:
+        def rule(axis_size: int, in_batched: Any, captured: Any, *values: Any) -> Any:
             dims: list[int | None] = [None] * len(self.args)
-            for i, b in zip(self.where, in_batched, strict=True):
+            for i, b in zip(self.where, in_batched[1:], strict=True):
                 dims[i] = 0 if b else None
-            with push("plain") as level:
+            if any(in_batched[0][0]):
+                raise RuntimeError(
+                    f"{self.cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it "
+                    f"along which dimension; give that tensor to apply as an argument{at_line()}"
+                )
+            with push("plain") as level, self._given(captured[0]):
                 args = self._wrapped(values, level)
                 info = private.vmap_info(axis_size, (state.level.randomness or "error"))
                 out, out_dims = self.cls.vmap(info, tuple(dims), *args)
@@ -310,32 +336,30 @@ class _Call:
         return batched
 
     def _with_vjp(self) -> Callable[..., Any]:
-        box: list[Any] = []
         primal = self.primal()
 
         @jax.custom_vjp
-        def f(*values: Any) -> list[Any]:
-            return primal(*values)
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return primal(captured, *values)
 
-        def fwd(*given: Any) -> tuple[list[Any], list[Any]]:
+        def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
+            captured = ([g.value for g in captured[0]],)
             values = [g.value for g in given]
-            outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given])
-            box[:] = [kept]
+            outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given], captured[0])
             # at the levels around this one the outputs again have the Function's own derivative
-            outside = any(isinstance(v, jax.core.Tracer) for v in values)
-            again = f(*values) if outside else primal(*values) if self.own_vmap else outs
-            same = {id(o): a for o, a in zip(outs, again, strict=True)}
-            return again, [same.get(id(r), r) for r in residuals]
+            outside = any(isinstance(v, jax.core.Tracer) for v in (*values, *captured[0]))
+            again = _called(f, captured, values) if outside else primal(captured, *values) if self.own_vmap else outs
+            return again, (captured, kept.linked(residuals, [*again, *values]), kept)
 
-        def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            kept = box[0]
+        def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            captured, residuals, kept = given
             zero: Any = jax.custom_derivatives.SymbolicZero
             cts = []
             for c, constant in zip(cotangents, self.constant, strict=True):
                 if isinstance(c, zero):
                     c = jnp.zeros(c.aval.shape, c.aval.dtype) if kept.materialize and not constant else None
                 cts.append(c if c is None or c.dtype != jax.dtypes.float0 else None)
-            return tuple(self.backward(kept, residuals, cts))
+            return None, *self.backward(kept, residuals, cts, captured[0])
 
         f.defvjp(fwd, bwd, symbolic_zeros=True)
         return f
@@ -344,21 +368,22 @@ class _Call:
         primal = self.primal()
 
         @jax.custom_jvp
-        def f(*values: Any) -> list[Any]:
-            return primal(*values)
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return primal(captured, *values)
 
         def rule(primals: Any, tangents: Any) -> Any:
+            (captured, *primals), (_, *tangents) = primals, tangents
             zero: Any = jax.custom_derivatives.SymbolicZero
-            outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents])
+            outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents], captured[0])
             given = [
                 (jnp.zeros(t.aval.shape, t.aval.dtype) if kept.materialize else None) if isinstance(t, zero) else t for t in tangents
             ]
             given = [None if t is not None and t.dtype == jax.dtypes.float0 else t for t in given]
-            pushed = self.jvp(kept, residuals, given)
-            again = f(*primals)
+            again = _called(f, captured, primals)
+            found = self.jvp(kept, kept.linked(residuals, [*again, *primals]), given, captured[0])
             return again, [
                 jnp.zeros_like(o) if p is None and inexact(o) else jnp.zeros(o.shape, jax.dtypes.float0) if p is None else p
-                for o, p in zip(outs, pushed, strict=True)
+                for o, p in zip(outs, found, strict=True)
             ]
 
         f.defjvp(rule, symbolic_zeros=True)
@@ -367,16 +392,13 @@ class _Call:
     # In a program to be compiled, JAX asks for these rules when the program is differentiated, which may be after its trace has closed:
     # then tensors that the methods capture would be met again, as constants.  So the methods run now, as jaxprs, whose constants, the
     # captured tensors' values among them, are operands.
-    def _staged_with_vjp(self, values: Sequence[Any]) -> Callable[..., Any]:
+    def _staged_with_vjp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
         kept: Any = None
-        links: list[int | None] = []  # for each residual: which output it is, and after those which value
         differentiable: list[bool] = []
 
         def forward(*values: Any) -> tuple[list[Any], list[Any]]:
             nonlocal kept
             outs, residuals, kept = self.forward(values, [True] * len(values))
-            places = {id(v): i for i, v in enumerate([*outs, *values])}
-            links[:] = [places.get(id(r)) for r in residuals]
             differentiable[:] = [inexact(o) and not c for o, c in zip(outs, self.constant, strict=True)]
             return outs, residuals
 
@@ -392,23 +414,22 @@ class _Call:
 
         @jax.custom_vjp
         def f(captured: Any, *values: Any) -> list[Any]:
-            return forward_jaxpr(captured[0], *values)[0]
+            return forward_jaxpr(captured[1], *values)[0]
 
         def fwd(captured: Any, *values: Any) -> tuple[list[Any], Any]:
-            _, residuals = forward_jaxpr(captured[0], *values)
-            outs = f(captured, *values)  # at the levels around this one the outputs again have the Function's own derivative
-            linked = [*outs, *values]
-            return outs, (captured, [r if k is None else linked[k] for r, k in zip(residuals, links, strict=True)])
+            _, residuals = forward_jaxpr(captured[1], *values)
+            outs = _called(f, captured, values)  # at the levels around this one the outputs again have the Function's own derivative
+            return outs, (captured, kept.linked(residuals, [*outs, *values]))
 
-        def bwd(kept: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            captured, residuals = kept
-            grads = iter(backward_jaxpr(captured[1], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
+        def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            captured, residuals = given
+            grads = iter(backward_jaxpr(captured[2], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
             return None, *[next(grads) if inexact(v) else None for v in values]
 
         f.defvjp(fwd, bwd)
-        return functools.partial(f, (forward_jaxpr.captured, backward_jaxpr.captured))
+        return f, forward_jaxpr.captured, backward_jaxpr.captured
 
-    def _staged_with_jvp(self, values: Sequence[Any]) -> Callable[..., Any]:
+    def _staged_with_jvp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
         def forward(*values: Any) -> list[Any]:
             return self.forward(values, [True] * len(values))[0]
 
@@ -423,17 +444,17 @@ class _Call:
 
         @jax.custom_jvp
         def f(captured: Any, *values: Any) -> list[Any]:
-            return forward_jaxpr(captured[0], *values)
+            return forward_jaxpr(captured[1], *values)
 
         @f.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             captured, *values = primals
-            outs = f(captured, *values)
+            outs = _called(f, captured, values)
             given = [t for v, t in zip(values, tangents[1:], strict=True) if inexact(v)]
-            pushed = iter(tangent_jaxpr(captured[1], values, given))
+            pushed = iter(tangent_jaxpr(captured[2], values, given))
             return outs, [next(pushed) if inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
 
-        return functools.partial(f, (forward_jaxpr.captured, tangent_jaxpr.captured))
+        return f, forward_jaxpr.captured, tangent_jaxpr.captured
 
     def _finish(self, outs: Sequence[Any], made: Any) -> Any:
         tensors = []
@@ -459,11 +480,14 @@ class _Call:
         return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
 
 
+@jax.tree_util.register_static
 class _Kept:
-    """A context whose tensors have been taken out as residuals, to be put back as new tensors."""
+    """A context whose tensors have been taken out as residuals, to be put back as new tensors; each level of transforms has its own."""
 
-    def __init__(self, ctx: Context, residuals: list[Any]) -> None:
+    def __init__(self, ctx: Context, residuals: list[Any], known: Sequence[torch.Tensor], level: Level) -> None:
         self.materialize = ctx._materialize
+        self.links: list[int | None] = []  # for each residual: which of the known tensors it is
+        places = {id(t): k for k, t in reversed(list(enumerate(known)))}
         self.fields: dict[str, Any] = {}
         for name, held in ctx.__dict__.items():
             leaves, spec = trees.flatten(held)
@@ -471,10 +495,16 @@ class _Kept:
             for x in leaves:
                 if isinstance(x, torch.Tensor):
                     slots.append(len(residuals))
-                    residuals.append(value_of(x))
+                    self.links.append(places.get(id(x)))
+                    made_here = type(x) is Traced and x.node.root.level is level and id(x) not in places
+                    residuals.append(operands.constant(value_of(x)) if made_here else value_of(x))
                 else:
                     slots.append(None)
             self.fields[name] = (spec, slots, [None if isinstance(x, torch.Tensor) else x for x in leaves])
+
+    def linked(self, residuals: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+        """The residuals, those that are outputs or inputs as these: torch's autograd goes back through them, and through no others."""
+        return [r if k is None else known[k] for r, k in zip(residuals, self.links, strict=True)]
 
     def restored(self, residuals: Sequence[Any], device: torch.device, level: Level) -> Context:
         ctx = Context(())
@@ -499,13 +529,40 @@ def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
     return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
 
 
+def _called(f: Callable[..., Any], captured: Any, values: Sequence[Any]) -> list[Any]:
+    """f's outputs, which depend on the values, and not on the tensors from outside that are operands of its rules."""
+    outs = f(captured, *values)
+    return _of_inputs(outs, *values) if any(captured) else outs
+
+
+@jax.jit
+def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
+    """The outputs, with a name by which ``staging`` tells that they depend on the inputs and on nothing else."""
+    return [jax.lax.stop_gradient(o) for o in outs]
+
+
 @jax.custom_jvp
-def _undifferentiable(v: Any) -> Any:
+def _of_inputs(outs: list[Any], *inputs: Any) -> list[Any]:
+    return of_inputs_alone(outs, inputs)
+
+
+def _of_inputs_jvp(primals: Any, tangents: Any) -> Any:
+    given, *others = tangents
+    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) for t in others):
+        given = [jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]]
+    return _of_inputs(*primals), given
+
+
+_of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _undifferentiable(v: Any, *sources: Any) -> Any:
     return v
 
 
 def _refuse(primals: Any, tangents: Any) -> Any:
-    if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents):
         return primals[0], tangents[0]
     raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 

@@ -261,7 +261,7 @@ def _flow(jaxpr: Any, given: Sequence[int]) -> list[int]:
 
 def _followed(eqn: Any) -> Any:
     """The jaxpr inside an equation that is looked into: a checkpoint's, and the outputs of an autograd.Function."""
-    if eqn.primitive.name == "checkpoint":
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
         return eqn.params["jaxpr"]
     inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
     return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None

@@ -223,6 +223,7 @@ def _map(
 ) -> Any:
     call = Call.of_flat(leaves, spec, kwargs)
     traceable = call.traceable(func)
+    traceable.as_given(call.arrays)
     # leaves of the keyword arguments come behind the positional ones and are never mapped
     every = dims + [None] * (len(call.leaves) - len(dims))
     in_axes = [every[i] for i in call.where]

@@ -1,0 +1,151 @@
+"""Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain PyTorch; and what an error leaves behind."""
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import autograd_programs
+import pytest
+import torch
+from agreement import same
+
+import torchfunc_jax
+from torchfunc_jax import functionalize, grad, jit, vmap
+
+FAST = 25
+COUNT = int(os.environ.get("TORCHFUNC_JAX_AUTOGRAD_PROGRAMS", str(FAST)))
+PER_TEST = 5
+
+
+def ways(seed: int, count: int) -> list[str]:
+    """Some of the ways to call the program of a seed."""
+    p = autograd_programs.program(seed)
+    taken = [name for name, way in autograd_programs.WAYS.items() if way.takes(p)]
+    return random.Random(seed).sample(taken, min(count, len(taken)))
+
+
+def judge(start: int, stop: int, count: int) -> None:
+    without_truth = 0
+    for seed in range(start, stop):
+        p = autograd_programs.program(seed)
+        for name in ways(seed, count):
+            way = autograd_programs.WAYS[name]
+            found = autograd_programs.fault(p, way, torchfunc_jax)
+            if found.startswith("no truth"):
+                without_truth += 1
+            elif found:
+                smaller = autograd_programs.shrunk(p, way, torchfunc_jax)
+                pytest.fail(f"program {seed}, {name}, {sorted(p.needs)} require grad: {found}\n{smaller.source}")
+    assert without_truth <= 0.3 * count * (stop - start), "PyTorch itself raises too often to judge"
+
+
+@pytest.mark.parametrize("start", range(0, FAST, PER_TEST))
+def test_agrees_with_plain_pytorch(start: int) -> None:
+    judge(start, start + PER_TEST, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(FAST, COUNT, PER_TEST))
+def test_many_agree_with_plain_pytorch(start: int) -> None:
+    judge(start, min(start + PER_TEST, COUNT), 3)
+
+
+# -- errors, and other threads ---------------------------------------------------------------------------------------------------------------
+class Sometimes(torch.autograd.Function):
+    """Raises where it is told to."""
+
+    fails = ""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if Sometimes.fails == "forward":
+            raise ValueError("of the forward")
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch has typed any number of them
+        if Sometimes.fails == "backward":
+            raise ValueError("of the backward")
+        (x,) = ctx.saved_tensors
+        return 5 * g * x
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return Sometimes.apply(x).sum()
+
+
+def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f's gradient, by torch's backward from outside."""
+
+    def run(x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        f(x).backward()
+        return x.grad
+
+    return run
+
+
+ENTRIES: dict[str, Callable[[], Callable[..., Any]]] = {
+    "functionalize": lambda: gradient(functionalize(loss)), "jit": lambda: gradient(jit(loss)), "grad": lambda: grad(loss),
+    "jit(grad)": lambda: jit(grad(loss)), "vmap(grad)": lambda: vmap(grad(loss), in_dims=0),
+}
+
+
+def untouched() -> bool:
+    """Whether PyTorch's own Function is as PyTorch made it."""
+    return "__getattribute__" not in vars(type(torch.autograd.Function))
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_error_of_the_users_leaves_nothing_behind(entry: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(0.5, 2.0, 3)
+    for _ in range(2):
+        call = ENTRIES[entry]()
+        with monkeypatch.context() as patched:
+            patched.setattr(Sometimes, "fails", place)
+            with pytest.raises(ValueError, match=f"of the {place}"):
+                call(x)
+            assert torch.is_grad_enabled()
+            assert untouched()
+        same(call(x), 5 * x)
+        assert untouched()
+    same(gradient(loss)(x), 5 * x)
+
+
+def test_functions_of_other_threads_are_their_own() -> None:
+    """While one thread has a trace open, another one's Functions run as PyTorch runs them, and its errors are its own."""
+    inside, done = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def held(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert done.wait(60)
+        return Sometimes.apply(x).sum()
+
+    def other() -> None:
+        assert inside.wait(60)
+        try:
+            x = torch.linspace(0.5, 2.0, 3)
+            seen.extend([gradient(loss)(x), type(Sometimes.apply(x)), torch.is_grad_enabled()])
+            with pytest.raises(ValueError, match="shape"):
+                jit(grad(lambda x: _raising(Sometimes.apply(x))))(x)
+            seen.append(grad(loss)(x))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    x = torch.linspace(0.5, 2.0, 3)
+    same(grad(held)(x), 5 * x)
+    thread.join()
+    same(seen, [5 * x, torch.Tensor, True, 5 * x])
+    assert untouched()
+
+
+def _raising(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the shape is not what was expected")

@@ -52,6 +52,7 @@ class _Recorded:
         tracing.forget_captured(root)
         root.captured.clear()
         root.live.clear()
+        root.behind.clear()
         root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         try:
@@ -72,7 +73,8 @@ class _Recorded:
                 out.append(node.value)
         self.meta, self.targets = result.meta, targets
         self.seen = [t for t, _ in root.captured.values()]
-        self.met = [t for t, _ in root.captured.values() if id(t) in root.live]
+        self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
+        self.live = set(root.live)
         self.key = root.key
         if self.again is None:
             # what depends on none of the inputs, or by way of detach and no_grad alone, is an array by now
@@ -165,7 +167,8 @@ class _Border(Untransformed):
         inputs = ctx.saved_tensors  # raises where one was changed in place since
         check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
-        met = {id(t) for t in ctx.recorded.met}  # what was known of and not used gets no gradient, rather than zeros
+        # what was known of and not used gets no gradient, rather than zeros; what a rule uses has one in a second derivative alone
+        met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
         if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
             check_unchanged(ctx.every_version)

@@ -243,7 +243,7 @@ def direct(
             raise reworded(error) from error.__cause__
         _carry_out(result, leaves)
         writes = root_writes(root)
-        met = [t for t, _ in root.captured.values() if id(t) in root.live]
+        met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
     # a result never shares memory with an argument, a captured tensor or another result
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = torch_device(leaves)

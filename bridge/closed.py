@@ -1,10 +1,16 @@
-"""A Python function as a jaxpr whose captured values are operands, so that nothing of it runs after its trace has closed."""
+"""What the user's own rules for derivatives close over, as operands: JAX asks for that, and it may run them after their trace has closed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import torch
+
+from bridge import capture
+from bridge.levels import state
+from bridge.nodes import Node
+from bridge.tracing import Traced, node_of, value_of
 
 
 class Closed:
@@ -22,3 +28,24 @@ class Closed:
     def __call__(self, captured: Sequence[Any], *args: Any) -> Any:
         outs = jax.core.eval_jaxpr(self._jaxpr, captured, *jax.tree_util.tree_leaves(args))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.shapes), outs)
+
+
+def followed(*roots: Any) -> list[Node]:
+    """Tensors from outside that these functions reach and that JAX follows.
+
+    Those that require grad are noted: torch's autograd goes back to them in a second derivative, for which the rules run again.
+    """
+    root, nodes = state.level.root, []
+    with torch.no_grad():
+        for t, _ in capture.scan(*roots).tensors.values():
+            if type(t) is Traced:
+                wanted = not t.node.level.closed
+            else:
+                wanted = id(t) in root.overrides or (t.requires_grad and not root.staged)
+            if not wanted:
+                continue
+            if isinstance(value_of(t), jax.core.Tracer):
+                nodes.append(node_of(t))
+            if type(t) is not Traced and t.requires_grad:
+                root.behind.add(id(t))
+    return nodes

@@ -18,15 +18,15 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules._functions import BackwardHookFunction
 
-from bridge import autograd, capture, hooks, operands, private, trees
+from bridge import autograd, hooks, operands, private, trees
 from bridge.autograd import Untransformed, conj, inexact
-from bridge.closed import Closed
+from bridge.closed import Closed, followed
 from bridge.eager import Untaped
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, read
-from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
+from bridge.tracing import Traced, assign, dispatch, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -171,18 +171,10 @@ class _Call:
             args[i] = wrap(v, self.args[i].device, level)
         return args
 
-    def closed_over(self) -> list[Node]:
-        """Tensors from outside that the methods may read and that JAX follows: they are operands of the rules, as JAX asks for."""
-        found = capture.scan(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)]).tensors.values()
-        root = state.level.root
-        every = [t for t, _ in found if (not t.node.level.closed if type(t) is Traced else id(t) in root.overrides)]
-        with torch.no_grad():
-            return [node_of(t) for t in every if isinstance(value_of(t), jax.core.Tracer)]
-
     def forward(self, values: Sequence[Any], needs: Sequence[bool], outer: Sequence[Any] = ()) -> tuple[list[Any], list[Any], _Kept]:
         """Outputs, residuals (every tensor the context keeps) and the context with places where those were.
 
-        outer: values of ``closed_over``, here and below, if they are not to be read where they are.
+        outer: values of ``self.outer``, here and below, if they are not to be read where they are.
         """
         flags = [False] * len(self.args)
         for i, n in zip(self.where, needs, strict=True):
@@ -278,7 +270,7 @@ class _Call:
         if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
             raise no_jvp(self.cls.__name__)
         staged = level.root.staged
-        self.outer = self.closed_over()
+        self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
         captured: Any = [read(node, level) for node in self.outer]
         if has_jvp and (forward_mode or not has_backward):
             f, *constants = self._staged_with_jvp(values) if staged else (self._with_jvp(),)

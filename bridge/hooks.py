@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import torch
 
-from bridge.autograd import conj
-from bridge.closed import Closed
+from bridge.autograd import conj, in_place_of
+from bridge.closed import Closed, followed
 from bridge.eager import Untaped
 from bridge.errors import at_line
 from bridge.levels import Level, push, state
+from bridge.nodes import read
 from bridge.tracing import resumed, value_of, wrap
 
 
@@ -76,16 +77,17 @@ class _TensorHook:
         self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
         # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
         self.closed = Closed(self._call, value) if state.level.root.staged else None
+        self.outer = followed(hook) if self.closed is None else []
 
     def captured(self) -> Any:
-        return () if self.closed is None else self.closed.captured
+        return [read(node, state.level) for node in self.outer] if self.closed is None else self.closed.captured
 
     def __call__(self, captured: Any, cotangent: Any) -> Any:
         if self.handle.id not in self.hooks:
             return cotangent
         if self.closed is not None:
             return self.closed(captured, cotangent)
-        with _late():
+        with _late(), in_place_of(self.outer, captured):
             return self._call(cotangent)
 
     def _call(self, cotangent: Any) -> Any:

@@ -34,12 +34,13 @@ class Level:
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
         live: in the root: ids of those among them that were used while torch's grad mode was on.
         with_history: in the root: ids of those that required grad when they were met.
+        behind: in the root: ids of those that rules for derivatives use, and maybe nothing else.
         recorded: in the root: torch's autograd may go back through what is traced.
         lasting: in the root: values are used after the call has returned, so they share no memory with torch tensors.
     """
 
     __slots__ = (
-        "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
+        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
         "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
         "with_history", "writes",
     )
@@ -60,6 +61,7 @@ class Level:
         self.seeds: Callable[[Any], Any] | None = None
         self.staged = False
         self.live: set[int] = set()
+        self.behind: set[int] = set()
         self.with_history: set[int] = set()
         self.recorded = False
         self.recording: Any = None  # in the root: bridge.eager.Tape, where one differentiates the computation for torch's autograd

@@ -48,6 +48,7 @@ class Program:
         types_matter: whether the function may have asked for the type of something by ``type``.
         kinds: for each output and written value, whether torch's autograd can go back through it.
         sources: for each of them, the inputs of the jaxpr that it goes back to, as bits of a number.
+        behind: the same with inputs that only the rules of autograd.Functions use: a second derivative goes back to them.
     """
 
     jaxpr: Any
@@ -66,6 +67,7 @@ class Program:
     types_matter: bool
     kinds: list[bool]
     sources: list[int]
+    behind: list[int]
 
     def written_places(self) -> list[tuple[Any, ...]]:
         """Where what is written goes: the argument's index, or the place of the captured tensor."""
@@ -73,8 +75,13 @@ class Program:
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those of these arguments and captured tensors that torch's autograd goes back to."""
-        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), self._targets())
+        every = functools.reduce(operator.or_, itertools.compress(self.behind, self.kinds), self._targets())
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
+
+    def direct(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
+        """Of these, whether the first derivative goes back to it, and not only a second one."""
+        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), self._targets())
+        return [bool(every & 1 << i) for i in arguments] + [bool(every & self._bit(i)) for i in captured]
 
     def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
         """``kinds`` where only these arguments and captured tensors require grad; a tensor that does is written with a history."""
@@ -227,20 +234,21 @@ def _trace(
         jaxpr, [candidates[p][1] for p in used], Guards(found), spec, static, is_tensor, info["count"],
         [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
         len(candidates), strided, found.names("type"), info["kinds"], _sources(jaxpr.jaxpr),
+        _sources(jaxpr.jaxpr, behind=True),
     )
     return program, info["missing"]
 
 
-def _sources(jaxpr: Any) -> list[int]:
+def _sources(jaxpr: Any, behind: bool = False) -> list[int]:
     """For each output the inputs, as bits, that it depends on otherwise than by what ``operands.constant`` has stopped.
 
     Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
-    where x does.
+    where x does.  behind: also by what the rules of an autograd.Function use.
     """
-    return _flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
+    return _flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], behind)
 
 
-def _flow(jaxpr: Any, given: Sequence[int]) -> list[int]:
+def _flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def sources(variables: Sequence[Any]) -> list[int]:
@@ -251,9 +259,10 @@ def _flow(jaxpr: Any, given: Sequence[int]) -> list[int]:
         if name == "stopped_by_torch":
             continue
         if inner is not None:
-            found.update(zip(eqn.outvars, _flow(inner, sources(eqn.invars)), strict=True))
+            found.update(zip(eqn.outvars, _flow(inner, sources(eqn.invars), behind), strict=True))
             continue
-        bits = functools.reduce(operator.or_, sources(eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" else eqn.invars), 0)
+        inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
+        bits = functools.reduce(operator.or_, sources(inputs), 0)
         if bits:
             found.update((v, bits) for v in eqn.outvars)
     return sources(jaxpr.outvars)

@@ -475,19 +475,20 @@ class _Compiled:
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if not self.donated:
-            return self._kept(jax.jit(run))
+            return self._kept(run)
         chosen = set(self.donated)
 
         def split(kept: list[Any], given: list[Any], captured: Any, seeds: Any) -> Any:
             source = iter(given), iter(kept)
             return run([next(source[0] if i in chosen else source[1]) for i in range(len(self.where))], captured, seeds)
 
-        jitted = self._kept(jax.jit(split, donate_argnums=1))
+        jitted = self._kept(split, donate_argnums=1)
         return lambda arguments, captured, seeds: jitted(
             [a for i, a in enumerate(arguments) if i not in chosen], [a for i, a in enumerate(arguments) if i in chosen], captured, seeds
         )
 
-    def _kept(self, jitted: Any) -> Any:
+    def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
+        jitted = jax.jit(function, compiler_options=compiling.options(), **options)
         self.jitted.append(jitted)
         return jitted
 
@@ -549,7 +550,7 @@ class _Compiled:
         values = [tensors.to_jax(t) for t in captured]
         if self.donated:
             inputs = [np.array(x) for x in inputs]
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.at_call():
             outs = self.forward(inputs, values, staging.NO_SEEDS)
         return [np.asarray(v) for v in outs]
 
@@ -572,7 +573,7 @@ class _Compiled:
             if any(self.pair(*active)[2]):
                 return self._recorded(leaves, captured, *active)
         seeds = program.seeds() if self.random else self.no_seeds
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.at_call():
             if not self.torch_out:
                 values = [jax.device_put(v) for v in values]
             outs = self.forward(inputs, values, seeds)
@@ -642,8 +643,8 @@ class _Compiled:
         """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
         key = (active, active_captured)
         if key not in self.recorded:
-            run = self._kept(jax.jit(staging.differentiated(self.checked, active, active_captured)))
-            back = self._kept(jax.jit(functools.partial(staging.pull_back)))  # its own: JAX keeps what one function was compiled to
+            run = self._kept(staging.differentiated(self.checked, active, active_captured))
+            back = self._kept(functools.partial(staging.pull_back))  # its own: JAX keeps what one function was compiled to
             self.recorded[key] = (run, back, self.program.kinds_for(active, active_captured))
         return self.recorded[key]
 
@@ -672,7 +673,7 @@ class _Program(torch.autograd.Function):
         seeds = compiled.program.seeds() if compiled.random else compiled.no_seeds
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.at_call():
             outs, rest, pull = run(inputs, values, seeds)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
@@ -702,11 +703,12 @@ class _Program(torch.autograd.Function):
             _, back, _ = ctx.compiled.pair(ctx.active, ctx.active_captured)
             inputs = [tensors.to_jax(c) for c in cts]
             try:
-                with jax.enable_x64(True), compiling.correctly():
+                with jax.enable_x64(True), compiling.at_call():
                     found = back(ctx.pull, inputs)
             except ValueError as error:
                 raise reworded(error) from error.__cause__
-            need = ctx.needs_input_grad[5:]
+            direct = ctx.compiled.program.direct(ctx.active, ctx.active_captured)
+            need = [n and d for n, d in zip(ctx.needs_input_grad[5:], direct, strict=True)]
             grads = [tensors.to_torch(g, t.device) if n else None for g, t, n in zip(found, diff, need, strict=True)]
         return (None, None, None, None, None, *grads)
 

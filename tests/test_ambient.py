@@ -1,0 +1,54 @@
+"""PyTorch's ambient state: each cell of the table in ambient.py holds what it says, and the page in docs/ is the one of the table."""
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import ambient
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _small_programs_are_kept_too() -> Iterator[None]:
+    """JAX keeps what it has compiled on the disk, also small programs: most cells compile the same ones."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def cells(name: str, every: bool) -> Iterator[tuple[str, str, str]]:
+    """(when, way, tensors): for each way one of the other two, in turn; or all that are left."""
+    start = list(ambient.STATES).index(name)
+    for k, way in enumerate(ambient.WAYS):
+        for i, (when, tensors) in enumerate(itertools.product(ambient.WHENS, ambient.TENSORS)):
+            if every == bool((start + k + i) % 6):
+                yield when, way, tensors
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ambient.STATES)
+def test_the_table(name: str, every: bool) -> None:
+    state, wrong = ambient.STATES[name], []
+    for when, way, tensors in cells(name, every):
+        other = ambient.declared(state, when, way, tensors)
+        says, detail = ambient.observed(state, when, way, tensors)
+        expected = "as torch.func" if other is None else other.text
+        if says != expected or (other is not None and not re.search(other.match, detail)):
+            wrong.append(f"{when}, {way}, {tensors}: {says!r}, and not {expected!r}: {detail}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("ambient_state", ROOT / "docs" / "ambient_state.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run: python docs/ambient_state.py"
+    assert not re.search(r"\|\s*\|$|\|\s+\|(?! \|)", script.page().partition("| state |")[2].partition("## Notes")[0]), "an empty cell"

@@ -85,6 +85,9 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
         """While entered; afterwards the generators are as before."""
+        for which, (g, _) in self.before.items():  # a function that sets the state in which they are must show too
+            seed_from(g)
+            self.now[which] = g, _state_of(g)
         try:
             yield self
             self.check()

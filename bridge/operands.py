@@ -127,8 +127,8 @@ def stop_tangents(out: Any) -> Any:
 
 
 def reverse_only() -> bool:
-    """Whether grad transforms are in progress, and no forward-mode ones (those do not obey no_grad)."""
-    level, found = state.level, False
+    """Whether grad transforms, or torch's autograd from outside, are in progress, and no forward-mode ones (those do not obey no_grad)."""
+    level, found = state.level, state.level.root.recorded
     while level is not None:
         if level.kind == "jvp":
             return False

@@ -239,7 +239,7 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
             text = " + ".join(f"g{i} * ({e})" for i, e in terms)
         else:
             content += [f"terms = [{', '.join(f'(g{i}, lambda g: g * ({e}))' for i, e in terms)}]"]
-            content += [f"terms = [rule(g) for g, rule in terms if g is not None]", f"d{a} = sum(terms) if terms else None"]
+            content += ["terms = [rule(g) for g, rule in terms if g is not None]", f"d{a} = sum(terms) if terms else None"]
             text = f"d{a}"
         text = f"({text}) * {factor}" if materialized else f"{text} if {text} is None else {text} * {factor}"
         gradients.append(f"({text}) if ctx.needs_input_grad[{position}] else None" if asks else text)
@@ -253,7 +253,7 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
                 pushed.append("None")
                 continue
             content += [f"terms = [{', '.join(f'(t{a}, lambda t: t * ({e}))' for a, e in slopes.items())}]"]
-            content += [f"terms = [rule(t) for t, rule in terms if t is not None]", f"p{i} = sum(terms) * {factor} if terms else None"]
+            content += ["terms = [rule(t) for t, rule in terms if t is not None]", f"p{i} = sum(terms) * {factor} if terms else None"]
             if kernel.dirty:
                 content += [f"p{i} = ta.copy_(p{i})"]
             pushed.append(f"p{i}")
@@ -398,8 +398,8 @@ class _Writer:
                 lines = [f"{out} = {made.call(tensors, self.number())}"]
         elif kind == "hook":
             hook = r.choice(["g * 1.7", "g.clamp(-0.5, 0.5)", "g * c", "g * w", "None", "g + 0.1", "g * g.detach().cos()", "-g"])
-            made_of = self.expression(a, b)
-            lines = [f"{out} = {made_of}", f"if {out}.requires_grad:", f"    {out}.register_hook(lambda g: {hook})"]
+            # times 1: PyTorch keeps the result of tanh for a second derivative as it is before the hook's tensor, here it is after
+            lines = [f"{out} = ({self.expression(a, b)}) * 1", f"if {out}.requires_grad:", f"    {out}.register_hook(lambda g: {hook})"]
         elif kind == "no_grad":
             what = self.expression(a, b)
             lines = r.choice([

@@ -10,6 +10,7 @@ from typing import Any
 import autograd_programs
 import pytest
 import torch
+import torch.utils.checkpoint
 from agreement import same
 
 import torchfunc_jax
@@ -51,6 +52,110 @@ def test_agrees_with_plain_pytorch(start: int) -> None:
 @pytest.mark.parametrize("start", range(FAST, COUNT, PER_TEST))
 def test_many_agree_with_plain_pytorch(start: int) -> None:
     judge(start, min(start + PER_TEST, COUNT), 3)
+
+
+# -- what random programs have found, each by itself -------------------------------------------------------------------------------------
+W = torch.tensor([0.7, -0.4, 1.2], dtype=torch.float64)
+
+
+class Weighted(torch.autograd.Function):
+    """Its methods use a tensor from outside; its derivative is not the true one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin() * W
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]  # torch has typed any number of them
+        (x,) = ctx.saved_tensors
+        return g * x * W if ctx.needs_input_grad[0] else None, g * 3 if ctx.needs_input_grad[1] else None
+
+
+class Hidden(torch.autograd.Function):
+    """It saves what is neither an input nor an output: a constant in a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        t = x.tanh()
+        ctx.save_for_backward(t)
+        return t * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        return g * (1 - ctx.saved_tensors[0] ** 2)
+
+
+def closure_of_its_own(x: torch.Tensor) -> torch.Tensor:
+    z = x * 2
+
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+            return a * z
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+            return g * z
+
+    return Local.apply(x.sin())
+
+
+def hook_with_captured(x: torch.Tensor) -> torch.Tensor:
+    y, z = x * 2, x.cos()
+    if y.requires_grad:
+        y.register_hook(lambda g: g * W * z)
+    return y * y
+
+
+def in_place(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The change is not recorded: what was there keeps its derivative."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        v = x * 0.4
+        with torch.no_grad():
+            change(v)
+        return v * v
+
+    return f
+
+
+FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "backward uses a captured tensor": lambda x: Weighted.apply(x, None),
+    "two inputs": lambda x: Weighted.apply(x * 2, W) * x,
+    "it meets the captured tensor itself": lambda x: Weighted.apply(x * W, None) + W,
+    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(Weighted.apply, x * 1, None, use_reentrant=False),
+    "an intermediate is saved": Hidden.apply, "closure of its own": closure_of_its_own, "hook with captured tensors": hook_with_captured,
+    "copy_ in no_grad": in_place(lambda v: v.copy_(W)), "mul_ in no_grad": in_place(lambda v: v.mul_(W)),
+    "a view in no_grad": in_place(lambda v: v[1:].mul_(W[1:])), "an element in no_grad": in_place(lambda v: v.__setitem__(0, W[1])),
+    "out= in no_grad": in_place(lambda v: torch.mul(W, 2, out=v)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("entry", [functionalize, jit, vmap])
+@pytest.mark.parametrize("name", FOUND)
+def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> None:
+    """Of the argument and of W, which requires grad or not, in two calls with other numbers."""
+    f = FOUND[name]
+    mine, plain = entry(f), autograd_programs.PLAIN.vmap(f) if entry is vmap else f
+    W.requires_grad_(captured)
+    try:
+        for number in range(2):
+            with torch.no_grad():
+                W.add_(number)
+            found = []
+            for g in (mine, plain):
+                x = torch.linspace(0.3, 1.1, 3, dtype=torch.float64) + number
+                leaves = [(x.expand(2, 3) * 1 if entry is vmap else x).requires_grad_(), *([W] if captured else [])]
+                out = g(leaves[0])
+                first = torch.autograd.grad(out.sum(), leaves, create_graph=True, allow_unused=True)
+                total = sum(t.sin().sum() for t in first if t is not None)
+                second = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+                found.append([torch.zeros(3, dtype=torch.float64) + (0 if t is None else t) for t in (out, *first, *second)])
+            same(*found)
+    finally:
+        W.requires_grad_(False)
 
 
 # -- errors, and other threads ---------------------------------------------------------------------------------------------------------------

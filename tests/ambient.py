@@ -232,7 +232,8 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         def passed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return state.body(program, x, w)
 
-        calls._captures.clear()  # whether functions of the same code capture tensors is remembered of other cells
+        for remembered in (calls._captures, calls._captured_by):  # of other cells, whose functions have the same code
+            remembered.clear()
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1
         made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)
@@ -777,14 +778,13 @@ for _name, _change in {
     "DistributedDataParallel": _ddp,
 }.items():
     others = ()
-    if _name == "utils.weight_norm":
-        others = (
-            Other("works", "PyTorch's operators have no forward-mode derivative; JAX's have.", tensors="passed", ways="jvp"),
-            Other("differs", "PyTorch's second derivative of utils.weight_norm is wrong; the one here agrees with finite differences.",
+    if "_norm" in _name:
+        others = (Other("works", "PyTorch's operators have no forward-mode derivative; JAX's have.", tensors="passed", ways="jvp"),)
+    if "weight_norm" in _name:
+        others += (
+            Other("differs", "PyTorch's second derivative of weight_norm is wrong; the one here agrees with finite differences.",
                   tensors="passed", ways="grad, jit(grad)"),
         )
-    elif "spectral_norm" in _name or "weight_norm" in _name:
-        others = (Other("works", "PyTorch's operators have no forward-mode derivative; JAX's have.", tensors="passed", ways="jvp"),)
     state(f"a layer with {_name}", _swapped, Program.linear, *others, make=_keep(_change))
 state("register_parametrization, and removed", _parametrized)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from bridge.dtypes import to_jax
+from bridge.lowering.arithmetic import BOUNDS_NEED_NOT_FIT, bound
 from bridge.lowering.creation import number
 from bridge.lowering.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.registry import lowering
@@ -129,7 +130,9 @@ def _need_numbers(name: str, x: Array) -> None:
 def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
     """hardtanh(Tensor self, Scalar min_val=-1, Scalar max_val=1) -> Tensor"""
     _need_numbers("hardtanh", x)
-    low, high = (jnp.asarray(v, x.dtype) for v in (min_val, max_val))
+    if not BOUNDS_NEED_NOT_FIT and x.dtype.kind == "u" and min(min_val, max_val) < 0:
+        raise RuntimeError("cannot do hardtanh on an unsigned type with negative limits")
+    low, high = bound(min_val, x.dtype, True), bound(max_val, x.dtype, False)
     held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))  # at the bounds x itself: -0.0 stays
     return jnp.where((x <= low) | (x >= high), held, x)  # constant there: the gradient is 0
 

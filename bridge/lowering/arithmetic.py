@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -310,6 +311,26 @@ def _clamp(x: Any, low: Any, high: Any, dtype: np.dtype, nan_bounds: bool) -> An
     return x
 
 
+#: In torch 2.15 a number that no element can be beyond is no bound; before, numbers were converted to the tensor's dtype.
+BOUNDS_NEED_NOT_FIT = torch.__version__ >= (2, 15)
+
+
+def bound(value: Any, dtype: np.dtype, least: bool) -> Any:
+    """A bound of clamp as a scalar of a dtype: the least or the greatest that there is where it bounds nothing.  Arrays pass unchanged."""
+    if is_array(value) or dtype.kind not in "iu":
+        return number(value, dtype)
+    info = np.iinfo(dtype)
+    if info.min <= value <= info.max:
+        return number(value, dtype)
+    if not BOUNDS_NEED_NOT_FIT:
+        if dtype.kind == "u" and -info.max <= value < 0:  # wraps around
+            return number(value, dtype)
+        raise RuntimeError(f"value cannot be converted to type {dtype}_t without overflow: got {value}")
+    if (value < info.min) == least:
+        return number(info.min if least else info.max, dtype)
+    raise RuntimeError(f"Clamp {'min' if least else 'max'} value {value} is outside the representable range of {dtype}")
+
+
 @lowering("aten.clamp", "aten.clamp.Tensor", "aten.clip", "aten.clip.Tensor")
 def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
@@ -321,7 +342,8 @@ def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     if dtype.kind == "b" and self.size and not (is_array(min) or is_array(max)):
         raise NotImplementedError("self: clamp of bools by a bool is not implemented; expected a tensor of numbers, or of bools as bound")
     nan_bounds = is_floating(dtype) and any(is_array(b) or (b is not None and math.isnan(b)) for b in (min, max))
-    return _clamp(self, None if min is None else number(min, dtype), None if max is None else number(max, dtype), dtype, nan_bounds)
+    low, high = (None if b is None else bound(b, dtype, least) for b, least in ((min, True), (max, False)))
+    return _clamp(self, low, high, dtype, nan_bounds)
 
 
 @lowering("aten.clamp_min", "aten.clamp_min.Tensor")

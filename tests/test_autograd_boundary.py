@@ -178,6 +178,8 @@ def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(transform
     for primal, tangent in ((True, False), (False, True)):
         if name in ("sign", "floor") and transform in ("jvp", "jacfwd"):
             continue  # the tangent is zero whichever: torch keeps no zeros where the operator's formula is zeros
+        if (name, transform) == ("half detached", "linearize") and torch.__version__ >= (2, 14) and primal:
+            continue  # torch.func's then says that it requires grad, and has None as its gradient
         x, v = data(3).detach().requires_grad_(primal), data(3).detach().requires_grad_(tangent)
         expected = TRANSFORMED[transform](torch.func, LINES[name], x, v)
         actual = MODES[mode](lambda x, v: TRANSFORMED[transform](torchfunc_jax, LINES[name], x, v))(x, v)

@@ -1,4 +1,4 @@
-"""What the user's own rules for derivatives close over, as operands: JAX asks for that, and it may run them after their trace has closed."""
+"""What the user's own rules for derivatives close over, as operands: JAX asks for that, and may run them after their trace has closed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

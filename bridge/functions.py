@@ -26,7 +26,7 @@ from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, read
-from bridge.tracing import Traced, assign, dispatch, value_of, wrap
+from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -460,7 +460,7 @@ class _Call:
                 assign(target, v)
                 tensors.append(target)
             elif earlier is not None and self._is_new(earlier[k]):
-                earlier[k].node.value = v  # the same tensor, since the context may have kept it
+                node_of(earlier[k]).value = v  # the same tensor, since the context may have kept it
                 tensors.append(earlier[k])
             else:
                 tensors.append(wrap(v, self.device))

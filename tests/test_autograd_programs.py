@@ -1,4 +1,4 @@
-"""Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain PyTorch; and what an error leaves behind."""
+"""Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain PyTorch; and what errors leave behind."""
 from __future__ import annotations
 
 import os
@@ -54,7 +54,7 @@ def test_many_agree_with_plain_pytorch(start: int) -> None:
     judge(start, min(start + PER_TEST, COUNT), 3)
 
 
-# -- what random programs have found, each by itself -------------------------------------------------------------------------------------
+# -- what random programs have found, each by itself ----------------------------------------------------
 W = torch.tensor([0.7, -0.4, 1.2], dtype=torch.float64)
 
 
@@ -158,7 +158,7 @@ def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> 
         W.requires_grad_(False)
 
 
-# -- errors, and other threads ---------------------------------------------------------------------------------------------------------------
+# -- errors, and other threads --------------------------------------------------------------------------
 class Sometimes(torch.autograd.Function):
     """Raises where it is told to."""
 

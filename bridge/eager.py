@@ -52,7 +52,7 @@ def called(code: Any, leaves: Sequence[Any]) -> None:
     A compiled piece takes a megabyte and a half.  Shapes that change at each call, and do not come again within some others, would
     fill the memory with what is never used.
     """
-    key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor | jax.Array)])
+    key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array) or (isinstance(x, torch.Tensor) and not x.is_nested)])
     known = _calls.get(code)
     if known is None:
         known = _calls[code] = OrderedDict()

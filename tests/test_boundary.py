@@ -424,5 +424,8 @@ def test_as_strided_of_a_captured_view_counts_in_its_whole_memory(transform: Any
     turned = part.view(2, 5).t()
     before, after = (lambda: part.as_strided((2, 2), (1, 2), 0)), (lambda: part.as_strided((2, 2), (1, 2), 14))
     for outside in (before, after, lambda: turned.as_strided((2,), (1,))):
+        if transform is torchfunc_jax.jit:  # the function itself is called: what lies outside has not crossed
+            torch.testing.assert_close(transform(lambda x, outside=outside: x * outside())(x), x * outside())
+            continue
         with pytest.raises(RuntimeError, match=r"as_strided|out of bounds"):
             transform(lambda x, outside=outside: x * outside())(x)

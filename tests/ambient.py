@@ -662,6 +662,8 @@ for _name, _add in {
     elif "pre-hook" in _name:
         others += (_HOOKS_IN_VMAP,) * ("backward" in _name)
     state(_name, _hook(_add), Program.linear, *others)
+state("a second forward hook", _hook(lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2)),
+      make=lambda p: p.layer.register_forward_hook(lambda m, a, y: y + 1))
 state("hook on a result", _flagged, _hook_on_result, _MODULE_HOOKS[1], _HOOKS_IN_VMAP)
 state("saved_tensors_hooks", lambda _: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
       lambda p, x, w: p.linear(x, w) ** 2, _SAVED)

@@ -174,9 +174,9 @@ class _Border(Untransformed):
             check_unchanged(ctx.every_version)
             if ctx.changed:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a function that runs in "
-                    "JAX changed a tensor that requires grad, and its backward pass cannot itself be differentiated; jit the function, or "
-                    "clone the tensor first"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a function that runs "
+                    "in JAX changed a tensor that requires grad, and its backward pass cannot itself be differentiated; jit the function, "
+                    "or clone the tensor first"
                 )
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:

@@ -191,8 +191,8 @@ def refuse_recording() -> None:
     mode = private.dispatch_mode()
     if mode is not None:
         raise RuntimeError(
-            f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; enter "
-            "the mode inside of the function, or call torch.func's transform"
+            f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; "
+            "enter the mode inside of the function, or call torch.func's transform"
         )
     if not private.watched_by_torch():
         return

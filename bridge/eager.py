@@ -81,7 +81,7 @@ def _release(done: set[Shapes]) -> None:
                 family.pop(key, None)
                 piece.clear()
     for jitted in (_copies, _added, _zeros, _lane_first, place_lanes):
-        jitted.clear_cache()
+        jitted.clear_cache()  # type: ignore[attr-defined]
 
 
 class NotPure(Exception):

@@ -33,8 +33,8 @@ def _followed(values: Sequence[Any]) -> None:
         inner = inner.parent
     if inner is not None and inner.kind == "jvp":
         raise NotImplementedError(
-            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of what "
-            f"has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
+            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
+            f"what has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
         )
     if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
         raise Untaped

@@ -260,9 +260,11 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
     original = compiler.get_compile_options
 
     @functools.wraps(original)
-    def get_compile_options(*args: Any, env_options_overrides: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+    def get_compile_options(*args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend")
         added = {} if backend is None else more(backend.platform)
-        return original(*args, env_options_overrides={**added, **(env_options_overrides or {})}, backend=backend, **kwargs)
+        kwargs["env_options_overrides"] = {**added, **(kwargs.get("env_options_overrides") or {})}
+        return original(*args, **kwargs)
 
     compiler.get_compile_options = get_compile_options
 
@@ -505,7 +507,7 @@ def float32_precision() -> Any:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 
 def function_modes() -> int:
@@ -561,6 +563,6 @@ def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
         "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
         "setup_compilation_env": contextlib.nullcontext,
     }
-    around = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)  # type: ignore[attr-defined]
-    around.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+    around = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
+    around.__kwdefaults__ = function.__kwdefaults__
     return around

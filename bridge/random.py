@@ -78,8 +78,8 @@ class Watch:
         self.now[which] = g, _state_of(g)
 
     def check(self) -> None:
-        for g, state in self.now.values():
-            if _state_of(g) != state:
+        for g, expected in self.now.values():
+            if _state_of(g) != expected:
                 raise RuntimeError(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
 
     @contextlib.contextmanager

@@ -177,8 +177,8 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
         node_of(t)
         if id(t) in state.level.root.with_history:
             raise RuntimeError(
-                "a tensor from outside that requires grad was changed in place; pass it to the function as an argument, change a clone of it, "
-                f"or write under torch.no_grad(){at_line()}"
+                "a tensor from outside that requires grad was changed in place; pass it to the function as an argument, change a clone of "
+                f"it, or write under torch.no_grad(){at_line()}"
             )
     write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached, keep)
 

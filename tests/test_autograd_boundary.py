@@ -12,7 +12,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torchfunc_jax
-from torchfunc_jax import functional_call, functionalize, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, stack_module_state, vjp, vmap
+from torchfunc_jax import (
+    functional_call,
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jit,
+    jvp,
+    linearize,
+    stack_module_state,
+    vjp,
+    vmap,
+)
 
 MODES = {"eager": lambda f: f, "compiled": jit}
 both = pytest.mark.parametrize("mode", MODES)

@@ -233,7 +233,10 @@ def test_call_refuses_values_of_a_higher_kind() -> None:
     params, buffers = bridge.params(model), bridge.buffers(model)
     for changed, message in (
         (({**params, "weight": jnp.ones(3) * 1j}, buffers), "params: 'weight' is torch.float32 in the module, got torch.complex64"),
-        ((params, {**buffers, "num_batches_tracked": jnp.array(3.7)}), "buffers: 'num_batches_tracked' is torch.int64 .* got torch.float32"),
+        (
+            (params, {**buffers, "num_batches_tracked": jnp.array(3.7)}),
+            "buffers: 'num_batches_tracked' is torch.int64 .* got torch.float32",
+        ),
     ):
         for jit in (lambda f: f, jax.jit):
             with pytest.raises(RuntimeError, match=message):

@@ -36,8 +36,8 @@ rearrange = torch_rearrange()
 
 __all__ = [
     "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain",
-    "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jit",
-    "jvp", "linearize", "make_functional", "make_functional_deprecated_v1", "make_functional_with_buffers",
+    "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
+    "jacfwd", "jacrev", "jit", "jvp", "linearize", "make_functional", "make_functional_deprecated_v1", "make_functional_with_buffers",
     "make_functional_with_buffers_deprecated_v1", "patch", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "testing",
     "vjp", "vmap",
 ]

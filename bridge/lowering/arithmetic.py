@@ -312,7 +312,7 @@ def _clamp(x: Any, low: Any, high: Any, dtype: np.dtype, nan_bounds: bool) -> An
 
 
 #: In torch 2.15 a number that no element can be beyond is no bound; before, numbers were converted to the tensor's dtype.
-BOUNDS_NEED_NOT_FIT = torch.__version__ >= (2, 15)
+BOUNDS_NEED_NOT_FIT = torch.__version__ >= (2, 15)  # type: ignore[operator]  # torch's own class compares with tuples
 
 
 def bound(value: Any, dtype: np.dtype, least: bool) -> Any:

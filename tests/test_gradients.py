@@ -230,13 +230,14 @@ def test_cholesky_pushed_forward(dtype: torch.dtype, upper: bool) -> None:
     torch.testing.assert_close(torchfunc_jax.vjp(function, a)[1](cotangent), torch.func.vjp(function, a)[1](cotangent))
 
 
-def test_as_strided_of_a_view_counts_from_the_view() -> None:
-    """Its own elements cross, as if it were a clone (docs/semantics.md); torch.func reads the base's memory."""
+def test_as_strided_of_a_view_is_refused() -> None:
+    """Its own elements cross alone (docs/semantics.md), and as_strided counts in the base's memory, as torch.func does."""
     x = torch.arange(20, dtype=torch.float64)[5:15]
     function = lambda x: x.as_strided((2, 2), (1, 2), 0) ** 2
-    tangent = floats(10)
-    own = x.clone()
-    torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,)), (function(own), pushed(function, own, tangent)))
+    tangent, own = floats(10), x.clone()
+    with pytest.raises(RuntimeError, match=r"as_strided: it counts from where a tensor's memory begins"):
+        torchfunc_jax.jvp(function, (x,), (tangent,))
+    torch.testing.assert_close(torchfunc_jax.jvp(function, (own,), (tangent,)), (function(own), pushed(function, own, tangent)))
     torch.testing.assert_close(torch.func.jvp(function, (own,), (tangent,))[1], pushed(function, own, tangent))
 
 

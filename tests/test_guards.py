@@ -133,10 +133,11 @@ def test_a_module_that_changes(change: str, way: str) -> None:
     if way == "in a transform":  # what a function writes is refused there
         mine.norm.eval(), theirs.norm.eval()
     fn = WAYS[way](mine)
-    same(fn(X), theirs(X), rtol=1e-4, atol=1e-5)
+    plain = theirs.forward if way == "method" else theirs  # which calls no hooks of its own
+    same(fn(X), plain(X), rtol=1e-4, atol=1e-5)
     CHANGES[change](mine), CHANGES[change](theirs)
     for _ in range(2):
-        same(fn(X), theirs(X), rtol=1e-4, atol=1e-5)
+        same(fn(X), plain(X), rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_function_does_not_read_is_no_guard() -> None:

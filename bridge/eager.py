@@ -399,7 +399,7 @@ class Tape:
             for a, w in zip(arrays, wanted, strict=True):
                 if w:
                     add(id(a), next(grads))
-        return [found[id(v)] if id(v) in found else like(lanes, _zeros(v), v) for v in inputs]
+        return [found[id(v)] if id(v) in found else like(lanes, _nothing(v), v) for v in inputs]
 
 
 class Pull:
@@ -434,6 +434,11 @@ class Pull:
 @jax.jit
 def _added(a: Any, b: Any) -> Any:
     return jnp.add(a, b)
+
+
+def _nothing(v: Any) -> Any:
+    """Zeros like v, which may be a tracer of a transform that has returned: its shape is still good."""
+    return jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.core.Tracer) else _zeros(v)
 
 
 @jax.jit

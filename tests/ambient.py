@@ -237,7 +237,7 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1
         made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)
-        plain = way in ("functionalize", "jit")
+        recorded = way in ("functionalize", "jit") and tensors == "passed"  # where it is captured the weight alone requires grad
 
         def call(x: torch.Tensor) -> list[torch.Tensor]:
             args = [x, program.weight.detach().clone().requires_grad_(program.weight.requires_grad)][:count]
@@ -251,7 +251,7 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
 
         around = state.wrap(program, call)
         every = {"inside": [call] * 2, "around": [around] * 2, "between": [call, around] * 2}[when]
-        return [_seen(one, torch.linspace(0.5, 2.5, 12).reshape(4, 3).sub(k).requires_grad_(plain)) for k, one in enumerate(every)]
+        return [_seen(one, torch.linspace(0.5, 2.5, 12).reshape(4, 3).sub(k).requires_grad_(recorded)) for k, one in enumerate(every)]
 
 
 def _seen(call: Callable[..., Any], x: torch.Tensor) -> Seen:
@@ -387,10 +387,6 @@ def unchanged() -> Iterator[None]:
 _BY_JIT = "jit, jit(grad)"
 _NO_DATA = Other(
     "refused", "JAX computes with data, which tensors on the device meta do not have.", match="device meta"
-)
-_SEEDED = Other(
-    "refused", "The Python of a jitted function runs when it is traced: a program would not set the generator again.", ways=_BY_JIT,
-    when="inside", match="jit: the function sets the state of one of torch's generators",
 )
 _MODULE_HOOKS = (
     Other("works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.",
@@ -603,14 +599,14 @@ def _keep_generator(program: Program) -> None:
 
 
 state("no seed", lambda _: contextlib.nullcontext(), _draws, random=True)
-state("manual_seed", _at_entry(lambda _: torch.manual_seed(7)), _draws, _SEEDED, random=True)
-state("set_rng_state", _at_entry(lambda p: torch.set_rng_state(p.kept)), _draws, _SEEDED, make=_keep_rng_state, random=True)
-state("get_rng_state, and set back", _put_back, _draws, _SEEDED, random=True)
-state("fork_rng", lambda _: torch.random.fork_rng(devices=[]), _draws, _SEEDED, random=True)
+state("manual_seed", _at_entry(lambda _: torch.manual_seed(7)), _draws, random=True)
+state("set_rng_state", _at_entry(lambda p: torch.set_rng_state(p.kept)), _draws, make=_keep_rng_state, random=True)
+state("get_rng_state, and set back", _put_back, _draws, random=True)
+state("fork_rng", lambda _: torch.random.fork_rng(devices=[]), _draws, random=True)
 state("fork_rng and manual_seed", _both(lambda _: torch.random.fork_rng(devices=[]), _at_entry(lambda _: torch.manual_seed(7))), _draws,
-      _SEEDED, random=True)
-state("a generator's manual_seed", _at_entry(lambda p: p.kept.manual_seed(7)), _draws_from, _SEEDED, make=_keep_generator, random=True)
-state("manual_seed, nothing drawn", _at_entry(lambda _: torch.manual_seed(7)), Program.linear, _SEEDED)
+      random=True)
+state("a generator's manual_seed", _at_entry(lambda p: p.kept.manual_seed(7)), _draws_from, make=_keep_generator, random=True)
+state("manual_seed, nothing drawn", _at_entry(lambda _: torch.manual_seed(7)), Program.linear)
 state("fork_rng, nothing drawn", lambda _: torch.random.fork_rng(devices=[]))
 
 
@@ -788,9 +784,12 @@ for _name, _change in {
                   tensors="passed", ways="grad, jit(grad)"),
         )
     state(f"a layer with {_name}", _swapped, Program.linear, *others, make=_keep(_change))
-state("register_parametrization, and removed", _parametrized)
+_WRAPS = "It gives the captured weight other memory, or looks at its memory, which inside of what runs in JAX it does not have."
+state("register_parametrization, and removed", _parametrized, Program.linear,
+      Other("refused", _WRAPS, when="inside", ways="functionalize, jit, vmap", match="cannot be given other memory"))
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)
-state("DistributedDataParallel made there", lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer))
+state("DistributedDataParallel made there", lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
+      Program.linear, Other("refused", _WRAPS, when="inside", ways="functionalize, jit, vmap", match="not allocated"))
 state("evaluation mode", lambda p: _flag(p.layer.train, False, True), make=_add_dropout)
 state("forward replaced", lambda p: _replaced(p, "forward", lambda x: F.linear(x, p.layer.weight) + 1))
 state("weight replaced", lambda p: _replaced(p, "weight", p.kept), make=lambda p: setattr(p, "kept", nn.Parameter(torch.ones(2, 3))))

@@ -55,6 +55,10 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     return _draw(source(level), generator)
 
 
+class SeededInside(RuntimeError):
+    """A function that is being compiled sets the state of a generator, which its program would not do."""
+
+
 class Watch:
     """Notices that the Python of a function that is being compiled changes torch's generators: the program would not do it again.
 
@@ -72,7 +76,7 @@ class Watch:
         g = torch.default_generator if generator is None else generator
         which = private.which_generator(g)
         if which not in self.before:
-            raise RuntimeError(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
+            raise SeededInside(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
         self.check()
         seed_from(generator)
         self.now[which] = g, _state_of(g)
@@ -80,7 +84,7 @@ class Watch:
     def check(self) -> None:
         for g, expected in self.now.values():
             if _state_of(g) != expected:
-                raise RuntimeError(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+                raise SeededInside(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
@@ -102,10 +106,7 @@ def _state_of(generator: torch.Generator) -> bytes:
         return generator.get_state().numpy().tobytes()
 
 
-_SEEDED = (
-    "jit: the function {}; a compiled program would draw other numbers than the function does, and leave the generator in another state. "
-    "Do it around the call, and pass the generator"
-)
+_SEEDED = "it {}, where a program would draw other numbers and leave the generator in another state; do it around the call instead"
 
 
 class NoKeyError(RuntimeError):

@@ -236,6 +236,29 @@ case("aten.clip", floats(4), 0.2, 0.7)
 case("aten.clip.Tensor", floats(4), floats(4, seed=1))
 case("aten.clamp_max", floats(4), 0.5)
 case("aten._int_mm", lambda: torch.randint(-9, 9, (17, 8), dtype=torch.int8), lambda: torch.randint(-9, 9, (8, 8), dtype=torch.int8))
+case(
+    "aten._grouped_mm", lambda: torch.randn(16, 16).to(torch.bfloat16), lambda: torch.randn(2, 16, 32).to(torch.bfloat16),
+    lambda: torch.tensor([8, 16], dtype=torch.int32),
+)  # fmt: skip
+_SCALE, _ZERO = (lambda: torch.tensor([0.1])), (lambda: torch.tensor([3], dtype=torch.int32))
+_SCALES, _ZEROS = (lambda: torch.tensor([0.1, 0.2, 0.3])), (lambda: torch.tensor([3, 0, -2], dtype=torch.int32))
+_ZERO_FLOATS, _ON = (lambda: torch.tensor([3.0, 0.0, -2.0])), (lambda: torch.tensor([1]))
+case("aten.fake_quantize_per_tensor_affine_cachemask", floats(3, 4), 0.1, 3, 0, 15)
+case("aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams", floats(3, 4), _SCALE, _ZERO, _ON, 0, 15)
+case("aten.fake_quantize_per_channel_affine_cachemask", floats(3, 4), _SCALES, _ZEROS, 0, -8, 7)
+case("aten._fake_quantize_learnable_per_tensor_affine", floats(3, 4), _SCALE, lambda: torch.tensor([3.0]), 0, 15)
+case("aten._fake_quantize_learnable_per_channel_affine", floats(3, 4), _SCALES, _ZERO_FLOATS, 0, -8, 7)
+case(
+    "aten._fake_quantize_learnable_per_tensor_affine_backward", floats(3, 4), floats(3, 4, seed=1), _SCALE, lambda: torch.tensor([3.0]),
+    0, 15,
+)  # fmt: skip
+case(
+    "aten._fake_quantize_learnable_per_channel_affine_backward", floats(3, 4), floats(3, 4, seed=1), _SCALES, _ZERO_FLOATS, 0, -8, 7,
+)  # fmt: skip
+case(
+    "aten._fused_moving_avg_obs_fq_helper_functional", floats(3, 4), _ON, _ON, lambda: torch.tensor(-1.0), lambda: torch.tensor(1.0),
+    _SCALE, _ZERO, 0.01, 0, 15, -1,
+)  # fmt: skip
 case("aten.where.ScalarOther", bools(True, False), floats(2), 1.5)
 case("aten.where.ScalarSelf", bools(True, False), 1.5, floats(2))
 case("aten.where.Scalar", bools(True, False), 1.5, 2.5)

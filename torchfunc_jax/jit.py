@@ -25,6 +25,7 @@ from bridge.keys import Same, by_identity, identical, weak
 from bridge.levels import state
 from bridge.nodes import Geometry, OutsideOfView
 from bridge.private import opaque
+from bridge.random import SeededInside
 from bridge.python_numbers import Inputs, Misfit
 from bridge.sharing import Sharing
 from bridge.tracing import Traced
@@ -221,7 +222,7 @@ class Jitted:
                         misfit = True
         try:
             entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit)
-        except OutsideOfView as error:
+        except (OutsideOfView, SeededInside) as error:
             return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured()
         assert captured is not None

@@ -25,8 +25,8 @@ from bridge.keys import Same, by_identity, identical, weak
 from bridge.levels import state
 from bridge.nodes import Geometry, OutsideOfView
 from bridge.private import opaque
-from bridge.random import SeededInside
 from bridge.python_numbers import Inputs, Misfit
+from bridge.random import SeededInside
 from bridge.sharing import Sharing
 from bridge.tracing import Traced
 from torchfunc_jax import _explain
@@ -489,7 +489,8 @@ class _Compiled:
         )
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
-        jitted = jax.jit(function, compiler_options=compiling.options(), **options)
+        # jax.Arrays may be those of a user's own jax.jit, inside of which JAX takes no options: a scope at each call says the same
+        jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
         return jitted
 
@@ -574,7 +575,7 @@ class _Compiled:
             if any(self.pair(*active)[2]):
                 return self._recorded(leaves, captured, *active)
         seeds = program.seeds() if self.random else self.no_seeds
-        with jax.enable_x64(True), compiling.at_call():
+        with jax.enable_x64(True), compiling.at_call() if self.torch_out else compiling.correctly():
             if not self.torch_out:
                 values = [jax.device_put(v) for v in values]
             outs = self.forward(inputs, values, seeds)

@@ -36,7 +36,7 @@ def _same_start() -> Iterator[None]:
 #: The files that ask every operator of PyTorch's test database, or every dtype of each: what `make test-versions` leaves out.
 SWEEPS = frozenset(
     {
-        "test_operators.py", "test_variants.py", "test_special_values.py", "test_numbers.py", "test_refused_dtypes.py",
+        "test_ambient.py", "test_operators.py", "test_variants.py", "test_special_values.py", "test_numbers.py", "test_refused_dtypes.py",
         "test_modules_db.py", "test_lowerings_run.py",
     }
 )  # fmt: skip

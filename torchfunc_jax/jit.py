@@ -210,8 +210,10 @@ class Jitted:
         except TypeError as error:
             raise _unhashable(error) from None
         misfit = False
+        tried: list[_Compiled] = []
         if family is not None:
             for entry in family.find(numbers):
+                tried.append(entry)
                 captured = entry.captured()
                 if captured is not None:
                     try:
@@ -221,7 +223,7 @@ class Jitted:
                     except Misfit:
                         misfit = True
         try:
-            entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit)
+            entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
         except (OutsideOfView, SeededInside) as error:
             return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured()
@@ -252,12 +254,17 @@ class Jitted:
         _explain.say(self, f"the function itself was called, and no program: {reason}")
         return self._unwrapped(*args, **kwargs)
 
-    def _compile(self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool) -> _Compiled:
+    def _compile(
+        self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[_Compiled]
+    ) -> _Compiled:
         with SWAPPING, self._lock:  # in this order everywhere: what is traced may call functional_call
             family = self._families.get(key)
             if family is None:
                 family = self._families[key] = _Family()
                 family.watched = [weakref.ref(x, functools.partial(_drop, self._families, key)) for x in _mortal(call.leaves)]
+            for made in family.find(numbers):  # by another thread, while this one waited
+                if not any(made is t for t in tried) and made.captured() is not None:
+                    return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
                 start = time.perf_counter()

@@ -54,7 +54,7 @@ def told(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 def programs(function: Callable[..., Any], *args: jax.Array) -> Iterator[Any]:
     """A function of torch's forward, and its vjp."""
-    run = lambda *xs: bridge.call(_Module(function), {}, {}, xs)[0]
+    run = lambda *xs: bridge.call(_Module(function), {}, {}, xs, rng=jax.random.key(0))[0]
     yield jax.make_jaxpr(run)(*args).jaxpr
 
     def pulled(*xs: jax.Array) -> Any:

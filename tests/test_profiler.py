@@ -46,17 +46,12 @@ def _checked(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-def _hooked(x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.autograd.graph.save_on_cpu():
-        return x * x.sin()
-
-
 def _marked(x: torch.Tensor) -> torch.Tensor:
     torch.compiler.cudagraph_mark_step_begin()
     return x if torch.compiler.is_compiling() else torch.compiler.disable(_nested)(x)
 
 
-FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _hooked, _marked]
+FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _marked]
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: getattr(f, "__name__", "decorated").strip("_"))

@@ -75,12 +75,13 @@ def at_call() -> Any:
 
     To enter ``correctly`` takes JAX two microseconds, a seventh of a small program's call.
     """
-    return correctly() if _undecided() else _nothing
+    return _nothing if options_suffice() else correctly()
 
 
 @functools.cache
-def _undecided() -> bool:
-    return miscompiles() and jax.default_backend() != "cpu"
+def options_suffice() -> bool:
+    """Whether a program that was jitted with ``options`` can be called without ``correctly``."""
+    return not miscompiles() or jax.default_backend() == "cpu"
 
 
 def miscompiles() -> bool:

@@ -89,7 +89,7 @@ class Guards:
             itself, and is not looked at: a jitted function's Python runs when it is traced.
     """
 
-    __slots__ = ("names", "others", "places", "plain", "sizes", "values")
+    __slots__ = ("names", "needed", "others", "places", "plain", "sizes", "values")
 
     def __init__(self, found: capture.Found) -> None:
         self.names: dict[int, str] = {}
@@ -108,9 +108,10 @@ class Guards:
         self.places = [(p, child) for p, child in found.edges() if _now(p) is child]
         self.values = [(p, value) for p, value in found.numbers() if _now(p) is value or Same(_now(p)) == Same(value)]
         self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
+        self.needed = bool(self.plain or self.others or self.places or self.values or self.sizes)
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is as it was; always, where nothing is ``needed``."""
         for d, training in self.plain:
             if (
                 d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
@@ -134,7 +135,10 @@ class Guards:
                     return False
         except (KeyError, IndexError, ValueError, AttributeError, TypeError):
             return False
-        return all(len(c) == n for c, n in self.sizes)
+        for c, n in self.sizes:
+            if len(c) != n:
+                return False
+        return True
 
     def differences(self) -> Iterator[str]:
         """What is not as it was, each as a sentence."""

@@ -220,8 +220,11 @@ def differentiates(value: Any) -> bool:
 
 def saved_tensor_pack() -> Any:
     """The function that packs what PyTorch saves for backward, where ``saved_tensors_hooks`` is entered; there is no public way to ask."""
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found = _saved_tensors_hooks(True)
     return None if found is None else found[0]
+
+
+_saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def trace_of(value: Any) -> Any:
@@ -494,12 +497,10 @@ def processes(group: Any) -> int:
     return torch.distributed.ProcessGroup.unbox(group).size()
 
 
-def any_autocast() -> bool:
-    """Whether autocast is on for any device; the public question is asked of one device at a time and takes four times as long."""
-    return _any_autocast()
-
-
-_any_autocast, _count_of_modes = _named("torch._C._is_any_autocast_enabled"), _named("torch._C._len_torch_function_stack")
+#: Whether autocast is on for any device; the public question is asked of one device at a time and takes four times as long.
+any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
+#: How many torch function modes are entered (a default device is one): public is only to enter one.
+function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
 
 
 def float32_precision() -> Any:
@@ -508,11 +509,6 @@ def float32_precision() -> Any:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-
-
-def function_modes() -> int:
-    """How many torch function modes are entered (a default device is one): public is only to enter one."""
-    return _count_of_modes()
 
 
 def function_mode_stack() -> list[Any]:
@@ -530,8 +526,8 @@ def _global_hooks() -> tuple[dict[int, Any], ...]:
 
 def global_module_hooks() -> tuple[Any, ...] | None:
     """The numbers of the hooks that ``register_module_forward_hook`` and its like have added; None where there are none."""
-    hooks = _global_hooks()
-    return tuple([tuple(h) for h in hooks]) if any(hooks) else None
+    forward, before, backward, before_backward = hooks = _global_hooks()
+    return tuple([tuple(h) for h in hooks]) if forward or before or backward or before_backward else None
 
 
 def default_device_of(mode: Any) -> torch.device | None:

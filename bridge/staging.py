@@ -26,7 +26,7 @@ from bridge.levels import push
 
 _TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included
-NO_SEEDS = np.zeros(_SEEDS, np.int64)  # for programs that draw from none
+ANY_SEEDS = np.zeros(_SEEDS, np.int64)
 _PACK_FROM, _PACK_SIZE = 4, 4096  # outputs of one shape from how many on, and up to which size, cross as one array
 
 
@@ -106,16 +106,18 @@ class Program:
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
-        """Evaluate the program on JAX values: outputs, then written values."""
+        """Evaluate the program on JAX values: outputs, then written values.  seeds: None if the program draws no random numbers."""
         every: list[Any] = [None] * (len(self.jaxpr.jaxpr.invars))
         every[: len(arguments)] = arguments
         for position, value in zip(self.used, captured, strict=True):
             every[len(arguments) + position] = value
-        every[-1] = seeds
+        every[-1] = ANY_SEEDS if seeds is None else seeds
         return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *every)
 
-    def seeds(self) -> np.ndarray:
-        """Fresh seeds for one call; drawn only from the generators the program uses."""
+    def seeds(self) -> np.ndarray | None:
+        """Fresh seeds for one call, drawn only from the generators that the program uses; None if it uses none."""
+        if not self.draws and not self.generators:
+            return None
         seeds = np.zeros(_SEEDS, np.int64)
         if self.draws:
             seeds[0] = random.seed_from(None)

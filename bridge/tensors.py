@@ -30,6 +30,7 @@ _AS_INT = {
     torch.float8_e5m2fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
 }
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
+_CPU = torch.device("cpu")
 _ALIGNMENT = 64  # bytes; XLA on CPU takes a foreign buffer as it is only at such addresses
 
 
@@ -232,17 +233,20 @@ def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.
     Returns:
         list of torch.Tensor: they share the arrays' memory where ``to_torch`` would.
     """
-    if device is None or device.type != "cpu" or not arrays or arrays[0].platform() != "cpu":
+    if device is None or device.type != "cpu":
         return [to_torch(a, device, wait=False) for a in arrays]
-    out = []
-    for array, (_, buffer_type, empty, known, shape, kind) in zip(arrays, layouts, strict=True):
-        if empty or not known or type(array.sharding) is not _ONE_DEVICE:
-            out.append(to_torch(array, device, wait=False))
-            continue
-        buffer = buffer_type.from_address(array.unsafe_buffer_pointer())
-        buffer.owner = array
-        out.append(torch.from_numpy(np.ndarray(shape, kind, buffer)))
-    return out
+    return [view(array, found) for array, found in zip(arrays, layouts, strict=True)]
+
+
+@private.opaque
+def view(array: jax.Array, found: Layout) -> torch.Tensor:
+    """``to_torch`` for torch's CPU of an array whose layout is known; the caller waits for the array."""
+    _, buffer_type, empty, known, shape, kind = found
+    if empty or not known or type(array.sharding) is not _ONE_DEVICE or array.platform() != "cpu":
+        return to_torch(array, _CPU, wait=False)
+    buffer = buffer_type.from_address(array.unsafe_buffer_pointer())
+    buffer.owner = array
+    return torch.from_numpy(np.ndarray(shape, kind, buffer))
 
 
 def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:

@@ -118,8 +118,6 @@ class _Family:
 
     def find(self, numbers: Sequence[Any]) -> list[_Compiled]:
         """The programs for these numbers, those first that take them as inputs."""
-        if not numbers:
-            return self.programs.get((), [])
         found = self.programs.get(self.key(numbers), [])
         return [*found, *self.programs.get(tuple(map(identical, numbers)), ())] if self.changing else found
 
@@ -212,7 +210,7 @@ class Jitted:
         misfit = False
         tried: list[_Compiled] = []
         if family is not None:
-            for entry in family.find(numbers):
+            for entry in family.find(numbers) if numbers else family.programs.get((), ()):
                 tried.append(entry)
                 captured = entry.captured()
                 if captured is not None:
@@ -394,7 +392,7 @@ class Jitted:
         program = staging.stage(self._unwrapped, call)
         with jax.enable_x64(True), compiling.correctly():
             run = jax.jit(staging.forward(program, None), compiler_options=compiling.options())
-            return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], staging.NO_SEEDS)
+            return run.lower([staging._aval(x) for x in call.arrays], [staging._aval(p.get()) for p in program.places], staging.ANY_SEEDS)
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
@@ -471,15 +469,16 @@ class _Compiled:
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = staging.Packing.of(avals) if torch_out and len(avals) >= 8 else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
-        self.random = program.draws or bool(program.generators)
-        self.no_seeds = staging.NO_SEEDS
         # jax.Arrays are computed while the caller goes on, and what they hold is checked no more than JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.forward = self._jit(staging.forward(self.checked, self.packing))
         self.recorded: dict[Any, Any] = {}
         self.active: dict[Any, Any] = {}
         self.device = self._device(call)
-        self.plain_out = all(program.is_tensor) and program.out_spec is None and not program.written
+        self.one_out = (  # and it is a tensor on the CPU
+            all(program.is_tensor) and program.out_spec is None and not program.written and self.packing is None
+            and self.device is not None and self.device.type == "cpu"
+        )
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if not self.donated:
@@ -517,13 +516,19 @@ class _Compiled:
 
     def captured(self) -> list[torch.Tensor] | None:
         """The captured tensors as they are now; None where this program does not fit any more."""
-        if not self.program.guards.hold():
+        program = self.program
+        if program.guards.needed and not program.guards.hold():
             return None
+        if not program.places:
+            return []
         try:
-            found = [p.get() for p in self.program.places]
+            found = [p.get() for p in program.places]
         except (KeyError, IndexError, ValueError, AttributeError, TypeError):
             return None
-        return None if any(not isinstance(t, torch.Tensor) for t in found) else found
+        for t in found:
+            if not isinstance(t, torch.Tensor):
+                return None
+        return found
 
     def unfit(self, leaves: list[Any], captured: list[torch.Tensor]) -> str:
         """Why no program can be run on these tensors; "" where there is no reason."""
@@ -560,7 +565,7 @@ class _Compiled:
         if self.donated:
             inputs = [np.array(x) for x in inputs]
         with jax.enable_x64(True), compiling.at_call():
-            outs = self.forward(inputs, values, staging.NO_SEEDS)
+            outs = self.forward(inputs, values, staging.ANY_SEEDS)
         return [np.asarray(v) for v in outs]
 
     def static(self, numbers: Sequence[Any]) -> list[Any]:
@@ -581,18 +586,23 @@ class _Compiled:
             active = self._active(leaves, captured)
             if any(self.pair(*active)[2]):
                 return self._recorded(leaves, captured, *active)
-        seeds = program.seeds() if self.random else self.no_seeds
-        with jax.enable_x64(True), compiling.at_call() if self.torch_out else compiling.correctly():
-            if not self.torch_out:
-                values = [jax.device_put(v) for v in values]
-            outs = self.forward(inputs, values, seeds)
+        seeds = program.seeds()
+        if self.torch_out and compiling.options_suffice():
+            with jax.enable_x64(True):
+                outs = self.forward(inputs, values, seeds)
+        else:
+            with jax.enable_x64(True), compiling.correctly():
+                if not self.torch_out:
+                    values = [jax.device_put(v) for v in values]
+                outs = self.forward(inputs, values, seeds)
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
         if self.bounds is not None:
             self.bounds.judge(outs.pop())
-        if self.plain_out and self.packing is None:
-            return tensors.to_torch(outs[0], self.device)
+        if self.one_out:
+            outs[0].block_until_ready()
+            return tensors.view(outs[0], self.layouts[0])
         total = len(program.jaxpr.jaxpr.outvars)
         if self.packing:
             results = self.packing.unpack(outs, self.device, total)
@@ -679,7 +689,7 @@ class _Program(torch.autograd.Function):
         *diff: torch.Tensor,
     ) -> Any:
         run, _, kinds = compiled.pair(active, active_captured)
-        seeds = compiled.program.seeds() if compiled.random else compiled.no_seeds
+        seeds = compiled.program.seeds()
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
         with jax.enable_x64(True), compiling.at_call():
@@ -738,7 +748,7 @@ def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) 
             args[i] = v
         for i, v in zip(ctx.active_captured, values[split:n], strict=True):
             caps[i] = v
-        _, _, pull = run(args, caps, np.asarray(ctx.seeds))
+        _, _, pull = run(args, caps, ctx.seeds)
         return Result(staging.pull_back(pull, values[n:]))
 
     outs, _ = apply(backward, [*diff, *cts])

@@ -11,6 +11,7 @@ import torch
 from agreement import same
 from torch import nn
 
+import torchfunc_jax
 from torchfunc_jax import grad, jit, jvp, vmap
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -383,6 +384,30 @@ def test_autocast_goes_on_as_it_was(name: str, cache: bool) -> None:
         torch.clear_autocast_cache()
         TRANSFORMS[name](layer)(X)
         same(layer(X), nn.functional.linear(X, layer.weight, layer.bias))
+
+
+WITHIN: dict[str, Callable[[Any, nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "grad, then the layer": lambda T, layer, x: T.grad(lambda v: layer(v).sum())(x).sum() + layer(x).sum(),
+    "vmap, then the layer": lambda T, layer, x: T.vmap(layer)(x).sum() + layer(x).sum(),
+    "grad of vmap and the layer": lambda T, layer, x: T.grad(lambda v: (T.vmap(layer)(v).sum() + layer(v).sum()).float())(x),
+    "jvp, then vmap": lambda T, layer, x: T.jvp(layer, (x,), (x,))[1].sum() + T.vmap(layer)(x).sum(),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", WITHIN)
+def test_no_cast_weight_of_one_level_is_met_in_another(name: str, jitted: bool) -> None:
+    layer = linear()
+
+    def run(transforms: Any, wrap: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        layer.zero_grad()
+        with torch.autocast("cpu"):
+            out = wrap(lambda x: WITHIN[name](transforms, layer, x))(X)
+        out.float().sum().backward()
+        with torch.autocast("cpu"):
+            return layer.weight.grad, layer(X)  # type: ignore[return-value]
+
+    same(run(torchfunc_jax, jit if jitted else lambda f: f), run(torch.func, lambda f: f), rtol=0.02, atol=0.05)
 
 
 def test_autocast_is_in_the_key() -> None:

@@ -136,7 +136,7 @@ def test_keys_of_dicts_are_told_apart() -> None:
 def test_gradients_wanted_of_other_arguments() -> None:
     """The positions of arguments that require grad are not taken for the shapes of others."""
     fn = jit(lambda *xs: sum(x.sum() for x in xs))
-    shapes = [torch.ones(n) for n in range(1, 12)]
+    shapes = [torch.ones(n) for n in range(1, 5)]
     for x in shapes:
         for y in shapes:
             for a, b in ((False, False), (True, False), (False, True), (True, True)):

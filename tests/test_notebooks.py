@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 
 #: What replaces the cell tagged "parameters", so that a run takes seconds.
+FAST = {"ensembling", "per_sample_gradients"}
 SMALL = {"ensembling": "members, epochs, batch_size, seed = 3, 2, 256, 0"}
 
 
@@ -23,7 +24,7 @@ def execute(path: Path, parameters: str | None = None) -> nbformat.NotebookNode:
     return notebook
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=() if p.stem in FAST else pytest.mark.slow) for p in NOTEBOOKS])
 def test_runs(path: Path) -> None:
     execute(path, SMALL.get(path.stem))
 

@@ -43,7 +43,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Cases that make test leaves out: they take long to compile, and prove what a neighbour proves too.
+SLOW = {"a list", "there and back"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_packing(name):
     in_every_way(CASES[name], torch.randn(5, 4, 2), grads="autograd" not in name)
 
@@ -57,8 +61,13 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("sorted_", [True, False])
+_FAST = {("LSTM", False), ("RNN of relu", True)}
+
+
+@pytest.mark.parametrize(
+    ("sorted_", "name"),
+    [pytest.param(s, n, marks=() if (n, s) in _FAST else pytest.mark.slow) for s in (True, False) for n in LAYERS],
+)
 def test_recurrent_layers(name, sorted_):
     layer = LAYERS[name]()
     names = [n for n, _ in layer.named_parameters()]
@@ -72,7 +81,7 @@ def test_recurrent_layers(name, sorted_):
     in_every_way(run, torch.randn(5, 4, 2), *[p.detach() for p in layer.parameters()], lanes=sorted_ and name in ("LSTM", "GRU"))
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize("name", [pytest.param("LSTM", marks=pytest.mark.slow), "GRU"])
 def test_an_initial_state_in_the_order_of_the_batch(name):
     layer = LAYERS[name]().requires_grad_(False)
     directions = 2 if layer.bidirectional else 1
@@ -100,7 +109,7 @@ def test_an_ensemble_of_layers():
     same(jit(vmap(last, (0, None)))(params, x), expected)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTM", "RNN") else pytest.mark.slow) for n in LAYERS])
 def test_a_captured_packed_sequence(name):
     layer = LAYERS[name]()
     packed = pack_padded_sequence(torch.randn(5, 4, 2), UNSORTED, enforce_sorted=False)

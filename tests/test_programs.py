@@ -9,7 +9,7 @@ import torch
 
 import torchfunc_jax
 
-COUNT = int(os.environ.get("TORCHFUNC_JAX_PROGRAMS", "200"))
+COUNT = int(os.environ.get("TORCHFUNC_JAX_PROGRAMS", "100"))
 PER_TEST = 10
 
 

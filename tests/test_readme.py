@@ -1,4 +1,4 @@
-"""The Python examples in the Markdown files run, and print what their comments say."""
+"""The Python examples in the Markdown files run, and print what their comments, or the blocks ```text that follow them, say."""
 from __future__ import annotations
 
 import re
@@ -12,16 +12,18 @@ PAGES = [p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *sorted((R
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace: dict[str, object] = {"__name__": "example"}
-    for block in blocks:
+    for block, output in blocks:
         exec(compile(block, page, "exec"), namespace)
         printed = capsys.readouterr().out.splitlines()
         promised = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
-        if promised:
+        if output:
+            assert printed == output.splitlines(), block
+        elif promised:
             assert len(printed) == len(promised), block
         for line, promise in zip(printed, promised, strict=False):
-            assert promise.split(": ")[0] == line, f"{page}: {promise!r} is promised, {line!r} is printed"
+            assert line in (promise, promise.split(": ")[0]), f"{page}: {promise!r} is promised, {line!r} is printed"
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,6 +1,6 @@
 """torch <-> JAX: tensors, trees, devices, modules, and running torch code on JAX values.
 
-Knows tensors, modules and operators; knows no transform of torch.func's by name.  Flax modules are in ``bridge.flax``, files in
+Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``.  Flax modules are in ``bridge.flax``, files in
 ``bridge.checkpoints``.
 """
 from bridge.modules import buffers, call, load, params

@@ -56,7 +56,7 @@ class _Recorded:
         root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         try:
-            # as where the computation was asked for; an autograd.Function's forward runs without
+            # the modes of the caller; PyTorch runs an autograd.Function's forward with both switched off
             with torch.enable_grad(), private.set_forward_mode_enabled(True):
                 result = self.compute(values)
         except ValueError as error:
@@ -77,7 +77,7 @@ class _Recorded:
         self.live = set(root.live)
         self.key = root.key
         if self.again is None:
-            # what depends on none of the inputs, or by way of detach and no_grad alone, is an array by now
+            # a value that depends on no input, or only through detach() or no_grad, is concrete here and no tracer
             kinds = [depends(v) for v in out[: self.count]]
             kinds += [
                 not d and (depends(v) or (t is not None and t.requires_grad))
@@ -119,7 +119,7 @@ def differentiable(
 
 
 class Untransformed(torch.autograd.Function):
-    """A node of torch's graph of our own, whose forward runs as it is also while a trace is open."""
+    """A node of our own in torch's graph; its forward is never replaced, even while a trace is open."""
 
 
 class _Computed(Untransformed):
@@ -154,7 +154,7 @@ class _Border(Untransformed):
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
-        changed = [any(t is w for w in recorded.targets) for t in inputs]  # soon, to the results: their values of before are kept
+        changed = [any(t is w for w in recorded.targets) for t in inputs]  # they will get the results: their earlier values are kept
         ctx.changed = any(changed)
         ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
@@ -167,7 +167,7 @@ class _Border(Untransformed):
         inputs = ctx.saved_tensors  # raises where one was changed in place since
         check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
-        # what was known of and not used gets no gradient, rather than zeros; what a rule uses has one in a second derivative alone
+        # a captured tensor that was found and never used gets None, not zeros; one that only a rule uses gets one in a second derivative
         met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
         if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
@@ -293,7 +293,7 @@ class _Attached(Untransformed):
 
 @contextlib.contextmanager
 def in_place_of(nodes: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
-    """While entered, the nodes have these values, also where their trace has closed."""
+    """While entered, the nodes have these values, even if their trace has closed."""
     before = [(node, node.value, node.seen, node.level) for node in nodes]
     try:
         for node, v in zip(nodes, values, strict=True):

@@ -82,13 +82,13 @@ class Traceable:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
         self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
         self.geometries = [Geometry.of(leaves[i]) for i in where]
-        self.active: frozenset[int] = frozenset()  # which of the arrays require grad: those that a grad transform differentiates
+        self.active: frozenset[int] = frozenset()  # which of the arrays require grad: a grad transform differentiates these
         self.computed: frozenset[int] = frozenset()  # which of these are no leaves of torch's graph
         for i in where:
             self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
 
     def as_given(self, arrays: Sequence[Any]) -> None:
-        """Have the arguments require grad where these arrays do, and be leaves of torch's graph where these are."""
+        """Make each argument require grad if its array does, and a leaf of torch's graph if its array is one."""
         if torch.is_grad_enabled():
             self.active = frozenset(k for k, x in enumerate(arrays) if isinstance(x, torch.Tensor) and x.requires_grad)
             self.computed = frozenset(k for k in self.active if not arrays[k].is_leaf)
@@ -153,7 +153,7 @@ def apply(
             raise Untaped
         _carry_out(result, leaves)
         outs = _outputs(result)
-        if not torch.is_grad_enabled():  # a transform obeys the no_grad inside it, the transforms around it the one outside
+        if not torch.is_grad_enabled():  # a no_grad around this call stops the gradients of the outer transforms, not this one's
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
@@ -225,8 +225,8 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bo
             write_back(writes)
             _remember(fn, captured)
             return outs if wanted or captured else [t.detach() for t in outs], meta
-        # tensors that require grad were met by a way not looked into: once more, differentiating with respect to them too; of the first
-        # run nothing is written
+        # the scan of the closure missed tensors that require grad: run again with them as inputs to differentiate; nothing of the first
+        # run is written
         known = captured
 
 
@@ -288,7 +288,7 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(value)
             continue
         if not target.is_leaf and not target._is_view():
-            target.detach_()  # PyTorch may have given it a history inside of the trace; the value has all of it
+            target.detach_()  # PyTorch may have given it a history inside the trace; the new value carries all of it
         target.copy_(value)
 
 
@@ -331,7 +331,7 @@ def _known(fn: Any) -> list[torch.Tensor]:
         if isinstance(code, types.CodeType) and not _captures.get(code, True):
             return []  # none in another closure of the same code
         found = [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
-        return [t for t in found if not t._backward_hooks]  # of a tensor that is not used in the end PyTorch would call hooks with None
+        return [t for t in found if not t._backward_hooks]  # if the tensor is not used in the end, PyTorch would call its hooks with None
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 

@@ -83,7 +83,7 @@ def names(tree: Any) -> dict[str, Any]:
 
 
 def stored(x: Any) -> Any:
-    """An array as it is written: itself, or its bytes along a new last dimension where a format may not know the dtype."""
+    """An array as it is written: itself, or its bytes along a new last dimension if a format may not know the dtype."""
     if np.dtype(x.dtype).name in _STORED:
         return x
     x = np.ascontiguousarray(x)
@@ -91,12 +91,12 @@ def stored(x: Any) -> Any:
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """Any array as numpy's."""
+    """Any array as a numpy array."""
     return np.asarray(tensors.to_jax(x.detach()) if isinstance(x, torch.Tensor) else x)
 
 
 def by_name(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a checkpoint by name: jax.Arrays and Python values. A header of None: of another program, arrays are all it has."""
+    """The leaves of a checkpoint by name: jax.Arrays and Python values. header: None for one of another program, which has arrays alone."""
     return {name: x if type(x) in _KINDS else _as_jax(x, kind) for name, (kind, x) in _leaves(header, arrays).items()}
 
 
@@ -148,7 +148,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _walk(tree: Any, path: tuple[Any, ...], visit: Callable[[tuple[Any, ...], Any], Any]) -> Any:
-    """The tree with what visit gives for the way to a leaf, and the leaf, in the place of each leaf."""
+    """The tree with each leaf replaced by visit(path, leaf)."""
     opened = _opened(tree)
     if opened is None:
         return visit(path, tree)

@@ -1,4 +1,4 @@
-"""What the user's own rules for derivatives close over, as operands: JAX asks for that, and may run them after their trace has closed."""
+"""The tensors that a user's own derivative rules capture become operands: JAX may run the rules after their trace has closed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from bridge.tracing import Traced, node_of, value_of
 
 
 class Closed:
-    """A function of JAX values, traced on these arguments; called with what it captured as its first argument.
+    """A function of JAX values, traced on these arguments; the values that it captured are its first argument when it is called.
 
     Attributes:
         captured: the values that it met beside its arguments.

@@ -1,4 +1,4 @@
-"""What JAX is told when it compiles our programs: nothing, but where a version of it is known to compile wrongly.
+"""What JAX is told when it compiles our programs: nothing, unless its version is known to compile wrongly.
 
 jaxlib 0.10.2 and 0.11.0 hand parts of a program for x86 CPUs to a library, as ``__ynn_fusion``, that computes some of them wrongly (the
 last of more than 32,768 rows) and ends the process in others (seven dimensions or more); 0.11.1 and later do not.  A compiler option
@@ -35,7 +35,7 @@ class MiscompilationWarning(UserWarning):
     """The user's own jax.jit compiles one of our functions with a jaxlib that is known to compile some programs wrongly."""
 
 
-def correctly() -> Any:
+def correctly() -> contextlib.AbstractContextManager[Any]:
     """A context: what JAX compiles on this thread inside of it, it compiles correctly.
 
     Returns:
@@ -54,7 +54,7 @@ def correctly() -> Any:
 
 
 def options() -> dict[str, str] | None:
-    """``compiler_options`` for a program that is compiled outside of ``correctly``; None where there is nothing to say.
+    """``compiler_options`` for a program that is compiled outside of ``correctly``; None if none are needed.
 
     Returns:
         dict: name of the option to its value.
@@ -70,10 +70,10 @@ def options() -> dict[str, str] | None:
     return {_OPTION: ""} if miscompiles() and jax.default_backend() == "cpu" else None
 
 
-def at_call() -> Any:
-    """A context for calls of a program that was jitted with ``options``: ``correctly`` where these could not know the backend.
+def at_call() -> contextlib.AbstractContextManager[Any]:
+    """A context for calls of a program that was jitted with ``options``: ``correctly`` if these could not know the backend.
 
-    To enter ``correctly`` takes JAX two microseconds, a seventh of a small program's call.
+    Entering ``correctly`` takes JAX two microseconds, a seventh of a small program's call.
     """
     return _nothing if options_suffice() else correctly()
 
@@ -88,7 +88,7 @@ def miscompiles() -> bool:
     """Whether this jaxlib compiles some programs for this processor wrongly, unless it is told otherwise.
 
     Returns:
-        bool: False also where the user has set the option in ``XLA_FLAGS``.
+        bool: False also if the user has set the option in ``XLA_FLAGS``.
 
     Example:
         >>> from bridge.compiling import miscompiles
@@ -116,7 +116,7 @@ def _more(backend: str) -> dict[str, str]:
 
 
 def warn_of_jit(values: Iterable[Any]) -> None:
-    """MiscompilationWarning, once, where these results of ours are to be compiled by a jax.jit or jax.grad that is not ours."""
+    """Warn once, by MiscompilationWarning, if these results of ours will be compiled by a jax.jit or jax.grad that is not ours."""
     if _installed() and not _correct.value and private.compiled_later(values) and jax.default_backend() == "cpu":
         _warn()
 

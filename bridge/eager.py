@@ -37,7 +37,7 @@ def forget() -> None:
 
 
 class Shapes:
-    """The shapes that a function was called with: the pieces that were last used for them go with them."""
+    """The shapes of one call of a function; when they are forgotten, so are the pieces that were last used for them."""
 
     __slots__ = ("again", "released")
 
@@ -47,10 +47,10 @@ class Shapes:
 
 
 def called(code: Any, leaves: Sequence[Any]) -> None:
-    """A function is called, un-jitted, with these arguments; forget what was compiled for shapes that it seems to be done with.
+    """Note an un-jitted call of a function, and forget the pieces compiled for shapes that seem to be over.
 
-    A compiled piece takes a megabyte and a half.  Shapes that change at each call, and do not come again within some others, would
-    fill the memory with what is never used.
+    A compiled piece takes a megabyte and a half.  A function whose shapes change at each call would fill the memory with pieces that are
+    never used again.
     """
     key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array) or (isinstance(x, torch.Tensor) and not x.is_nested)])
     known = _calls.get(code)
@@ -121,7 +121,7 @@ def _static(x: Any, arrays: list[Any]) -> Any:
     return (type(x), x) if type(x) in _EXACT else (Same, Same(x))
 
 
-#: Types whose equality tells all there is to tell; of what is left, numbers above all, ``Same`` does.
+#: Types for which equality suffices as a key; ``Same`` compares the others, numbers above all.
 _EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, np.dtype, torch.Size, torch.layout, torch.memory_format})
 
 
@@ -153,7 +153,7 @@ class Piece:
         self.shapes: Shapes | None = None  # of the call that used it last
 
     def clear(self) -> None:
-        """Give back what was compiled; who still holds the piece compiles it anew."""
+        """Free what was compiled; a later call of the piece compiles it again."""
         for jitted in (self.jitted, *self.backs.values(), *self.mapped.values()):
             if jitted is not None:
                 jitted.clear_cache()
@@ -291,7 +291,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
 
 
 def _kinds(arrays: list[Any]) -> tuple[Any, ...]:
-    """What an operator that cannot be one piece is told by: indexing by a mask looks at values, and by integers does not."""
+    """The key of operands for which an operator cannot be a piece: indexing by a mask looks at values, indexing by integers does not."""
     return tuple([(a.dtype, a.ndim) for a in arrays])
 
 
@@ -428,21 +428,21 @@ class Pull:
         return tuple(g if lanes.tracks([g]) else jnp.broadcast_to(g, (n, *g.shape)) for g in grads)
 
 
-# functions of our own, although jax.numpy's are compiled too: what JAX keeps of these can be given back
+# our own functions and not jax.numpy's: the cache of these can be cleared
 
 
 @jax.jit
-def _added(a: Any, b: Any) -> Any:
+def _added(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.add(a, b)
 
 
-def _nothing(v: Any) -> Any:
+def _nothing(v: jax.Array) -> jax.Array:
     """Zeros like v, which may be a tracer of a transform that has returned: its shape is still good."""
     return jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.core.Tracer) else _zeros(v)
 
 
 @jax.jit
-def _zeros(like_it: Any) -> Any:
+def _zeros(like_it: jax.Array) -> jax.Array:
     return jnp.zeros(like_it.shape, like_it.dtype)
 
 

@@ -25,7 +25,7 @@ def set_aside(target: Path) -> Path:
 
 
 def current(target: Path) -> Path:
-    """The path itself; where nothing is there, the folder that an interrupted ``replace`` has set aside, if there is one."""
+    """The path itself, or if nothing is there, the folder that an interrupted ``replace`` has set aside."""
     aside = set_aside(target)
     return aside if not os.path.lexists(target) and aside.is_dir() else target
 
@@ -83,7 +83,7 @@ def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
 
 @contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """Nobody else replaces anything in the folder, or (not shared) reads in it, where the file system has locks."""
+    """While entered, nobody else replaces anything in the folder, or (if not shared) reads in it; only on file systems that have locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -123,7 +123,7 @@ def _replace(new: Path, target: Path, keep: bool) -> Path | None:
 
 
 def _remove(aside: Path, staging: Path) -> None:
-    """Out of the way in one rename first: at its own place it is whole or not there."""
+    """Remove a file or folder; one rename moves it away first, so that it is never half there."""
     if os.path.lexists(aside):
         os.rename(aside, staging / "old")
         shutil.rmtree(staging / "old", ignore_errors=True)

@@ -77,7 +77,7 @@ def _initial(t: torch.Tensor) -> Callable[..., jax.Array]:
 
 
 def _unmapped(t: torch.Tensor) -> Callable[..., jax.Array]:
-    """``_initial``, refused where the key is one of many."""
+    """``_initial``, but an error if the key is one of many."""
     def initial(*keys: jax.Array) -> jax.Array:
         if any(private.mapped_by_jax(key) for key in keys):
             raise RuntimeError(f"Linen: {_ALIKE}the variables: jax.tree.map(lambda *xs: jnp.stack(xs), *[m.init(key, x) for m in members])")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -80,12 +80,12 @@ def _leaves(module: nn.Module, flattened: Mapping[str, int] | None) -> Iterator[
         yield _Leaf((collection, *filter(None, path.split(".")), theirs), t, there, back)
 
 
-def _features_last(channels: int, there: Any, w: np.ndarray) -> np.ndarray:
+def _features_last(channels: int, there: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> np.ndarray:
     """Features in the order of torch's [channels, *spatial], as there lays them out once they are in that of [*spatial, channels]."""
     return there(w.reshape(*w.shape[:-1], channels, -1).swapaxes(-1, -2).reshape(w.shape))
 
 
-def _features_first(channels: int, back: Any, w: np.ndarray) -> np.ndarray:
+def _features_first(channels: int, back: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> np.ndarray:
     w = back(w)
     return w.reshape(*w.shape[:-1], -1, channels).swapaxes(-1, -2).reshape(w.shape)
 

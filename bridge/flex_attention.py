@@ -22,7 +22,7 @@ from bridge.trees import flatten
 
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, on traced tensors where this thread has a trace open."""
+    """torch.nn.attention.flex_attention.flex_attention, on traced tensors if this thread has a trace open."""
     if state.level is None:
         return private.original("flex_attention")(*args, **kwargs)
     return private.flex_attention_around(_dense)(*args, **kwargs)
@@ -49,7 +49,7 @@ def _dense(
     scores = _everywhere(score_mod, scores.shape, scores, "score_mod")
     scores = torch.where(shown, scores, float("-inf"))
     hidden = (scores == float("-inf")).all(-1)
-    # what is hidden has no slope: a logsumexp of nothing but -inf would have NaN
+    # a hidden score has no derivative: that of a logsumexp of nothing but -inf would be NaN
     safe = torch.where(hidden[..., None], 0.0, scores)
     logsumexp = torch.where(hidden, float("-inf"), safe.logsumexp(-1))
     out = torch.where(hidden[..., None], 0.0, safe.softmax(-1)).to(query.dtype) @ value.to(query.dtype)

@@ -33,8 +33,8 @@ Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 def guarded(func: Any, run: Plan) -> Plan:
     """The plan of an operator, with the dtypes refused that PyTorch refuses.
 
-    What has no elements is no kernel's business, nor is what other devices hold.  What is promoted is let through, and scalars where
-    PyTorch has not been seen to refuse those: some kernels answer them at once.
+    Empty tensors and tensors of other devices are not checked.  Promoted operands pass, and 0-dim tensors pass unless the table lists them:
+    some kernels answer them at once.
     """
     name = str(func)
     checks: list[Check] = []
@@ -50,7 +50,7 @@ def guarded(func: Any, run: Plan) -> Plan:
     if not checks:
         return run
 
-    @functools.wraps(run)  # tracing goes by a plan's name
+    @functools.wraps(run)  # copies its marks too
     def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for check in checks:
             check(args, kwargs)

@@ -1,6 +1,6 @@
 """Keys for what has been compiled: two values have one key only if no program can tell them apart.
 
-Python's own equality does not do for that: ``0.0 == -0.0`` and ``1 == True == 1.0`` hold, and NaN is not equal to itself.
+Python's own equality is not enough for that: ``0.0 == -0.0`` and ``1 == True == 1.0`` hold, and NaN is not equal to itself.
 """
 from __future__ import annotations
 

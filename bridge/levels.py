@@ -98,7 +98,7 @@ state = _State()
 
 @contextlib.contextmanager
 def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[Level]:
-    """Enter a level; on leaving, values written to outer nodes are taken back (the caller passes them out and writes them again)."""
+    """Enter a level.  On exit, writes to outer levels' tensors are undone; the caller repeats them one level up with the new values."""
     parent = state.level
     level = Level(kind, parent, randomness, key)
     if parent is not None:

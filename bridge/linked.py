@@ -1,6 +1,6 @@
-"""Whether torch's autograd goes back through a value: not the question where a derivative can differ from zero.
+"""Whether an output requires grad as in PyTorch, which is another question than whether its derivative can differ from zero.
 
-PyTorch's sign(x) requires grad where x does; JAX drops a derivative that is known to be zero.  Outside of compilation, where outputs
+PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  Outside of compilation, where outputs
 are asked after the run whether they depend on what requires grad, such an operator's outputs are tied to its inputs again.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bridge.lowering.registry import of_this_torch
 
 aten = torch.ops.aten
 
-#: Operators whose output torch's autograd takes as new, whatever it was made like.
+#: Operators whose output never requires grad, even if an argument does.
 _FRESH = frozenset(
     getattr(operator, overload)
     for name in (

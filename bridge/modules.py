@@ -252,8 +252,8 @@ def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.
 
 
 def _no_key() -> jax.Array:
-    """What stands for the key where none is given: torch's generator would be asked once for all calls of a compiled program."""
-    from flax.errors import InvalidRngError  # only here: what draws nothing needs no Flax
+    """Stands for the key if none is given: torch's generator would be asked once for all calls of a compiled program."""
+    from flax.errors import InvalidRngError  # imported here, because a module that draws nothing needs no Flax
 
     raise InvalidRngError(
         "a random operator (dropout in training mode, say) needs a PRNG key: pass rng=jax.random.key(seed), another key at each call, or "
@@ -287,7 +287,7 @@ def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
         where: the beginning of the message, for example "params: 'weight'".
 
     Returns:
-        np.ndarray: of that dtype; the value itself where it has it.
+        np.ndarray: of that dtype; the value itself if it has that dtype.
 
     Raises:
         RuntimeError: complex to real; an integer or bool that would change (3.7, 300 or NaN as uint8, 2 as bool, 2**24 + 1 as float32);

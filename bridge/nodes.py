@@ -143,7 +143,7 @@ def read(node: Node, level: Any) -> Any:
 def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool = False) -> None:
     """Replace a node's value, in its root and so in every view of it.
 
-    detached: torch's autograd does not record the write.  keep: nor does the derivative of what was there before end with it.
+    detached: torch's autograd does not record the write.  keep: the new value keeps the derivative of the old one, too.
     """
     root = node.root
     if node.parent is None:

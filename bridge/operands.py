@@ -109,7 +109,7 @@ def stop(out: Any) -> Any:
         return out
     if "jvp" not in kinds:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
-    # forward mode does not obey no_grad; torch's autograd outside of it does
+    # forward mode ignores no_grad; torch's autograd outside of it does not
     probe = state.level.root.probe if innermost is None or innermost.kind == "jvp" else innermost.probe
     return out if probe is None else jax.tree_util.tree_map(lambda v: private.stop_at(v, probe) if isinstance(v, jax.Array) else v, out)
 

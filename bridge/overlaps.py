@@ -35,11 +35,11 @@ def _extent(t: torch.Tensor) -> tuple[int, int] | None:
 
 
 def refuse_overlap(func: Any, targets: Iterable[Any], operands: Iterable[Any], out: bool = False) -> None:
-    """RuntimeError, as from PyTorch, where an operand shares some of a target's memory; all of it is another matter unless out.
+    """Raise PyTorch's RuntimeError if an operand partly overlaps a target; the same memory as a whole is allowed, but for some out=.
 
     Args:
         func: the operator that writes.
-        targets, operands: what it writes and reads; what is no traced tensor shares no memory.
+        targets, operands: what it writes and reads; only traced tensors can share memory.
         out: whether the targets are out= arguments.
     """
     name = func._schema.name

@@ -1,4 +1,4 @@
-"""torch.nn.utils.rnn's packed sequences inside a trace: which rows of a padded tensor a packed one has depends on the lengths alone.
+"""torch.nn.utils.rnn's packed sequences inside a trace.  The lengths alone say which rows of a padded tensor a packed one has.
 
 PyTorch itself packs, or pads, the numbers of the rows; the rows are then gathered by those.  The recurrent layers' C++ reads the sizes
 of the batches from memory, so it gets a tensor that has some.
@@ -17,7 +17,7 @@ from bridge.tracing import concrete, lane_wise, traced_python, value_of, wrap
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor's values in memory; DataDependentError where they are not known."""
+    """A tensor's values in memory; DataDependentError if they are not known."""
     lanes = None if state.level is None else state.level.lanes
     value = value_of(t)
     if lanes is not None and not lanes.tracks([value]):
@@ -72,12 +72,12 @@ def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @lane_wise
 def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself, which is met where both tensors come from outside the trace."""
+    """The plan of the operator itself, which runs if both tensors come from outside the trace."""
     with traced_python():
         return _pack(*args, **kwargs)
 
 
-#: Functions of torch's -> what is called in their place.
+#: Functions of torch's -> the functions called in their place.
 FUNCTIONS: dict[Any, Any] = {
     torch._VF._pack_padded_sequence: _pack_rule, torch._VF._pad_packed_sequence: _pad_rule,
     **{getattr(torch._VF, name): _recurrent_rule for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

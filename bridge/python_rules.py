@@ -88,7 +88,7 @@ def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _assert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch._assert of a tensor: where its value is not known it is looked at when the program has run."""
+    """torch._assert of a tensor; if its value is not known yet, it is checked when the program has run."""
     given = dict(zip(("condition", "message"), args, strict=False)) | kwargs
     condition = given["condition"]
     if condition.numel() != 1:

@@ -72,7 +72,7 @@ class Watch:
         self.now = dict(self.before)
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """Called before the program gets a seed of its own from a generator: the generator moves on, so that setting it back shows."""
+        """Called before the program takes a seed from a generator: it advances the generator, so that resetting it is noticed."""
         g = torch.default_generator if generator is None else generator
         which = private.which_generator(g)
         if which not in self.before:
@@ -88,8 +88,8 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
-        """While entered; afterwards the generators are as before."""
-        for which, (g, _) in self.before.items():  # a function that sets the state in which they are must show too
+        """Watch while entered; afterwards the generators are as they were before."""
+        for which, (g, _) in self.before.items():  # so that setting them to the state that they are in is noticed too
             seed_from(g)
             self.now[which] = g, _state_of(g)
         try:
@@ -153,7 +153,7 @@ def source(level: Level) -> Level:
 
 def _draw(level: Level, generator: torch.Generator | None) -> Any:
     level.draws += 1
-    if generator is not None:  # the generator alone says which numbers, the lanes of the vmaps around which of them
+    if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
         key = _root_key(level.root, generator)
         walk: Level | None = state.level
         while walk is not None:

@@ -1,4 +1,4 @@
-"""Hooks on what is saved for backward, through which what JAX keeps for its derivatives does not pass: they are refused."""
+"""Hooks on saved tensors are refused: the values that JAX keeps for its derivatives do not pass through them."""
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +15,7 @@ _REFUSED = (
 
 
 def refuse_hooks() -> None:
-    """RuntimeError where ``saved_tensors_hooks`` of the user's own are entered; PyTorch's own change no values."""
+    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; those of PyTorch's own change no values."""
     pack = private.saved_tensor_pack()
     if pack is not None and not (getattr(pack, "__module__", None) or "").startswith("torch."):
         raise RuntimeError(_REFUSED)

@@ -24,7 +24,7 @@ def _spans(tensors: Sequence[Any], written: frozenset[int]) -> list[_Span]:
 
 
 class Sharing:
-    """Whether inputs of a program overlap of which one is written to.
+    """Whether two inputs of a program share memory and one of them is written to.
 
     Args:
         written: ("argument" or "captured", index) of the inputs that the program writes to.

@@ -79,7 +79,7 @@ class Program:
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
 
     def direct(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
-        """Of these, whether the first derivative goes back to it, and not only a second one."""
+        """For each of these, whether the first derivative goes back to it, and not only a second one."""
         every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), self._targets())
         return [bool(every & 1 << i) for i in arguments] + [bool(every & self._bit(i)) for i in captured]
 

@@ -170,7 +170,7 @@ Layout = tuple[torch.dtype, Any, bool, bool, tuple[int, ...], np.dtype]
 
 @functools.cache
 def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
-    """Of such an array: torch's dtype, the ctypes buffer that covers it, whether it is empty, whether numpy knows the dtype; and both."""
+    """For such an array: torch's dtype, the ctypes buffer type, whether it is empty, whether numpy knows torch's dtype; shape and dtype."""
     size = math.prod(shape)
     found = dtypes.to_torch(dtype)
     return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT, shape, dtype
@@ -240,7 +240,7 @@ def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.
 
 @private.opaque
 def view(array: jax.Array, found: Layout) -> torch.Tensor:
-    """``to_torch`` for torch's CPU of an array whose layout is known; the caller waits for the array."""
+    """``to_torch`` of an array on the CPU whose layout is known; the caller waits for the array."""
     _, buffer_type, empty, known, shape, kind = found
     if empty or not known or type(array.sharding) is not _ONE_DEVICE or array.platform() != "cpu":
         return to_torch(array, _CPU, wait=False)

@@ -194,7 +194,7 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 
 
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
-    """The tensor; RuntimeError, in torch's words, where a transform differentiates it: an array of numbers would end the derivative."""
+    """The tensor; RuntimeError in torch's words if a transform differentiates it: an array of numbers would end the derivative."""
     without_lanes()
     value, level = value_of(t), state.level
     tapes = [tape for tape in (level.tape, level.root.recording) if tape is not None]
@@ -305,7 +305,7 @@ def root() -> Iterator[Level]:
 
 
 def forget_captured(root: Level) -> None:
-    """End what a trace knows of tensors from outside.
+    """Forget what a trace knows of tensors from outside.
 
     PyTorch's C++ has made a history for one that was changed in place to a value with a derivative, out of nodes of the trace.
     """

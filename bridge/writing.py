@@ -127,7 +127,7 @@ def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
         yield from x if isinstance(x, list | tuple) else (x,)
 
 
-#: of whose kernels for shapes alone PyTorch's refusal cannot be had
+#: Operators whose kernel for the device meta does not raise PyTorch's error about dtypes, so that it is raised here.
 _EXACT_OUT = frozenset({"aten::complex", "aten::aminmax", "aten::multinomial"})
 
 
@@ -138,7 +138,7 @@ def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     try:
         with private.below_python():
             func(*meta_tree(args), **{k: meta_tree(v) for k, v in (kwargs | out).items()})
-    except NotImplementedError:  # computed by no kernel for shapes alone
+    except NotImplementedError:  # the operator has no kernel for the device meta
         return
 
 

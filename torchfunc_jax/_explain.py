@@ -1,4 +1,4 @@
-"""Why jitted functions compile: each program that is made is put into words beside those that were there and would not do."""
+"""Why jitted functions compile: each new program is compared with those that were there and did not fit, in sentences."""
 from __future__ import annotations
 
 import os
@@ -14,9 +14,11 @@ _logs: list[tuple[list[str], TextIO | None]] = []
 
 @contextmanager
 def explain(file: TextIO | None = None) -> Iterator[list[str]]:
-    """While entered, say of each program that ``jit`` compiles why: which argument, module, attribute or state was another one.
+    """While entered, say why ``jit`` compiles each program: which argument, module, attribute or state was another one.
 
     The environment variable ``TORCHFUNC_JAX_EXPLAIN=1`` does the same for a whole process, on standard error.
+
+    docs/jit.md says which changes compile a program.
 
     Args:
         file: where the sentences are printed; None: standard error.
@@ -53,11 +55,13 @@ def say(jitted: Any, sentence: str) -> None:
 
 
 def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tuple[str, str]], Guards]]) -> str:
-    """How a new program's facts differ from those of the most similar of the others; what its guards found where nothing else does."""
+    """How a new program's facts, and what the guards of the others find changed, differ from the most similar of the others."""
     if not others:
         return "it is the first one"
     found = min((_differences(old, facts) + list(guards.differences()) for old, guards in others), key=len)
-    return "; ".join(found) if found else "a number does not fit into the program that takes it as an input, or one was dropped"
+    if not found:
+        return "a captured tensor has another shape or dtype, or a number does not fit into the program that takes it as an input"
+    return "; ".join(found)
 
 
 def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:

@@ -28,7 +28,7 @@ class Difference:
         kind: what differs: "value", "dtype", "shape", "device", "layout", "requires_grad", "strides", "type", "structure", "raised" (one
             side raised, or both without being asked to), "distribution", "repetition" (a seed does not repeat the numbers),
             or "nothing compared".
-        where: the leaf, as in "output['a'][1]"; "" where it is not about a leaf.
+        where: the leaf, as in "output['a'][1]"; "" if it is not about a leaf.
         torch_func, torchfunc_jax: what each side has there, as text.
         float64: what PyTorch computes there in float64; None if it was not computed.
         index: which element of the leaf is the first to differ; None if it is not about values.
@@ -395,6 +395,6 @@ _HOW = "\n  If that is what should be tested, say so: allow_empty=True (--allow-
 
 
 def definition(fn: Any) -> str:
-    """Where a function is defined, ``model.py:12``; "" where that is not known."""
+    """Where a function is defined, ``model.py:12``; "" if that is not known."""
     code = getattr(getattr(fn, "forward", fn), "__code__", None)
     return f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}" if code is not None and os.path.exists(code.co_filename) else ""

@@ -21,7 +21,7 @@ Draws = list[dict[str, torch.Tensor]]
 
 
 def drawn(call: Callable[[], Outcome], count: int, side: str, step: Callable[[int], None]) -> Draws | Difference:
-    """The tensors that each of so many calls gives, or what to report where one raises."""
+    """The tensors that each of so many calls gives, or what to report if one raises."""
     draws: Draws = []
     for i in range(count):
         outcome = call()

@@ -109,7 +109,7 @@ class Side:
 
 
 def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: list[int]) -> Outcome:
-    """What PyTorch computes in the last of ``calls`` if all floating-point numbers are float64's; has an error if that cannot be run."""
+    """What PyTorch computes in the last of ``calls`` with all floating-point numbers in float64; has an error if that cannot be run."""
     widened = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
     def one(x: Any) -> Any:

@@ -135,7 +135,7 @@ def ensemble(
 
 @app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-    """What is installed here: versions, devices, and how many operators have a lowering. For bug reports.
+    """What is installed here: versions, devices, and how many operators have a lowering.
 
     [bold]Example[/bold]
 
@@ -158,13 +158,13 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 @app.command(epilog=DOCTOR_EXAMPLES)
 def doctor(
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the self-check, which takes up to a minute.")] = True,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the self-check, which takes a minute or two.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Say what is installed, what is known to be wrong with it, and whether the transforms agree with torch.func here.
 
     Each check runs a program under torch.func and under torchfunc_jax, un-jitted and compiled, in a process of its own.
-    Ends with 1 where one of them differs. It is what a bug report starts with.
+    Ends with 1 if one of them differs. It is what a bug report starts with.
     """
     console = Console(stderr=True)
     console.print("[dim]Loading PyTorch and JAX ...[/dim]")

@@ -29,7 +29,7 @@ import torchfunc_jax
 from bridge import compiling
 from torchfunc_jax._machine import machine
 
-#: the oldest and the newest version that the tests run on; docs/versions.md has their results
+#: The oldest and the newest version that the tests run on; docs/versions.md has their results.
 TESTED = {"python": ("3.11", "3.13"), "torch": ("2.11.0", "2.15.0"), "jax": ("0.10.2", "0.12.0.1")}
 _PACKAGES = ("jaxlib", "flax", "numpy")
 _VARIABLES = re.compile(r"(JAX|XLA|LIBTPU|TPU|TORCH|PYTORCH|TORCHFUNC_JAX|CUDA|NVIDIA|OMP|MKL)_")
@@ -43,7 +43,7 @@ class Known:
 
     Attributes:
         title: what it is about.
-        status: "worked around" where nothing is to be done; "untested", "unsupported"; "setting" for what the user has set.
+        status: "worked around" if nothing is to be done; "untested", "unsupported"; "setting" for what the user has set.
         what: what happens, and what to do.
     """
 
@@ -58,7 +58,7 @@ class Checked:
 
     Attributes:
         name: what was checked.
-        difference: where torch.func and this library differ; None where they agree.
+        difference: where torch.func and this library differ; None if they agree.
         seconds: how long the check took, compiling included.
     """
 
@@ -99,7 +99,7 @@ def examine(checks: bool = True, on_check: Callable[[str, Checked | None], None]
     """Say what is installed and known to be wrong with it, and compare the transforms with torch.func's.
 
     Args:
-        checks: False leaves the self-check out, which takes up to a minute.
+        checks: False leaves the self-check out, which takes a minute or two.
         on_check: called with the name of each check before it runs and None, and with its result afterwards.
 
     Returns:

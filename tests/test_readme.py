@@ -1,6 +1,7 @@
 """The Python examples in the Markdown files run, and print what their comments, or the blocks ```text that follow them, say."""
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -30,3 +31,16 @@ def test_links_lead_somewhere() -> None:
     for page in ["CONTRIBUTING.md", *PAGES]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_errors_on_their_page_are_raised() -> None:
+    """Every message that the page quotes, up to its dots, stands in the code."""
+    files = [path for package in ("bridge", "torchfunc_jax") for path in (ROOT / package).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts += [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    quoted = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 10
+    for message in quoted:
+        for phrase in re.sub(r"^(Runtime|Type|NotImplemented)Error: ", "", message).split("..."):
+            assert any(phrase.strip(" :") in text for text in texts), f"nothing raises {message!r}"

@@ -47,7 +47,8 @@ def jit(
 
     A Python float or int is static when it is first seen. When it changes, it becomes an input of the program, unless the function asks
     for its value (a comparison, a shape, ``int()``): then it stays static, and each value has a program of its own. Numbers in closures
-    and global variables are read when the function is traced, and then never again.
+    and global variables are read when the function is traced, and then never again. docs/jit.md tells all of it; ``explain`` says why a
+    program was compiled.
 
     Args:
         func: takes and returns pytrees of tensors and static values; None: returns a decorator.
@@ -60,6 +61,8 @@ def jit(
 
     Raises:
         DataDependentError: the function asks for values of tensors (``if x.sum() > 0``), or for a shape that depends on them.
+        RuntimeError: the function cannot be compiled for what it does to a generator or to memory that its inputs share, and its arguments
+            are jax.Arrays, with which PyTorch cannot call it.
         TypeError: a static argument that is not hashable.
         ValueError: max_programs is not positive.
 
@@ -396,7 +399,20 @@ class Jitted:
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
-        """The program for these arguments as a jaxpr, to be read."""
+        """The program for these arguments as a jaxpr, to be read.
+
+        Args:
+            args, kwargs: as for a call; only shapes, dtypes and static values matter.
+
+        Returns:
+            jax.core.ClosedJaxpr
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax import jit
+            >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
+            ['sin']
+        """
         return staging.stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
 
     def cache_clear(self) -> None:

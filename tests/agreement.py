@@ -1,4 +1,4 @@
-"""What the tests share: when two results are the same, and the transforms under one name each, ours and torch.func's."""
+"""What the tests share: when two results are the same, how often Python runs, and the transforms by name, ours and torch.func's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,6 +23,17 @@ def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | No
             torch.testing.assert_close(a.detach(), e.detach(), rtol=rtol, atol=atol, equal_nan=True)
         else:
             assert type(a) is type(e) and a == e
+
+
+class Traces:
+    """A function that counts how often its Python runs."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.count, self.__name__ = fn, 0, "counted"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.fn(*args, **kwargs)
 
 
 def fresh(tree: Any) -> Any:

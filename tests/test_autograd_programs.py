@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from agreement import same
+from autograd_functions import SetupContext
 
 import torchfunc_jax
 from torchfunc_jax import functionalize, grad, jit, vmap
@@ -222,10 +223,11 @@ def test_an_error_of_the_users_leaves_nothing_behind(entry: str, place: str, mon
     same(gradient(loss)(x), 5 * x)
 
 
-def test_functions_of_other_threads_are_their_own() -> None:
+@pytest.mark.parametrize("main_holds", [True, False])
+def test_functions_of_other_threads_are_their_own(main_holds: bool) -> None:
     """While one thread has a trace open, another one's Functions run as PyTorch runs them, and its errors are its own."""
     inside, done = threading.Event(), threading.Event()
-    seen: list[Any] = []
+    x, seen, results = torch.linspace(0.5, 2.0, 3), [], []
 
     def held(x: torch.Tensor) -> torch.Tensor:
         inside.set()
@@ -235,20 +237,22 @@ def test_functions_of_other_threads_are_their_own() -> None:
     def other() -> None:
         assert inside.wait(60)
         try:
-            x = torch.linspace(0.5, 2.0, 3)
             seen.extend([gradient(loss)(x), type(Sometimes.apply(x)), torch.is_grad_enabled()])
             with pytest.raises(ValueError, match="shape"):
                 jit(grad(lambda x: _raising(Sometimes.apply(x))))(x)
-            seen.append(grad(loss)(x))
+            seen.extend([grad(loss)(x), grad(lambda x: SetupContext.apply(x).sum())(x)])
         finally:
             done.set()
 
-    thread = threading.Thread(target=other)
+    def holds() -> None:
+        results.append(grad(held)(x))
+
+    thread = threading.Thread(target=other if main_holds else holds)
     thread.start()
-    x = torch.linspace(0.5, 2.0, 3)
-    same(grad(held)(x), 5 * x)
+    (holds if main_holds else other)()
     thread.join()
-    same(seen, [5 * x, torch.Tensor, True, 5 * x])
+    same(results, [5 * x])
+    same(seen, [5 * x, torch.Tensor, True, 5 * x, 2 * x.cos()])
     assert untouched()
 
 

@@ -6,49 +6,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from agreement import same
+from autograd_functions import ContextInForward, Function, SetupContext
 from torch import nn
 
 import torchfunc_jax
 from torchfunc_jax import functionalize, grad, jit, vmap
 
-Function = torch.autograd.Function
 FACTOR = torch.tensor(2.0)  # captured by the methods of some
-
-
-class ContextInForward(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.cos()
-
-
-class SetupContext(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.cos()
 
 
 class SavesItsOutput(Function):
@@ -235,29 +205,6 @@ assert "__getattribute__" not in vars(type(torch.autograd.Function))
 
 def test_a_copy_made_before_the_import() -> None:
     subprocess.run([sys.executable, "-c", COPIES], check=True)
-
-
-def test_other_threads_are_left_alone() -> None:
-    """While one thread is inside a transform, another runs the same Function as PyTorch does, and transforms of its own."""
-    inside, done = threading.Event(), threading.Event()
-    found: list[Any] = []
-
-    def waiting(x: torch.Tensor) -> torch.Tensor:
-        inside.set()
-        assert done.wait(60)
-        return ContextInForward.apply(x).sum()
-
-    thread = threading.Thread(target=lambda: found.append(grad(waiting)(torch.zeros(2))))
-    thread.start()
-    assert inside.wait(60)
-    x = torch.zeros(2, requires_grad=True)
-    y = ContextInForward.apply(x)
-    assert type(y) is torch.Tensor
-    same(torch.autograd.grad(y.sum(), x), (torch.full((2,), 2.0),))
-    same(grad(lambda x: SetupContext.apply(x).sum())(torch.zeros(2)), torch.full((2,), 2.0))
-    done.set()
-    thread.join()
-    same(found, [torch.full((2,), 2.0)])
 
 
 class Broken(Function):

@@ -7,36 +7,10 @@ from typing import Any
 import pytest
 import torch
 from agreement import same
+from autograd_functions import Cubed
 
 import torchfunc_jax
 from torchfunc_jax import grad, jit, vmap
-
-
-class Cubed(torch.autograd.Function):
-    """Its derivative is not the true one, so that it is seen which was taken; its vmap calls it again, as PyTorch's documentation does."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 5 * g * x
-
-    @staticmethod
-    def jvp(ctx: Any, t: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 5 * t * x
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
-        return Cubed.apply(x), in_dims[0]
 
 
 class Generated(torch.autograd.Function):

@@ -234,32 +234,13 @@ def test_counters_and_histories_cost_no_programs() -> None:
 
 # -- PyTorch's ambient state ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = get()
+    set_to(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        set_to(before)
 
 
 @contextlib.contextmanager
@@ -294,12 +275,12 @@ STATES: dict[str, Callable[[], Any]] = {
     "autocast float16": lambda: torch.autocast("cpu", torch.float16),
     "autocast off": lambda: torch.autocast("cpu", enabled=False),
     "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
-    "default dtype": lambda: default_dtype(torch.float64),
+    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "default device": lambda: torch.device("meta"),
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
-    "deterministic": deterministic,
-    "matmul precision": lambda: precision("medium"),
+    "deterministic": lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "matmul precision": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
     "torch function mode": TenTimes,
     "global forward hook": lambda: global_hook(nn.modules.module.register_module_forward_hook, lambda *a: a[2] * 10),
     "global forward pre-hook": lambda: global_hook(nn.modules.module.register_module_forward_pre_hook, lambda _, args: (args[0] * 10,)),

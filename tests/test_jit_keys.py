@@ -16,23 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import same
+from agreement import Traces, same
 from torch import nn
 
 from torchfunc_jax import explain, grad, jit, vmap
 
 NAN = float("nan")
-
-
-class Traces:
-    """A function that counts how often its Python runs."""
-
-    def __init__(self, fn: Any) -> None:
-        self.fn, self.count, self.__name__ = fn, 0, "counted"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return self.fn(*args, **kwargs)
 
 
 def identical(mine: Any, theirs: Any) -> None:

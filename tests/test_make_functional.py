@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from networks import tied
 from torch import nn
 from torch._functorch import batch_norm_replacement as their_batch_norm
 from torch._functorch import functional_call as their_calls
@@ -40,12 +41,6 @@ class Tied(nn.Module):
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    return model
 
 
 def norm() -> nn.Module:

@@ -1,4 +1,4 @@
-"""nn.Module <-> JAX: states out and in, modules as functions, as Flax modules and in Flax's layouts, and added lowerings."""
+"""nn.Module <-> JAX: states out and in, modules as functions, and added lowerings."""
 from __future__ import annotations
 
 import copy
@@ -9,32 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
-from flax import linen, nnx
+from networks import X, close, net, tied
 from torch import nn
 
 import bridge
 import torchfunc_jax
-from bridge.flax import NNX, Linen, from_variables, to_variables
-
-
-def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(np.asarray(a), b.detach().numpy() if isinstance(b, torch.Tensor) else np.asarray(b), rtol=2e-5, atol=2e-5)
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    return model
-
-
-X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------------------
@@ -314,136 +295,6 @@ def test_threads_that_call_one_module() -> None:
         thread.join(120)
     assert not failed and not any(thread.is_alive() for thread in threads)
     torch.testing.assert_close(model.state_dict(), start, rtol=0, atol=0)
-
-
-# -- Flax --------------------------------------------------------------------------------------------------------------------------
-def test_linen() -> None:
-    torch_model = net().eval()
-    model = Linen(torch_model)
-    variables = jax.jit(model.init)(jax.random.key(0), X)
-    assert set(variables["params"]) == {name for name, _ in torch_model.named_parameters()}
-    close(jax.jit(model.apply)(variables, X), torch_model(torch.tensor(X)))
-    gradient = jax.grad(lambda p: model.apply({**variables, "params": p}, X).sum())(variables["params"])
-    torch_model(torch.tensor(X)).sum().backward()
-    for name, p in torch_model.named_parameters():
-        close(gradient[name], p.grad)
-
-
-def test_linen_updates_buffers_and_draws_from_its_key() -> None:
-    torch_model = net()
-    model = Linen(torch_model, deterministic=True)
-    variables = model.init(jax.random.key(0), X)
-    step = jax.jit(lambda v, key: model.apply(v, X, deterministic=False, mutable=["buffers"], rngs={"dropout": key}))
-    (a, after), (b, _), (c, _) = step(variables, jax.random.key(1)), step(variables, jax.random.key(1)), step(variables, jax.random.key(2))
-    assert (a == b).all() and (a != c).any()
-    torch_model(torch.tensor(X))
-    for name, buffer in torch_model.named_buffers():
-        close(after["buffers"][name], buffer)
-    close(model.apply(variables, X), model.apply(variables, X))
-    bridge.load(torch_model, variables["params"], after["buffers"])
-
-
-class Around(linen.Module):
-    """A Flax module with a torch module in it."""
-
-    @linen.compact
-    def __call__(self, x: Any) -> Any:
-        return linen.Dense(2)(Linen(nn.Linear(3, 4), name="torch")(x))
-
-
-def test_linen_inside_linen() -> None:
-    variables = Around().init(jax.random.key(0), X)
-    assert jax.tree.map(jnp.shape, variables["params"]["torch"]) == {"weight": (4, 3), "bias": (4,)}
-    assert Around().apply(variables, X).shape == (4, 2)
-
-
-def test_nnx() -> None:
-    torch_model = net()
-    model = NNX(torch_model, rngs=nnx.Rngs(dropout=1))
-    assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))} == {name for name, _ in torch_model.named_parameters()}
-    run = nnx.jit(lambda model, x: model(x))
-    first, second = run(model, X), run(model, X)
-    assert (first != second).any()
-    assert int(model.buffers["1.num_batches_tracked"][...]) == 2 and torch_model[1].num_batches_tracked == 0
-    model.eval()
-    assert model.deterministic and torch_model.training
-    model.save_to()
-    close(run(model, X), torch_model.eval()(torch.tensor(X)))
-
-
-def test_nnx_trains_as_torch_does() -> None:
-    torch_model = tied()
-    model = NNX(torch_model)
-    x, target = jnp.asarray(X), jnp.ones((4, 3))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: Any, optimizer: Any) -> None:
-        optimizer.update(model, nnx.grad(lambda m: ((m(x) - target) ** 2).mean())(model))
-
-    torch_optimizer = torch.optim.SGD(torch_model.parameters(), 0.1)
-    for _ in range(3):
-        step(model, optimizer)
-        torch_optimizer.zero_grad()
-        (torch_model(torch.tensor(X)) - 1).square().mean().backward()
-        torch_optimizer.step()
-    for name, p in torch_model.named_parameters():
-        close(model.params[name][...], p)
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], bool]] = {
-    "Linear": (lambda: nn.Linear(3, 2), linen.Dense(2), (5, 3), False),
-    "Linear without bias": (lambda: nn.Linear(3, 2, bias=False), linen.Dense(2, use_bias=False), (5, 3), False),
-    "Conv1d": (lambda: nn.Conv1d(3, 4, 3), linen.Conv(4, (3,), padding="VALID"), (2, 3, 8), True),
-    "Conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2), linen.Conv(6, (3, 2), 1, "VALID", feature_group_count=2), (2, 4, 7, 8), True),
-    "Conv3d": (lambda: nn.Conv3d(2, 3, 2), linen.Conv(3, (2, 2, 2), padding="VALID"), (1, 2, 4, 4, 4), True),
-    "LayerNorm": (lambda: nn.LayerNorm(6), linen.LayerNorm(epsilon=1e-5), (3, 6), False),
-    "RMSNorm": (lambda: nn.RMSNorm(6, eps=1e-6), linen.RMSNorm(), (3, 6), False),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), linen.GroupNorm(num_groups=2, epsilon=1e-5), (3, 4, 5), True),
-    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), linen.BatchNorm(use_running_average=True, epsilon=1e-5), (3, 4, 5, 5), True),
-}
-
-
-def randomized(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for t in model.state_dict().values():
-            if t.is_floating_point():
-                t.uniform_(0.5, 1.5)
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_in_flax_layouts(name: str) -> None:
-    make, flax_layer, shape, channels_first = LAYERS[name]
-    model = randomized(make())
-    variables = to_variables(model)
-    x = torch.randn(shape)
-    theirs = x.movedim(1, -1) if channels_first else x
-    out = flax_layer.apply(variables, jnp.asarray(theirs.numpy()))
-    expected = model(x)
-    np.testing.assert_allclose(out, (expected.movedim(1, -1) if channels_first else expected).detach().numpy(), rtol=1e-4, atol=1e-5)
-    other = from_variables(make(), variables)
-    torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
-    torch.testing.assert_close(other.eval()(x), expected)
-
-
-def test_nested_modules_in_flax_layouts() -> None:
-    model = randomized(nn.Sequential(nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4))))
-    variables = to_variables(model)
-    assert variables["params"]["0"]["embedding"].shape == (5, 4) and set(variables["batch_stats"]["1"]["2"]) == {"mean", "var"}
-    other = from_variables(randomized(copy.deepcopy(model)), variables)
-    torch.testing.assert_close(other.state_dict(), model.state_dict())
-    del variables["params"]["1"]["0"]["bias"]
-    with pytest.raises(RuntimeError, match="params/1/0/bias missing"):
-        from_variables(other, variables)
-    with pytest.raises(RuntimeError, match=r"params/kernel of shape \(3, 2\), got \(2, 3\)"):
-        from_variables(nn.Linear(3, 2), {"params": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(2)}})
-
-
-@pytest.mark.parametrize("model", [nn.LSTM(2, 2), nn.ConvTranspose1d(2, 2, 2), nn.PReLU()], ids=lambda m: type(m).__name__)
-def test_layers_flax_has_not(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=f"no layer like {type(model).__name__}"):
-        to_variables(nn.Sequential(model))
 
 
 # -- lowerings of one's own --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from autograd_functions import SetupContext
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -74,26 +75,13 @@ def test_names_that_are_none(wrong: str) -> None:
 
 
 # -- functions made wrong on purpose -----------------------------------------------------------------------------------------------
-def twice_differentiable(x: torch.Tensor) -> torch.Tensor:
+class Wrong(SetupContext):
     """Wrong only in the derivative, as a Function with another backward is."""
 
-    class Wrong(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return cotangent * x.cos() * (1.001 if on_jax(x) else 1.0)
-
-    return Wrong.apply(x)
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * x.cos() * (1.001 if on_jax(x) else 1.0)
 
 
 def refuses_backward(x: torch.Tensor, on_ours: bool) -> torch.Tensor:
@@ -158,10 +146,10 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "strides": (lambda x: x.t().clone(memory_format=torch.contiguous_format) if on_jax(x) else x.t(), {"check_strides": True}, "strides"),
     "a derivative": (
-        lambda x: twice_differentiable(x).sum(), {"transforms": ["grad"]}, "under grad, eager: (.|\n)*relative difference is 0.001",
+        lambda x: Wrong.apply(x).sum(), {"transforms": ["grad"]}, "under grad, eager: (.|\n)*relative difference is 0.001",
     ),
     "one transform of two": (
-        lambda x: twice_differentiable(x).sum(), {"transforms": ["vmap", "grad"]},
+        lambda x: Wrong.apply(x).sum(), {"transforms": ["vmap", "grad"]},
         "under grad, eager: (.|\n)*1 of 2 checks failed: grad eager. These agree: vmap eager.",
     ),
     "only under jit": (
@@ -305,7 +293,7 @@ def test_gradients_of_the_output_are_compared() -> None:
     x, model = X.clone().requires_grad_(), nn.Linear(4, 1)
 
     with pytest.raises(ParityError, match=r"gradient of input\[0\] differs in value at(.|\n)*relative difference is 0.001"):
-        assert_parity(twice_differentiable, x, transforms=["vmap"], jit=False)
+        assert_parity(Wrong.apply, x, transforms=["vmap"], jit=False)
     (ours,) = parity(lambda x: refuses_backward(x, True), x, transforms=["vmap"], jit=False)
     assert re.search(r"gradients do not: torch.func's autograd computes them, torchfunc_jax raised \w+: .*too late", ours.difference)
     (theirs,) = parity(lambda x: refuses_backward(x, False), x, transforms=["vmap"], jit=False)
@@ -380,7 +368,7 @@ def test_keyword_arguments() -> None:
 
 
 def test_derivatives_reach_floats_beside_integers_in_one_argument() -> None:
-    fn = lambda batch: twice_differentiable(batch["x"]) * batch["n"]
+    fn = lambda batch: Wrong.apply(batch["x"]) * batch["n"]
     with pytest.raises(ParityError, match=r"relative difference is 0.001"):
         assert_parity(fn, {"x": X, "n": torch.arange(4)}, transforms=["vjp"], jit=False)
 

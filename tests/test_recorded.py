@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agreement import same
+from autograd_functions import Cubed
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -34,24 +35,6 @@ def without_grad(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = (a * w).sum()
     return a * scale + w
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return 5 * g * ctx.saved_tensors[0]  # not the derivative, so that it is seen which was taken
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
-        return Cubed.apply(x), in_dims[0]
 
 
 # of (transforms, a lane a [3], a tensor w [3] that lanes share)

@@ -70,7 +70,7 @@ def parity(
     ] = None,
     shape: Annotated[Many, typer.Option("--shape", "-s", help="Of a random argument: 3,4, or () for a number; again for more.")] = None,
     specs: Annotated[
-        Many, typer.Option("--input", metavar="VALUE", help="An argument: randn(4, 3), randint(0, 9, (4,)), 0.5, [ones(2), 3]; again.")
+        Many, typer.Option("--input", metavar="VALUE", help="An argument: randn(4, 3), randint(0, 9, (4,)), 0.5, \\[ones(2), 3]; again.")
     ] = None,
     kwarg: Annotated[Many, typer.Option("--kwarg", metavar="NAME=VALUE", help="A keyword argument, as --input; again for more.")] = None,
     init: Annotated[

@@ -298,16 +298,27 @@ lowering("aten.fmax")(binary(_fmax))
 lowering("aten.fmin")(binary(_fmin))
 
 
-@functools.partial(fused, static_argnums=(3, 4))
-def _clamp(x: Any, low: Any, high: Any, dtype: np.dtype, nan_bounds: bool) -> Any:
-    """Selects, so that at a bound the derivative goes to x; a NaN bound gives NaN."""
-    tests = [lax.lt] * (low is not None) + [lax.gt] * (high is not None)
+#: From torch 2.14 on, the derivative at a bound is 0 for a number and shared with a tensor, as maximum's is; before, it goes to x.
+BOUNDS_ARE_OUTSIDE = torch.__version__ >= (2, 14)  # type: ignore[operator]  # torch's own class compares with tuples
+
+
+@functools.partial(fused, static_argnums=(3, 4, 5))
+def _clamp(x: Any, low: Any, high: Any, dtype: np.dtype, nan_bounds: bool, numbers: bool) -> Any:
+    """Selects, so that the derivative goes to what is selected; a NaN bound gives NaN."""
+    tests = [(lax.lt, lax.gt if BOUNDS_ARE_OUTSIDE else lax.ge)] * (low is not None)
+    tests += [(lax.gt, lax.lt if BOUNDS_ARE_OUTSIDE else lax.le)] * (high is not None)
     x, *bounds = align(*(cast(b, dtype) for b in (x, low, high) if b is not None))
-    for outside_of, bound in zip(tests, bounds, strict=True):
-        outside = outside_of(x, bound)
+    given, shared, inside = x, BOUNDS_ARE_OUTSIDE and not numbers and is_floating(dtype), []
+    for (outside_of, inside_of), bound in zip(tests, bounds, strict=True):
+        outside, tie = outside_of(x, bound), lax.eq(x, bound)
         if nan_bounds:
             outside = lax.bitwise_or(outside, lax.ne(bound, bound))
-        x = lax.select_n(outside, x, bound)
+        if len(bounds) == 2:
+            tie = lax.bitwise_and(tie, lax.ne(*bounds))
+        inside.append(inside_of(given, bound))
+        x = lax.select_n(outside, lax.select_n(tie, x, lax.max(x, bound)) if shared else x, bound)
+    if numbers and is_floating(dtype):  # a NaN is not inside
+        x = lax.select_n(functools.reduce(lax.bitwise_and, inside), lax.stop_gradient(x), x)
     return x
 
 
@@ -341,9 +352,10 @@ def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
         raise RuntimeError("self: clamp is not supported for complex tensors")
     if dtype.kind == "b" and self.size and not (is_array(min) or is_array(max)):
         raise NotImplementedError("self: clamp of bools by a bool is not implemented; expected a tensor of numbers, or of bools as bound")
-    nan_bounds = is_floating(dtype) and any(is_array(b) or (b is not None and math.isnan(b)) for b in (min, max))
+    numbers = not (is_array(min) or is_array(max))
+    nan_bounds = is_floating(dtype) and (not numbers or any(b is not None and math.isnan(b) for b in (min, max)))
     low, high = (None if b is None else bound(b, dtype, least) for b, least in ((min, True), (max, False)))
-    return _clamp(self, low, high, dtype, nan_bounds)
+    return _clamp(self, low, high, dtype, nan_bounds, numbers)
 
 
 @lowering("aten.clamp_min", "aten.clamp_min.Tensor")

@@ -85,6 +85,23 @@ def test_the_next_number_is_exactly_that(dtype: torch.dtype) -> None:
         assert torch.equal(got[~got.isnan()].view(bits), truth[~truth.isnan()].view(bits))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_mantissa_and_exponent_of_denormals(dtype: torch.dtype) -> None:
+    """XLA on the CPU takes them for zeros; their derivative is infinite where 2 to the exponent is beyond the dtype."""
+    f = torch.finfo(dtype)
+    least = f.smallest_normal * f.eps
+    some = [0.0, -0.0, 1.0, -1.0, 3.5, f.max, f.min, f.smallest_normal, f.smallest_normal / 2, math.inf, -math.inf, math.nan]
+    x = torch.tensor([*some, least, -least, 3 * least, -7 * least, f.smallest_normal - least], dtype=dtype)
+    theirs = torch.frexp(x.double())  # right for denormals in every version, and of bfloat16
+    for mantissa, exponent in (torchfunc_jax.jit(torch.frexp)(x), torchfunc_jax.vmap(torch.frexp)(x)):
+        assert mantissa.dtype == dtype and exponent.dtype == torch.int32
+        torch.testing.assert_close(mantissa, theirs[0].to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(exponent, theirs[1]) and torch.equal(mantissa.signbit()[:-6], x.signbit()[:-6])
+    slopes = torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: torch.frexp(x)[0]))(x)
+    expected = torch.ldexp(torch.ones((), dtype=torch.float64), -theirs[1].double()).to(dtype)
+    torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=f.smallest_normal)
+
+
 def test_a_tangent_has_its_primals_dtype() -> None:
     """torch.func.jvp's is float32 for these two."""
     x = floats(4, 5).bfloat16()

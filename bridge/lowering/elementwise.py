@@ -242,12 +242,41 @@ def aten_frexp(self: Any) -> tuple[Any, Any]:
 
 @fused
 def _frexp(x: Any) -> tuple[Any, Any]:
-    exponent = lax.stop_gradient(jnp.frexp(x)[1].astype(np.int32))
-    # two steps: 2**-exponent itself may overflow
-    half = lax.div(exponent, number(2, np.int32))
-    two = number(2, x.dtype)
-    scale = [lax.pow(two, lax.convert_element_type(lax.neg(e), x.dtype)) for e in (half, lax.sub(exponent, half))]
-    return lax.mul(lax.mul(x, scale[0]), scale[1]), exponent
+    return _mantissa(x), _parts(x)[1]
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """Mantissa and exponent by bit patterns, for XLA on CPU takes denormal numbers for zeros."""
+    kept, size = jnp.finfo(x.dtype).nmant, x.dtype.itemsize * 8
+    bias, kind = jnp.finfo(x.dtype).maxexp - 2, np.dtype(f"int{size}")
+    bits = lax.bitcast_convert_type(x, kind)
+    fraction = lax.bitwise_and(bits, like((1 << kept) - 1, bits))
+    field = lax.bitwise_and(lax.shift_right_logical(bits, like(kept, bits)), like((1 << (size - 1 - kept)) - 1, bits))
+    # a denormal number has no leading one: it is shifted until it has
+    denormal, shift = lax.eq(field, like(0, bits)), lax.sub(lax.clz(fraction), like(size - 1 - kept, bits))
+    shifted = lax.bitwise_and(lax.shift_left(fraction, shift), like((1 << kept) - 1, bits))
+    exponent = lax.sub(lax.select_n(denormal, field, lax.sub(like(1, bits), shift)), like(bias, bits))
+    sign = lax.bitwise_and(bits, like(np.iinfo(kind).min, bits))
+    mantissa = lax.bitwise_or(lax.bitwise_or(sign, like(bias << kept, bits)), lax.select_n(denormal, fraction, shifted))
+    # a zero, what is infinite and what is NaN stay as they are
+    itself = lax.bitwise_or(lax.eq(lax.bitwise_or(field, fraction), like(0, bits)), lax.eq(field, like((1 << (size - 1 - kept)) - 1, bits)))
+    mantissa = lax.bitcast_convert_type(lax.select_n(itself, mantissa, bits), x.dtype)
+    return mantissa, lax.convert_element_type(choose(itself, 0, exponent), np.int32)
+
+
+@jax.custom_jvp
+def _mantissa(x: Any) -> Any:
+    return _parts(x)[0]
+
+
+@_mantissa.defjvp
+def _mantissa_jvp(primals: tuple, tangents: tuple) -> tuple:
+    mantissa, exponent = _parts(*primals)
+    half = lax.div(exponent, like(2, exponent))
+    two = number(2, mantissa.dtype)  # two steps: 2**-exponent itself may overflow
+    for part in (half, lax.sub(exponent, half)):
+        tangents = (lax.mul(tangents[0], lax.pow(two, lax.convert_element_type(lax.neg(part), mantissa.dtype))),)
+    return mantissa, *tangents
 
 
 # -- derivatives as operators: torch's autograd calls these when it runs inside a trace -------------------------------

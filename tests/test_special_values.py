@@ -208,3 +208,11 @@ def test_relative_accuracy_where_the_value_is_small(fn, low, high):
     exact = fn(x.double())
     ours, theirs = ((y.double() / exact - 1).abs()[exact != 0].max().item() for y in (tj.jit(fn)(x), fn(x)))
     assert ours <= theirs + 4e-7
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 1e-6, 0.4, 0.5, 0.6, 0.9, 1.0])
+def test_logit_of_what_is_beyond_its_bounds(eps):
+    """Above a half, eps is above 1 - eps, and comes first."""
+    x = torch.tensor([-1, 0.0, 0.05, 0.1, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7, 0.9, 1.0, 1.5, _NAN])
+    for wrap in (tj.jit, tj.vmap):
+        torch.testing.assert_close(wrap(lambda x: torch.logit(x, eps))(x), torch.logit(x, eps), equal_nan=True)

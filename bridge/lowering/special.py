@@ -144,7 +144,7 @@ def _logit(x: Any, eps: float | None) -> Any:
     wide = cast(x, opmath(x.dtype))
     if eps is not None:
         low, high = number(eps, wide.dtype), number(1 - eps, wide.dtype)
-        wide = choose(lax.gt(wide, high), high, choose(lax.lt(wide, low), low, wide))
+        wide = choose(lax.lt(wide, low), low, choose(lax.gt(wide, high), high, wide))  # low comes first if it is above high
     return cast(_log_odds(wide), x.dtype)
 
 

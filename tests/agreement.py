@@ -36,6 +36,11 @@ class Traces:
         return self.fn(*args, **kwargs)
 
 
+def floats(*shape: int) -> torch.Tensor:
+    """Random numbers in float64, the same at each call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
 def fresh(tree: Any) -> Any:
     """The tree with every tensor replaced by a copy of its own memory, strides and requires_grad kept."""
 

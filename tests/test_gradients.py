@@ -6,14 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import floats
 
 import torchfunc_jax
 
 NAN = float("nan")
-
-
-def floats(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def paths(reduction: str, zero_infinity: bool, lengths: tuple[list[int], list[int]], labels: int) -> Callable[[torch.Tensor], torch.Tensor]:

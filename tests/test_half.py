@@ -7,13 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import floats
 
 import torchfunc_jax
-
-
-def floats(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
 
 CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
     "baddbmm": (torch.baddbmm, (floats(5, 8, 9) * 8, floats(5, 8, 16) * 4, floats(5, 16, 9) * 4)),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import floats
 
 import torchfunc_jax
 
@@ -12,10 +13,6 @@ NAN, INF = float("nan"), float("inf")
 REDUCTIONS = ("sum", "mean", "max", "min", "prod")
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-9, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 LENGTHS = [[3, 0, 5], [8, 0, 0], [1, 1, 6]]
-
-
-def floats(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 SPOILT = torch.tensor([1, 2, 2, NAN, 5, 0, 0, 7], dtype=torch.float64)

@@ -271,9 +271,14 @@ def _flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
 
 
 def _followed(eqn: Any) -> Any:
-    """The jaxpr inside an equation that is looked into: a checkpoint's, and the outputs of an autograd.Function."""
+    """The jaxpr inside an equation that is looked into: a checkpoint's, a jitted function's, and the outputs of an autograd.Function.
+
+    JAX 0.12 leaves in a derivative the calls of jitted functions that earlier versions put in line.
+    """
     if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
         return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] != "of_inputs_alone":
+        return eqn.params["jaxpr"].jaxpr
     inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
     return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
 

@@ -51,7 +51,7 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @lane_wise
 def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
-    if type(t) is Traced:
+    if type(t) is Traced or t.is_meta:  # torch 2.15 asks for the default device by making a tensor
         return t
     # a tensor just made from Python data: a constant, and not one to be read again at the next call
     with jax.ensure_compile_time_eval():

@@ -294,8 +294,12 @@ def _linear_cross_entropy(
     logits = lax.dot_general(x, linear_weight, (((1,), (1,)), ((), ())), precision(x.dtype), wide)
     if linear_bias is not None:
         logits = logits + cast(linear_bias, wide)
-    weight = weight if weight is None else cast(weight, wide)
-    return cast(_checked_nll(log_softmax(logits, 1), target, weight, reduction, ignore_index, 1)[0], x.dtype)
+    weight, likely = weight if weight is None else cast(weight, wide), log_softmax(logits, 1)
+    if target.ndim == 1:
+        return cast(_checked_nll(likely, target, weight, reduction, ignore_index, 1)[0], x.dtype)
+    # a probability for each class (torch 2.15 on), of which the mean is that of the rows
+    loss = -jnp.sum(cast(target, wide) * (likely if weight is None else likely * weight), 1)
+    return cast({_NONE: loss, _MEAN: loss.mean(), _SUM: loss.sum()}[reduction], x.dtype)
 
 
 @lowering("torch_nn._linear_cross_entropy_batch_chunked")

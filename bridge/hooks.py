@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import torch
 
+from bridge import private
 from bridge.autograd import conj, in_place_of
 from bridge.closed import Closed, followed
 from bridge.eager import Untaped
@@ -64,7 +65,7 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         value, hooks = value_of(t), []
     _followed([value])
     hooks = [*hooks, _TensorHook(hook, handle, t, value)]
-    t.node.value = hooked = _observed(value, hooks)
+    t.node.value = hooked = _observed(value, hooks, private.saved_by_its_operator(t))
     t.node.seen = t.node.root.version
     t.node.hooked = (hooked, value, hooks)
     return handle
@@ -95,21 +96,38 @@ class _TensorHook:
             return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
 
 
-def _observed(value: Any, hooks: Sequence[_TensorHook]) -> Any:
-    """The value, whose cotangent passes through the hooks in their order."""
+def _observed(value: Any, hooks: Sequence[_TensorHook], saved: bool) -> Any:
+    """The value, whose cotangent passes through the hooks in their order; saved: whether its operator's derivative is computed from it."""
+    # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
+    again = not _differentiated()
+    where = at_line() if again and saved else ""
 
     @jax.custom_vjp
     def observed(value: Any, captured: Any) -> Any:
         return value
 
-    def backward(captured: Any, cotangent: Any) -> Any:
+    def forward(value: Any, captured: Any) -> Any:
+        return (observed(value, captured), (value if saved else None, captured)) if again else (value, (None, captured))
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        before, captured = kept
         for hook, met in zip(hooks, captured, strict=True):
             cotangent = hook(met, cotangent)
-        return cotangent, None
+        return cotangent if before is None else once(cotangent, before), None
 
-    # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
-    again = not _differentiated()
-    observed.defvjp(lambda value, captured: (observed(value, captured) if again else value, captured), backward)
+    @jax.custom_vjp
+    def once(cotangent: Any, before: Any) -> Any:
+        return cotangent
+
+    def twice(*_: Any) -> Any:
+        raise NotImplementedError(
+            "a second derivative through a hook on the result of an operator whose derivative PyTorch computes from that result (tanh, "
+            "exp, softmax, ...): PyTorch would call the hook where the result is used for that, too, and JAX's derivative does not pass "
+            f"there; register the hook on a copy (y = y.clone(); y.register_hook(...)), which is not called there{where}"
+        )
+
+    observed.defvjp(forward, backward)
+    once.defvjp(lambda cotangent, before: (cotangent, None), twice)
     return observed(value, [hook.captured() for hook in hooks])
 
 

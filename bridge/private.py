@@ -439,6 +439,25 @@ def redirect(on: bool) -> None:
         raise
 
 
+#: Nodes that save their result to compare with it alone, so that a second derivative does not go back through what is saved.
+_ONLY_COMPARED = frozenset({
+    "ReluBackward0", "AmaxBackward0", "AminBackward0", "AminmaxBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0",
+    "NanmedianBackward0", "SgnBackward0",
+})  # fmt: skip
+
+
+def saved_by_its_operator(t: torch.Tensor) -> bool:
+    """Whether the derivative of the operator that made a tensor is computed from the tensor itself, as tanh's is."""
+    node: Any = torch.Tensor.grad_fn.__get__(t)  # type: ignore[attr-defined]
+    if node is None or node.name() in _ONLY_COMPARED:
+        return False
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")] + [*getattr(node, "saved_tensors", ())]
+    return any(
+        isinstance(s, torch.Tensor) and torch.Tensor.grad_fn.__get__(s) is node and s.output_nr == t.output_nr  # type: ignore[attr-defined]
+        for s in saved
+    )
+
+
 def by_user() -> bool:
     """Inside the handler of ``detach``: whether a program called for it, rather than torch's autograd to keep or hand out a saved tensor.
 

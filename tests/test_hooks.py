@@ -214,3 +214,51 @@ def test_numbers_of_what_is_differentiated(way: str, taken: Callable[..., Any]) 
 def test_numbers_of_what_is_detached() -> None:
     x = torch.tensor([1.0, 2.0])
     same(grad(lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum())(x), x.sin())
+
+
+class Exponential(torch.autograd.Function):
+    """Keeps its output for its derivative, as torch.exp does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": torch.tanh, "softmax": lambda x: torch.softmax(x, 0), "in place": lambda x: (x * 1).sigmoid_(), "norm": torch.norm,
+    "function": Exponential.apply, "inside": lambda x: torch.exp(torch.sqrt(x)),
+}  # fmt: skip
+NOT_SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "copied": lambda x: torch.tanh(x).clone(), "sin": torch.sin, "viewed": lambda x: torch.exp(x).view(3, 1),
+    "only compared": lambda x: torch.relu(x - 0.4), "largest": lambda x: x.amax(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: (y * y).sum()])
+@pytest.mark.parametrize("wrap", [jit, functionalize])
+@pytest.mark.parametrize("operator", [*SAVED, *NOT_SAVED])
+def test_second_derivatives_through_a_hook_on_what_an_operator_saves(operator: str, wrap: Any, loss: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = {**SAVED, **NOT_SAVED}[operator](x)
+        y.register_hook(lambda g: g * 2)
+        return loss(y)
+
+    def first(f: Callable[..., Any]) -> Any:
+        x = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64).requires_grad_()
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return x, g
+
+    x, g = first(wrap(f))
+    theirs, expected = first(f)
+    same(g, expected)
+    if operator in SAVED:  # never another number
+        with pytest.raises(NotImplementedError, match=r"clone\(\)"):
+            torch.autograd.grad((g * g).sum(), x)
+    elif loss is not torch.sum:
+        same(torch.autograd.grad((g * g).sum(), x), torch.autograd.grad((expected * expected).sum(), theirs))

@@ -2,26 +2,32 @@
 
 A tensor is found together with its place (a dict or cell and the key in it), so that a compiled function can look at the place
 again at each call: after ``model.weight = new`` it sees the new tensor.  The containers and objects on the way to it, and the Python
-numbers beside it, are found with their places too, for ``guards``.
+numbers, functions and other objects that the function reads, are found with their places too, for ``guards``.
 """
 from __future__ import annotations
 
+import collections
+import dis
 import functools
+import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from bridge.keys import identical
 
 _DEPTH, _DEEPER = 4, 16  # objects within objects that are looked into, and where a tensor was used that is not among what was found
 _FUNCTION = type(torch.autograd.Function)
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, _FUNCTION)  # what they hold is no deeper than they are
 _SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-_NUMBERS = (bool, int, float, complex, str, type(None))
+_DATA, _BYTES = 4096, 1 << 20  # entries of containers of numbers, and bytes of numpy arrays, up to which they are compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names that give access to attributes that the code names as strings, and to any attribute.
-_BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__"})
+_BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
 #: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
 _IMPLICIT = frozenset({
     "__call__", "forward", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
@@ -66,7 +72,7 @@ class _Slots:
 
 
 class _Edge:
-    """A step from a container to what it holds, taken on the way to a tensor or a module."""
+    """A step from a container to what it holds."""
 
     __slots__ = ("attribute", "child", "parent", "place")
 
@@ -93,32 +99,57 @@ class Found:
         self.generators: list[torch.Generator] = []
         self._holds: dict[int, bool] = {}  # by the id of what was visited: whether there is a tensor or a module in it
         self._edges: list[_Edge] = []
-        self._numbers: list[_Edge] = []
+        self._leaves: list[_Edge] = []
+        self._data: list[tuple[Place, Any, _Edge | None]] = []
         self._sizes: list[tuple[Any, int, _Edge | None]] = []
+        self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
         self._names: set[str] = set(_IMPLICIT)
-        self._classes: dict[type, None] = {}
+        self._optional: set[str] = set()  # those that the code asks for by getattr and hasattr
+        self._spaces: dict[Any, None] = {}  # classes and Python modules, whose attributes are looked at if they are named
+        self._inherited: dict[type, set[str]] = {}  # names that a class has of its bases
         self._alive: list[Any] = []  # what was visited: no id may be given to another object meanwhile
 
-    def visit_methods(self) -> None:
-        """Look into the methods that the function may call, by their names, and into what those reach."""
-        done: set[tuple[type, str]] = set()
+    def visit_named(self) -> None:
+        """Look into what classes and Python modules have under names that the function uses, methods too, and into what those reach."""
+        done: set[tuple[Any, str]] = set()
         while True:
-            new = [(c, n) for c in list(self._classes) for n in list(self._names) if (c, n) not in done]
+            new = [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]
             if not new:
                 return
             done.update(new)
-            for cls, name in new:
-                for owner in cls.__mro__:
-                    method = owner.__dict__.get(name)
-                    if method is None or owner in (object, torch.nn.Module) or _ours(owner.__module__):
+            for space, name in new:
+                if isinstance(space, types.ModuleType):
+                    _visit(space.__dict__[name], where := Place(space.__dict__, name, space.__name__), self, self.depth,
+                           _Edge(where, space.__dict__[name], None, True))  # fmt: skip
+                    continue
+                for at, owner in enumerate(space.__mro__):
+                    found = owner.__dict__.get(name)
+                    if name in owner.__dict__ and owner is not object:
+                        for heir in space.__mro__[:at]:
+                            if not _of_library(heir.__module__) and name not in heir.__dict__:
+                                self._inherited.setdefault(heir, set()).add(name)
+                    if name not in owner.__dict__ or owner in (object, torch.nn.Module) or _ours(owner.__module__):
                         continue
-                    function = _function_of(method)
-                    if function is None:
-                        continue
+                    function = _function_of(found)
                     if _of_library(owner.__module__):
-                        self._names.update(set(_global_names(function.__code__)) - _ANY_NAME)
-                    else:
+                        if function is not None:
+                            self._names.update(set(_read_by(function.__code__).names) - _ANY_NAME)
+                        continue
+                    where = Place(owner.__dict__, name, owner.__name__)
+                    edge = _Edge(where, found, None, True)
+                    if function is None:
+                        _visit(found, where, self, self.depth, edge)
+                    elif (owner, name) not in done or owner is space:
+                        self._leaves.append(edge)
                         _visit(function, Place(function, None), self, self.depth, None)
+
+    def _names_in(self, space: Any) -> list[str]:
+        """The names of a class, or of a Python module, that the function uses."""
+        if isinstance(space, types.ModuleType):
+            return [n for n in self._names if n in space.__dict__]
+        if self._named is not None:
+            return list(self._names)
+        return [*self._names, *[n for c in space.__mro__ if not _of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
 
     @property
     def _named(self) -> set[str] | None:
@@ -130,16 +161,30 @@ class Found:
         return self._named is None or name in self._named
 
     def edges(self) -> list[tuple[Place, Any]]:
-        """The containers and objects on the way to tensors and modules, and tensors found at a second place."""
-        return [(e.place, e.child) for e in self._edges if e.named(self._named)]
+        """What is found where: containers and objects on the way to tensors and modules, and numbers, functions and other objects."""
+        return [(e.place, e.child) for e in [*self._edges, *self._leaves] if e.named(self._named)]
 
-    def numbers(self) -> list[tuple[Place, Any]]:
-        """Numbers, strings and None in attributes of objects and modules, if the function's code names the attribute."""
-        return [(e.place, e.child) for e in self._numbers if e.named(self._named)]
+    def data(self) -> list[tuple[Place, Any]]:
+        """Containers of numbers and the like, and numpy arrays, ``frozen``."""
+        return [(p, x) for p, x, e in self._data if e is None or e.named(self._named)]
 
     def sizes(self) -> list[tuple[Any, int]]:
-        """Containers of tensors or modules, and empty ones, with how much they hold."""
+        """Other containers, with how much they hold."""
         return [(c, n) for c, n, e in self._sizes if e is None or e.named(self._named)]
+
+    def absent(self) -> list[tuple[Any, frozenset[str]]]:
+        """The attributes of objects and classes, with names that the function uses and that others have in their place, or nobody."""
+        found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
+        for cls, attributes, edge in self._objects:
+            if edge is None or edge.named(self._named):
+                names = {n for n in self._optional if not hasattr(cls, n)}
+                for owner in cls.__mro__:
+                    if not _of_library(owner.__module__):
+                        names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__get__"))
+                names.difference_update(attributes)
+                if names:
+                    found.append((attributes, frozenset(names)))
+        return found
 
 
 def scan(*roots: Any, deeper: bool = False) -> Found:
@@ -147,7 +192,7 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
     found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
         _visit(r, Place(r, None), found, found.depth, None)
-    found.visit_methods()
+    found.visit_named()
     return found
 
 
@@ -164,12 +209,27 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
             found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
         return True
     if isinstance(x, _SKIP) and not isinstance(x, _FUNCTION):
+        if isinstance(x, types.ModuleType):
+            if _of_user(x):
+                found._spaces[x] = None
+        elif edge is not None:
+            found._leaves.append(edge)
+        if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
+            found._spaces[x] = None
         return False
     if id(x) in found._holds:
         holds = found._holds[id(x)]
-        if holds and edge is not None:
-            found._edges.append(edge)
+        if edge is not None:
+            (found._edges if holds else found._leaves).append(edge)
         return holds
+    if isinstance(x, _CONTAINERS):
+        data = frozen(x)
+        if data is not None:
+            if not isinstance(x, tuple) or not _hashable(x):
+                found._data.append((place, data, edge))
+            elif edge is not None:
+                found._leaves.append(edge)
+            return False
     found._holds[id(x)] = True  # in progress
     found._alive.append(x)
     if isinstance(x, torch.nn.Module):
@@ -180,9 +240,52 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
     else:
         holds = _visit_children(x, found, depth, edge)
     found._holds[id(x)] = holds
-    if holds and edge is not None:
-        found._edges.append(edge)
+    if edge is not None:
+        (found._edges if holds else found._leaves).append(edge)
     return holds
+
+
+def frozen(x: Any) -> Any:
+    """A container of numbers, strings and such containers, or a numpy array, as a key of its content; None for what is large or else."""
+    try:
+        return _frozen(x, iter(range(_DATA)))
+    except TypeError:
+        return None
+
+
+def entries(x: Any) -> Any:
+    """The keys and values of a container, to be compared by their identity; None where that does not tell whether it is as it was."""
+    found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else None
+    return found if found is not None and all(isinstance(v, _PLAIN) for v in found) else None
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _frozen(x: Any, room: Iterator[int]) -> Any:
+    if isinstance(x, _PLAIN):
+        if next(room, None) is None:
+            raise TypeError
+        return identical(x)
+    if isinstance(x, dict):
+        return type(x), *[(identical(k), _frozen(v, room)) for k, v in x.items()]
+    if isinstance(x, list | tuple | collections.deque):
+        return type(x), *[_frozen(v, room) for v in x]
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset([_frozen(v, room) for v in x])
+    if isinstance(x, np.ndarray) and x.nbytes <= _BYTES and x.dtype.kind != "O":
+        return x.dtype, x.shape, x.tobytes()
+    raise TypeError
+
+
+#: What is told by its content.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
 
 
 class _Together(Place):
@@ -204,20 +307,22 @@ class _Together(Place):
 def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> bool:
     holds = False
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
-    attributes = not transparent and not isinstance(x, dict | list | tuple)
+    attributes = not transparent and not isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
         if not _of_library(x.__module__) and not _ours(x.__module__):
-            found._names.update(_global_names(x.__code__))
+            read = _read_by(x.__code__)
+            found._names.update(read.names)
+            found._optional.update(read.optional)
+            found._leaves.append(_Edge(Place(_Slots(x), "__code__", x.__name__), x.__code__, edge, False))
     elif attributes:
-        found._classes[type(x)] = None
+        found._spaces[type(x)] = None
+        if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
+            found._objects.append((type(x), x.__dict__, edge))
     for child, where in _children(x):
         constant = where.key is None and not isinstance(where.container, types.CellType)
         step = edge if constant else _Edge(where, child, edge, attributes)
-        if attributes and type(child) in _NUMBERS:
-            found._numbers.append(_Edge(where, child, edge, True))
-            continue
         holds = _visit(child, where, found, depth if transparent else depth - 1, step) or holds
-    if isinstance(x, dict | list) and (holds or not x):
+    if isinstance(x, dict | list | set | collections.deque):
         found._sizes.append((x, len(x), edge))
     return holds
 
@@ -228,8 +333,11 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
             continue
         found.modules[id(m)] = m
         found._holds[id(m)] = True
-        found._classes[type(m)] = None
+        found._spaces[type(m)] = None
         name = type(m).__name__
+        users = not _of_library(type(m).__module__)
+        if users:
+            found._objects.append((type(m), m.__dict__, edge))
         listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
         for store in (m._parameters, m._buffers):
             missing = False
@@ -237,7 +345,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                 place = Place(store, key, name)
                 if t is None:
                     missing = True
-                    found._numbers.append(_Edge(place, None, edge, False))
+                    found._leaves.append(_Edge(place, None, edge, False))
                 else:
                     _visit(t, place, found, depth, None)
             if missing or listed:
@@ -246,9 +354,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
             if key in _OWN:
                 continue
             place = Place(m.__dict__, key, name)
-            if type(value) in _NUMBERS:
-                found._numbers.append(_Edge(place, value, edge, True))
-            elif depth and (not key.startswith("_") or isinstance(value, torch.Tensor)):
+            if depth and (users or not key.startswith("_") or isinstance(value, torch.Tensor)):
                 _visit(value, place, found, depth - 1, _Edge(place, value, edge, True))
 
 
@@ -264,13 +370,12 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             except ValueError:  # a variable not yet bound
                 continue
         inside = _ours(x.__module__) or _of_library(x.__module__)  # what its own module holds is none of the user's
-        for name in () if inside else _global_names(x.__code__):
+        for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, "the global variable")
-        for i, value in enumerate(x.__defaults__ or ()):
-            yield value, Place(x.__defaults__, i)
-        for key, value in (x.__kwdefaults__ or {}).items():
-            yield value, Place(x.__kwdefaults__, key)
+        for name in () if inside else ("__defaults__", "__kwdefaults__"):
+            if getattr(x, name):
+                yield getattr(x, name), Place(_Slots(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
             yield x.__wrapped__, Place(x.__dict__, "__wrapped__")
     elif isinstance(x, types.MethodType):
@@ -282,17 +387,14 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                 if isinstance(method, staticmethod):
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, functools.partial):
-        yield x.func, Place(x.func, None)
-        for i, value in enumerate(x.args):
-            yield value, Place(x.args, i)
-        for key, value in x.keywords.items():
-            yield value, Place(x.keywords, key)
+        for name in ("func", "args", "keywords"):
+            yield getattr(x, name), Place(_Slots(x), name, "functools.partial")
     elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled
         yield x.__wrapped__, Place(x.__dict__, "__wrapped__")
     elif isinstance(x, dict):
         for key, value in x.items():
             yield value, Place(x, key)
-    elif isinstance(x, list | tuple):
+    elif isinstance(x, list | tuple | collections.deque):
         for i, value in enumerate(x):
             yield value, Place(x, i)
     elif _of_library(type(x).__module__):
@@ -315,6 +417,13 @@ def _ours(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OURS
 
 
+def _of_user(module: types.ModuleType) -> bool:
+    """Whether a Python module is one that the user writes, rather than one of an installed package."""
+    name, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or ""
+    installed = "site-packages" in file or "dist-packages" in file or name in sys.stdlib_module_names
+    return not installed and not _of_library(name) and not _ours(name)
+
+
 def _function_of(attribute: Any) -> types.FunctionType | None:
     """The function that an attribute of a class runs."""
     if isinstance(attribute, property):
@@ -325,13 +434,48 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
+class _Read(NamedTuple):
+    """The names that a function, or a function inside it, may read: of globals and attributes, of globals, and of those by getattr."""
+
+    names: tuple[str, ...]
+    globals: tuple[str, ...]
+    optional: tuple[str, ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names of globals and attributes that a function, or a function inside it, may read."""
-    names = list(code.co_names)
+def _read_by(code: types.CodeType) -> _Read:
+    steps = list(dis.get_instructions(code))
+    names, optional = list(code.co_names), []
+    loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for i, step in enumerate(steps):
+        if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            name = _second_argument(steps[i + 1 :])
+            if name is not None:
+                optional.append(name)
+            elif code.co_name != "__getattr__":  # which hands on a name that other code names
+                names.append("__dict__")
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names += _global_names(const)
-        elif isinstance(const, str) and const.isidentifier() and not _BY_STRING.isdisjoint(code.co_names):
-            names.append(const)
-    return tuple(dict.fromkeys(names))
+            inner = _read_by(const)
+            names += inner.names
+            loaded += inner.globals
+            optional += inner.optional
+    return _Read(*[tuple(dict.fromkeys(x)) for x in (names + optional, loaded, optional)])
+
+
+def _second_argument(steps: list[dis.Instruction]) -> str | None:
+    """The second argument of the call whose function was just put on the stack, if it is a string that stands there."""
+    depth, second = 0, None
+    for step in steps:
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            return None
+        before, depth = depth, depth + dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth >= 2 > before:
+            second = step
+        if second is not None and depth < 2:
+            if "CALL" in step.opname:
+                return second.argval if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str) else None
+            second = None
+        elif second is not None and before > depth and "CALL" not in step.opname:  # it was computed
+            second = step
+    return None

@@ -1,18 +1,21 @@
 """What a compiled program depends on beside its arguments, looked at before each call: PyTorch's ambient state, modules, objects.
 
 ``ambient`` is part of the key under which programs are kept.  ``Guards`` belong to one program: the tree of modules, their modes and
-hooks, which object is found where, and the Python numbers kept in attributes.
+hooks, and which objects, functions and Python numbers are found where.
 """
 from __future__ import annotations
 
 import contextlib
+import operator
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from bridge import capture, private
-from bridge.keys import Same, identical
+from bridge.keys import identical
 
 #: What the entries of ``ambient`` are called.
 AMBIENT = (
@@ -89,7 +92,7 @@ class Guards:
             itself, and is not looked at: a jitted function's Python runs when it is traced.
     """
 
-    __slots__ = ("names", "needed", "others", "places", "plain", "sizes", "values")
+    __slots__ = ("absent", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
 
     def __init__(self, found: capture.Found) -> None:
         self.names: dict[int, str] = {}
@@ -105,10 +108,12 @@ class Guards:
                 self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
             else:
                 self.plain.append((d, m.training))
-        self.places = [(p, child) for p, child in found.edges() if _now(p) is child]
-        self.values = [(p, value) for p, value in found.numbers() if _now(p) is value or Same(_now(p)) == Same(value)]
+        self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
+        self.grouped, self.single = _grouped(self.places)
+        self.data = [(p, x, capture.entries(x), data) for p, data in found.data() if capture.frozen(x := _now(p)) == data]
         self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
-        self.needed = bool(self.plain or self.others or self.places or self.values or self.sizes)
+        self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
+        self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
 
     def hold(self) -> bool:
         """Whether everything is as it was; always, where nothing is ``needed``."""
@@ -126,19 +131,21 @@ class Guards:
             ):
                 return False
         try:
-            for place, child in self.places:
-                if place.get() is not child:
+            for container, getter, values in self.grouped:
+                now = getter(container)
+                if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
                     return False
-            for place, value in self.values:
+            for place, value in self.single:
+                if not _same(place.get(), value):
+                    return False
+            for place, container, entries, data in self.data:
                 now = place.get()
-                if now is not value and Same(now) != Same(value):
+                known = entries is not None and now is container and _holds(now, entries)
+                if not known and capture.frozen(now) != data:
                     return False
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError):
+        except _GONE_ERRORS:
             return False
-        for c, n in self.sizes:
-            if len(c) != n:
-                return False
-        return True
+        return all(len(c) == n for c, n in self.sizes) and all(d.keys().isdisjoint(names) for d, names in self.absent)
 
     def differences(self) -> Iterator[str]:
         """What is not as it was, each as a sentence."""
@@ -162,12 +169,18 @@ class Guards:
                 yield f"the hooks of the module {name} were numbers {sum(hooks, ())} and now are numbers {sum(_hooks(d), ())}"
         for place, child in self.places:
             now = _now(place)
-            if now is not child:
+            if _same(now, child):
+                continue
+            if isinstance(child, _BY_VALUE):
+                yield f"{place} was {child!r} and now is {now!r}"
+            else:
                 yield f"{place} was one {_kind(child)} and now is {'another ' if type(now) is type(child) else ''}{_kind(now)}"
-        for place, value in self.values:
-            now = _now(place)
-            if now is not value and Same(now) != Same(value):
-                yield f"{place} was {value!r} and now is {now!r}"
+        for place, _, _, data in self.data:
+            if capture.frozen(_now(place)) != data:
+                yield f"{place} holds other numbers than before"
+        for d, names in self.absent:
+            for name in names.intersection(d):
+                yield f"an object that the function uses has been given an attribute {name}"
         for c, n in self.sizes:
             if len(c) != n:
                 yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c)}"
@@ -183,11 +196,43 @@ class _Gone:
 _GONE = _Gone()
 
 
+_GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
+#: Types of which two are the same if their content is.
+_BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
+
+
 def _now(place: capture.Place) -> Any:
     try:
         return place.get()
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError):
+    except _GONE_ERRORS:
         return _GONE
+
+
+def _same(now: Any, before: Any) -> bool:
+    try:
+        return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
+    except TypeError:  # a tuple of what has no key
+        return False
+
+
+def _holds(container: Any, entries: Any) -> bool:
+    now = (*container, *container.values()) if isinstance(container, dict) else container
+    return len(now) == len(entries) and all(map(operator.is_, now, entries))
+
+
+def _grouped(places: Sequence[tuple[capture.Place, Any]]) -> tuple[list[Any], list[tuple[capture.Place, Any]]]:
+    """(container, what gets several entries of it, these entries) of the places in containers; and the others."""
+    groups: dict[int, tuple[Any, dict[Any, Any]]] = {}
+    single = []
+    for place, value in places:
+        if type(place) is capture.Place and place.key is not None:
+            groups.setdefault(id(place.container), (place.container, {}))[1][place.key] = value
+        else:
+            single.append((place, value))
+    return [
+        (c, operator.itemgetter(*values, next(iter(values))), (*values.values(), next(iter(values.values()))))
+        for c, values in groups.values()
+    ], single
 
 
 def _mode(training: bool) -> str:

@@ -1,11 +1,14 @@
 """What jit looks at before each call: modules, objects, hooks, PyTorch's ambient state, autocast, memory that its inputs share."""
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from agreement import same
@@ -230,6 +233,189 @@ def test_counters_and_histories_cost_no_programs() -> None:
     for _ in range(5):
         mine.history.append(mine.jitted(X))
     assert len([p for p in Weights.jitted.programs() if p.calls == 5]) == 1
+
+
+# -- Python values that the function reads ----------------------------------------------------------------------------------------------
+class Number:
+    """An object that holds one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class OfClass:
+    """What it holds, and what it does, its class holds for it."""
+
+    scale, weight = 2.0, torch.ones(3)
+
+    def by_type(self, x: torch.Tensor) -> torch.Tensor:
+        return x * type(self).scale
+
+    @classmethod
+    def by_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.scale
+
+    def by_method(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor() * x
+
+    def factor(self) -> float:
+        return 2.0
+
+
+class Read(nn.Module):
+    """A module that holds what is no tensor in plain attributes."""
+
+    factor = 2.0
+
+    def __init__(self, value: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.held, self.read = value, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read(self.held) * self.factor
+
+
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _cell(make: Callable[[int], Any], use: Use) -> Any:
+    """A function that reads a variable, and what rebinds it."""
+    held = make(0)
+
+    def change(k: int) -> None:
+        nonlocal held
+        held = make(k)
+
+    return lambda x: use(held, x), change
+
+
+def _global_variable(make: Callable[[int], Any], use: Use) -> Any:
+    globals()["_named"], globals()["_use"] = make(0), use
+    return _of_names, lambda k: globals().__setitem__("_named", make(k))
+
+
+def _of_names(x: torch.Tensor) -> torch.Tensor:
+    return _use(_named, x)  # type: ignore[name-defined]  # noqa: F821  set by the test
+
+
+def _class(use: Use, name: str, make: Callable[[int], Any], instance: bool = False) -> Any:
+    cls: Any = type("Derived", (OfClass,), {})
+    owner = cls()
+    return lambda x: use(owner, x), lambda k: setattr(owner if instance else cls, name, make(k))
+
+
+def _held(value: Any, read: Callable[[Any], Any], change: Callable[[Any, int], Any]) -> Any:
+    model = Read(value, read)
+    return model, lambda k: change(model, k)
+
+
+def _default(value: Any, use: Use, change: Callable[[Any, int], Any]) -> Any:
+    def f(x: torch.Tensor, held: Any = value) -> torch.Tensor:
+        return use(held, x)
+
+    return f, lambda k: change(f, k)
+
+
+def _in(value: Any, use: Use, change: Callable[[Any, int], Any]) -> Any:
+    return lambda x: use(value, x), lambda k: change(value, k)
+
+
+def _code(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+_Settings = types.ModuleType("settings_of_a_program")
+_Settings.scale = 2.0  # type: ignore[attr-defined]
+_FUNCTIONS = [torch.sin, torch.exp, torch.square]
+READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] = {
+    "a class's number, by an object": lambda: _class(lambda o, x: x * o.scale, "scale", float),
+    "a class's number, by type(self)": lambda: _class(lambda o, x: o.by_type(x), "scale", float),
+    "a class's number, by a classmethod": lambda: _class(lambda o, x: o.by_class(x), "scale", float),
+    "a class's number that an object hides": lambda: _class(lambda o, x: x * o.scale, "scale", float, True),
+    "a class's tensor": lambda: _class(lambda o, x: x * o.weight, "weight", lambda k: torch.ones(3) * k),
+    "a class's method": lambda: _class(lambda o, x: o.by_method(x), "factor", lambda k: lambda self: float(k)),
+    "a class in a variable": lambda: _in(type("C", (), {"scale": 2.0}), lambda c, x: x * c.scale, lambda c, k: setattr(c, "scale", k)),
+    "a module's class": lambda: _held(2.0, lambda h: h, lambda m, k: setattr(type(m), "factor", 2.0 + k)),
+    "an attribute by a name that is computed": lambda: _in(
+        Number(2.0), lambda o, x: x * getattr(o, "val" + "ue".lower()), lambda o, k: setattr(o, "value", k)),
+    "an attribute by getattr with another one": lambda: _in(
+        Number(2.0), lambda o, x: x * getattr({"o": o}["o"], "value", x + 1), lambda o, k: setattr(o, "value", k)),
+    "an attribute that was not there": lambda: _in(Number(2.0), lambda o, x: x * getattr(o, "more", 1), lambda o, k: setattr(o, "more", k)),
+    "an attribute by __dict__": lambda: _in(Number(2.0), lambda o, x: x * o.__dict__["value"], lambda o, k: setattr(o, "value", k)),
+    "an attribute by vars": lambda: _in(Number(2.0), lambda o, x: x * vars(o)["value"], lambda o, k: setattr(o, "value", k)),
+    "an object in a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: setattr(c[0], "value", k)),
+    "another object in a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: c.__setitem__(0, Number(k))),
+    "an object more in a dict": lambda: _in(
+        {0: Number(2.0)}, lambda c, x: x * sum(o.value for o in c.values()), lambda c, k: c.update({k: Number(k)})),
+    "an object in a deque": lambda: _in(
+        collections.deque([Number(2.0)]), lambda c, x: x * c[0].value, lambda c, k: c.__setitem__(0, Number(k))),
+    "a number in a list": lambda: _in([2.0, [3]], lambda c, x: x * c[1][0], lambda c, k: c[1].__setitem__(0, k)),
+    "a zero's sign in a dict": lambda: _in({"a": 0.0}, lambda c, x: x * c["a"], lambda c, k: c.update(a=(-1) ** k * 0.0)),
+    "a key of a dict": lambda: _in({2: 1}, lambda c, x: x * next(iter(c)), lambda c, k: (c.clear(), c.update({2 + k: 1}))),
+    "a set": lambda: _in({2.0}, lambda c, x: x * sum(c), lambda c, k: c.add(float(5 + k))),
+    "a numpy array": lambda: _in(np.ones(3, np.float32), lambda a, x: x * torch.from_numpy(a), lambda a, k: a.fill(k)),
+    "a module's dict": lambda: _held({"a": 2.0}, lambda h: h["a"], lambda m, k: m.held.update(a=k)),
+    "a module's list": lambda: _held([2.0], sum, lambda m, k: m.held.append(k)),
+    "a module's other dict": lambda: _held({"a": 2.0}, lambda h: h["a"], lambda m, k: setattr(m, "held", {"a": k})),
+    "a module's tuple": lambda: _held((2.0, 1), lambda h: h[0], lambda m, k: setattr(m, "held", (k, 1))),
+    "a module's object": lambda: _held(Number(2.0), lambda h: h.value, lambda m, k: setattr(m, "held", Number(k))),
+    "a module's function": lambda: _held(2.0, lambda h: h, lambda m, k: setattr(m, "read", lambda h: h * k)),
+    "a module's dtype": lambda: _held(
+        torch.float32, lambda h: 1 + h.itemsize, lambda m, k: setattr(m, "held", (torch.int8, torch.int16)[k - 1])),
+    "a default's dict": lambda: _default({"a": 2.0}, lambda h, x: x * h["a"], lambda f, k: f.__defaults__[0].update(a=k)),
+    "a default's list": lambda: _default([2.0], lambda h, x: x * h[0], lambda f, k: f.__defaults__[0].__setitem__(0, k)),
+    "another default": lambda: _default(2.0, lambda h, x: x * h, lambda f, k: setattr(f, "__defaults__", (float(k),))),
+    "a partial's dict": lambda: _in(
+        functools.partial(lambda x, c: x * c["a"], c={"a": 2.0}), lambda p, x: p(x), lambda p, k: p.keywords["c"].update(a=k)),
+    "a partial's keyword": lambda: _in(
+        functools.partial(lambda x, c: x * c, c=2.0), lambda p, x: p(x), lambda p, k: p.keywords.update(c=k)),
+    "a partial's arguments": lambda: _in(
+        functools.partial(lambda c, x: x * c, 2.0), lambda p, x: p(x), lambda p, k: p.__setstate__((p.func, (k,), {}, {}))),
+    "a function's code": lambda: _in(
+        types.FunctionType(_code.__code__, globals()), lambda f, x: f(x),
+        lambda f, k: setattr(f, "__code__", [(lambda x: x * 3).__code__, (lambda x: x * 4).__code__][k - 1])),
+    "a Python module's number": lambda: _in(_Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)),
+}  # fmt: skip
+
+
+REBOUND: dict[str, tuple[Callable[[int], Any], Use]] = {
+    "number": (float, lambda h, x: x * h), "tensor": (lambda k: torch.ones(3) * k, lambda h, x: x * h),
+    "module": (linear, lambda h, x: h(x)), "object": (Number, lambda h, x: x * h.value), "list": (lambda k: [k], lambda h, x: x * h[0]),
+    "function": (lambda k: lambda x: x * k, lambda h, x: h(x)), "function in C": (_FUNCTIONS.__getitem__, lambda h, x: h(x)),
+    "partial": (lambda k: functools.partial(torch.mul, other=k), lambda h, x: h(x)), "string": (str, lambda h, x: x * int(h)),
+}  # fmt: skip
+
+
+VALUES = [*READ, *[pytest.param((v, what), id=f"another {what}{v.__name__}") for v in (_cell, _global_variable) for what in REBOUND]]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_python_value_that_changes(name: Any) -> None:
+    fn, change = READ[name]() if isinstance(name, str) else name[0](*REBOUND[name[1]])
+    compiled = jit(fn)
+    for k in range(3):
+        if k:
+            change(k)
+        for _ in range(2):
+            same(compiled(X), fn(X), rtol=1e-5, atol=1e-6)
+    assert len(compiled.programs()) <= 3
+
+
+def test_equal_values_and_values_of_others_cost_no_programs() -> None:
+    settings, counter = {"sizes": [1, 2], "scale": 2.0}, Number(0)
+    globals()["value"] = 0  # an attribute of that name is read, and not the variable
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        counter.value += 1
+        return x * settings["scale"] * len(settings["sizes"])
+
+    compiled = jit(fn)
+    for k in range(4):
+        settings = {"sizes": [1, 2], "scale": float("2")}
+        globals()["value"] = k
+        same(compiled(X), X * 4)
+    assert len(compiled.programs()) == 1
+    assert counter.value == 1
 
 
 # -- PyTorch's ambient state ------------------------------------------------------------------------------------------------------------

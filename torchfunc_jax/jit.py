@@ -41,14 +41,16 @@ def jit(
     """Compile a function of tensors into one XLA program; also transforms (``jit(vmap(grad(f)))``) and modules.
 
     The function's Python runs once for each combination of tree structure, shapes, dtypes, static arguments, PyTorch's ambient state
-    (autocast, default dtype and device, ...), and the modules, hooks and attributes that it uses. Tensors it captures are inputs, read at
-    each call; tensors it changes in place are changed when the call returns; random numbers are drawn from torch's generator, anew at
+    (autocast, default dtype and device, ...), and the modules, hooks and Python values that it uses. Tensors it captures are inputs, read
+    at each call; tensors it changes in place are changed when the call returns; random numbers are drawn from torch's generator, anew at
     each call. Arguments that share memory, of which the function writes to one, are left to the function itself, without compilation.
 
     A Python float or int is static when it is first seen. When it changes, it becomes an input of the program, unless the function asks
-    for its value (a comparison, a shape, ``int()``): then it stays static, and each value has a program of its own. Numbers in closures
-    and global variables are read when the function is traced, and then never again. docs/jit.md tells all of it; ``explain`` says why a
-    program was compiled.
+    for its value (a comparison, a shape, ``int()``): then it stays static, and each value has a program of its own. Other Python values
+    that the function uses (numbers, strings, functions, objects and containers of them in variables, defaults, attributes and classes) are
+    static always: when one changes, the function is traced anew. What cannot be seen from outside is read when the function is traced, and
+    then never again: the environment, files, clocks, ``globals()["name"]``, the attributes of installed packages, containers of more than
+    4096 numbers, and numpy arrays of more than a megabyte. docs/jit.md tells all of it; ``explain`` says why a program was compiled.
 
     Args:
         func: takes and returns pytrees of tensors and static values; None: returns a decorator.

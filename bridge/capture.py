@@ -28,6 +28,8 @@ _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing",
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names that give access to attributes that the code names as strings, and to any attribute.
 _BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+#: In the place of "grad" where it is read, as a tensor's is, and not called, as torch.func.grad is.
+_GRAD = ".grad"
 #: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
 _IMPLICIT = frozenset({
     "__call__", "forward", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
@@ -59,6 +61,15 @@ class Place:
         if self.key is None:
             return self.owner or "a value that the function uses"
         return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
+
+
+class _OfTensor(Place):
+    """An attribute of the tensor that is at a place."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return getattr(self.container.get(), self.key)
 
 
 class _Slots:
@@ -151,6 +162,20 @@ class Found:
             return list(self._names)
         return [*self._names, *[n for c in space.__mro__ if not _of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
 
+    def visit_tensors(self) -> None:
+        """Look at what the function may ask of the tensors beside their values, and into it."""
+        for t, place in list(self.tensors.values()):
+            if type(t) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            wanted = [n for n in vars(t) if not n.startswith("_")]
+            if "requires_grad" in self._names:
+                wanted.append("requires_grad")
+            if _GRAD in self._names and t.is_leaf:
+                wanted.append("grad")
+            for name in wanted:
+                where = _OfTensor(place, name, "a tensor")
+                _visit(getattr(t, name), where, self, self.depth, _Edge(where, getattr(t, name), None, name != "grad"))
+
     @property
     def _named(self) -> set[str] | None:
         """Names of attributes that the function, and the methods that it calls, may read; None: any."""
@@ -192,6 +217,8 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
     found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
         _visit(r, Place(r, None), found, found.depth, None)
+    found.visit_named()
+    found.visit_tensors()
     found.visit_named()
     return found
 
@@ -448,6 +475,8 @@ def _read_by(code: types.CodeType) -> _Read:
     names, optional = list(code.co_names), []
     loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     for i, step in enumerate(steps):
+        if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
+            names.append(_GRAD)
         if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name = _second_argument(steps[i + 1 :])
             if name is not None:

@@ -710,3 +710,38 @@ def test_as_strided(name: str, how: str) -> None:
         return
     for out in found:
         same(out, expected)
+
+
+# -- what is asked of tensors beside their values ---------------------------------------------------------------------------------------
+def _stepped(w: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return w * 2 if w.grad is None else w - 0.1 * w.grad
+
+
+def _branching(w: torch.Tensor) -> torch.Tensor:
+    return (w * 2 if w.requires_grad else w * 3).detach()
+
+
+def _remarked(w: torch.Tensor) -> torch.Tensor:
+    return w.detach() * w.scale * w.mask  # type: ignore[attr-defined]  # set by the test
+
+
+ASKED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, int], Any]]] = {
+    "gradients": (_stepped, lambda w, k: setattr(w, "grad", None if k == 2 else torch.ones(3) * k)),
+    "gradients to come": (_stepped, lambda w, k: setattr(w, "grad", torch.ones(3) * k if k else None)),
+    "requires_grad": (_branching, lambda w, k: w.requires_grad_(k % 2 == 0)),
+    "attributes": (_remarked, lambda w, k: (setattr(w, "scale", k), setattr(w, "mask", torch.ones(3) + k))),
+}
+
+
+@pytest.mark.parametrize("held", ["variable", "module"])
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked_of_captured_tensors(name: str, held: str) -> None:
+    fn, change = ASKED[name]
+    module = nn.Module()
+    w = module.w = nn.Parameter(torch.ones(3))
+    compiled = jit((lambda: fn(w)) if held == "variable" else (lambda: fn(module.w)))
+    for k in range(4):
+        change(w, k)
+        for _ in range(2):
+            same(compiled(), fn(w))

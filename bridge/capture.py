@@ -416,8 +416,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(_Slots(x), name, "functools.partial")
-    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled
-        yield x.__wrapped__, Place(x.__dict__, "__wrapped__")
+    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled; it keeps its function for good
+        yield x.__wrapped__, Place(x.__wrapped__, None)
     elif isinstance(x, dict):
         for key, value in x.items():
             yield value, Place(x, key)

@@ -261,7 +261,10 @@ def _flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
         if name == "stopped_by_torch":
             continue
         if inner is not None:
-            found.update(zip(eqn.outvars, _flow(inner, sources(eqn.invars), behind), strict=True))
+            every = functools.reduce(operator.or_, sources(eqn.invars), 0)
+            flows = _flow(inner, sources(eqn.invars), behind)
+            # of an empty array JAX drops operands that PyTorch goes back to
+            found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
             continue
         inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
         bits = functools.reduce(operator.or_, sources(inputs), 0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import eager, private, tensors, tracing
+from bridge import eager, private, sharing, tensors, tracing
 from bridge.errors import reworded
 from bridge.linked import depends
 
@@ -73,6 +73,7 @@ class _Recorded:
                 out.append(node.value)
         self.meta, self.targets = result.meta, targets
         self.seen = [t for t, _ in root.captured.values()]
+        sharing.refuse(result, self.leaves, [*root.captured.values()])
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
         self.live = set(root.live)
         self.key = root.key

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, compiling, eager, operands, private, tensors, tracing, trees
+from bridge import autograd, capture, compiling, eager, operands, private, sharing, tensors, tracing, trees
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.eager import Untaped
 from bridge.errors import reworded
@@ -32,11 +32,13 @@ class Result:
         values: JAX values, outputs first.
         meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
         written: (leaf index or outer node, index into values, detached) for everything that was written to and must be written outside.
+        apart: what is written to one argument is seen in no other input, also where they share memory: so it is under torch.func too.
     """
 
     values: list[Any]
     meta: Any = None
     written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
+    apart: bool = False
 
 
 Computation = Callable[[list[Any]], Result]
@@ -151,6 +153,7 @@ def apply(
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         if lanes is not None and result.written:
             raise Untaped
+        sharing.refuse(result, leaves, [])
         _carry_out(result, leaves)
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a no_grad around this call stops the gradients of the outer transforms, not this one's
@@ -241,6 +244,7 @@ def direct(
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
         except ValueError as error:
             raise reworded(error) from error.__cause__
+        sharing.refuse(result, leaves, [*root.captured.values()])
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]

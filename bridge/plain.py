@@ -20,7 +20,9 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
 
         def compute(values: list[Any]) -> Result:
             with push("plain") as level:
-                return traceable.run(level, values, take_apart)
+                result = traceable.run(level, values, take_apart)
+            result.apart = True
+            return result
 
         return put_together(*apply(compute, call.arrays, func))
 

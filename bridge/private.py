@@ -101,6 +101,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """While entered, operators run as outside of every dispatch mode: on plain tensors, inside a trace."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
 def is_composite(func: Any) -> bool:
     """Whether an operator is made of other operators in C++ (``OpOverload.decompose`` runs it)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -1,6 +1,6 @@
-"""Which tensors lie in the same memory: asked before a compiled program that writes to its inputs is run.
+"""Which tensors lie in the same memory: asked before a compiled program that writes to its inputs is run, and after a transform has.
 
-A program takes each input as memory of its own, so what it writes to one is not seen in another.
+Both take each input as memory of its own, so what they write to one is not seen in another.
 """
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+
+from bridge import private
 
 _Span = tuple[int, int, bool]  # first byte, the one after the last, whether it is written to
 
@@ -54,4 +56,49 @@ class Sharing:
         return False
 
 
-__all__ = ["Sharing"]
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """The addresses of all bytes of a tensor; of one that is traced, in the memory of the tensor that it is a view of."""
+    node = getattr(t, "node", None)
+    at = torch.tensor(t.data_ptr() if node is None else t.storage_offset() * t.element_size())
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        at = at.unsqueeze(-1) + torch.arange(n) * (stride * t.element_size())
+    return (at.unsqueeze(-1) + torch.arange(t.element_size())).flatten()
+
+
+def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Any]]) -> None:
+    """RuntimeError where a computation has written to one of two inputs that share memory: the other one did not see it.
+
+    Args:
+        result: a ``calls.Result``, which was not carried out yet.
+        arguments: leaves of the call.
+        met: tensors from outside that the function met, with the nodes that stand for them.
+    """
+    indices = [] if result.apart else [t for t, _, _ in result.written if isinstance(t, int)]
+    nodes = [t for t, _, _ in result.written if not isinstance(t, int)]
+    written = [arguments[i] for i in indices] + [t for t, node in met if node.version or any(node is n for n in nodes)]
+    if not written:
+        return
+    inputs = [t for t in [*arguments, *[t for t, _ in met]] if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel()]
+    for target in [t for t in written if any(t is x for x in inputs)]:
+        others = [t for t in inputs if t is not target] + [target] * (sum(t is target for t in inputs) - 1)
+        for other in others:
+            if _overlap(target, other):
+                raise RuntimeError(
+                    f"two inputs of a transform share memory (shapes {list(target.shape)} and {list(other.shape)}), and the function "
+                    "writes to one of them, which the other would not see; pass clones (.clone()), or make the view inside of the function"
+                )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    node, other = getattr(a, "node", None), getattr(b, "node", None)
+    if node is None and other is None:
+        (first, last, _), (start, end, _) = _spans([a, b], frozenset())
+        if first >= end or start >= last:
+            return False
+    elif node is None or other is None or node.root is not other.root:
+        return False
+    with torch.no_grad(), private.without_modes():
+        return bool(torch.isin(_bytes(a), _bytes(b)).any())
+
+
+__all__ = ["Sharing", "refuse"]

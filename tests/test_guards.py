@@ -642,6 +642,39 @@ def test_inputs_that_share_memory(fn: Any, name: str, kept: str) -> None:
         same(mine, theirs)
 
 
+UNJITTED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    "vmap": lambda T, f: T.vmap(f), "functionalize": lambda T, f: T.functionalize(f),
+    "jvp": lambda T, f: lambda a, c: T.jvp(f, (a, c), (torch.ones_like(a), torch.ones_like(c))),
+    "grad": lambda T, f: T.grad(lambda a, c: f(a * 1, c).sum()), "vmap inside": lambda T, f: T.functionalize(lambda a, c: T.vmap(f)(a, c)),
+    "captured": lambda T, f: lambda a, c: T.vmap(lambda s: f(a, c) * s)(torch.ones(2)),
+    "one captured": lambda T, f: lambda a, c: T.functionalize(lambda c: f(a, c))(c),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", [n for n in SHARED if n not in ("its transpose", "expanded")])
+@pytest.mark.parametrize("fn", [_shift, _both], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", UNJITTED)
+def test_inputs_of_a_transform_that_share_memory(way: str, fn: Any, name: str, requires_grad: bool) -> None:
+    def results(transforms: Any) -> list[torch.Tensor] | Exception:
+        memory, weight = torch.arange(6.0), torch.ones(1, requires_grad=requires_grad)
+        a, c = SHARED["the same tensor" if name == "a view of it" else name](memory)
+        c = c.view_as(c) if name == "a view of it" else c
+        try:
+            out = UNJITTED[way](transforms, lambda a, c: fn(a, c) * weight)(a, c)
+        except RuntimeError as error:
+            return error
+        return [*(out if isinstance(out, tuple) else [out]), memory]
+
+    mine, expected = results(torchfunc_jax), results(torch.func)
+    if isinstance(mine, Exception):  # never another number
+        assert name not in ("every second", "apart", "other memory") or isinstance(expected, Exception), mine
+        return
+    assert not isinstance(expected, Exception)
+    for x, y in zip(mine, expected, strict=True):
+        same(x.detach(), y.detach())
+
+
 def test_sharing_that_begins_later() -> None:
     fn, b = jit(_shift), torch.zeros(3)
     same(fn(torch.zeros(3), torch.ones(3)), torch.full((3,), 10.0))

@@ -11,7 +11,8 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,13 +74,16 @@ class _OfTensor(Place):
 
 
 class _Slots:
-    """The attributes of an object without a ``__dict__``, as a container."""
+    """The attributes of an object without a ``__dict__``, as a container that does not keep the object alive if it can do without."""
 
     def __init__(self, owner: Any) -> None:
-        self.owner = owner
+        try:
+            self.owner: Callable[[], Any] = weakref.ref(owner)
+        except TypeError:
+            self.owner = lambda: owner
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.owner, name)
+        return getattr(self.owner(), name)
 
 
 class _Edge:

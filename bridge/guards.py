@@ -245,7 +245,17 @@ def _kind(x: Any) -> str:
 
 def describe(state: Sequence[Any]) -> list[tuple[str, str]]:
     """The entries of ``ambient`` with their names, to be read."""
-    return [(name, repr(value)) for name, value in zip(AMBIENT, state, strict=True)]
+    return [(name, _words(name, value)) for name, value in zip(AMBIENT, state, strict=True)]
+
+
+def _words(name: str, value: Any) -> str:
+    if name != "autocast":
+        return repr(value)
+    if isinstance(value, torch.dtype):
+        return f"off ({value} if it is entered)"
+    devices, cached = value
+    entered = [f"{dtype} on {device}" for device, dtype, on in devices if on]
+    return ", ".join(entered) + ("" if cached else ", without its cache of weights")
 
 
 __all__ = ["AMBIENT", "Guards", "ambient", "describe", "without_cast_weights"]

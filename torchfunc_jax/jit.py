@@ -253,7 +253,10 @@ class Jitted:
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
         """The function itself, where no program can do what it does with its arguments' memory."""
         if not torch_out:
-            raise RuntimeError(f"jit: {reason}, which a program for jax.Arrays cannot follow; pass tensors of their own (.clone())")
+            raise RuntimeError(
+                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of the function, "
+                "or pass torch tensors"
+            )
         _explain.say(self, f"the function itself was called, and no program: {reason}")
         return self._unwrapped(*args, **kwargs)
 

@@ -254,7 +254,7 @@ class Jitted:
         """The function itself, where no program can do what it does with its arguments' memory."""
         if not torch_out:
             raise RuntimeError(
-                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of the function, "
+                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of it, "
                 "or pass torch tensors"
             )
         _explain.say(self, f"the function itself was called, and no program: {reason}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import floats
+from agreement import floats, same
 
 import torchfunc_jax
 
@@ -305,3 +305,26 @@ def test_linear_cross_entropy_of_probabilities_in_chunks(reduction: str, weighte
     if reduction != "none":  # there PyTorch 2.15's rule refuses, under jit, a target that may need a gradient
         torch.testing.assert_close(torchfunc_jax.jit(gradient)(*args), theirs)
     torch.testing.assert_close(torchfunc_jax.jit(loss)(*args), loss(*args))
+
+
+# -- what PyTorch has from 2.15 on -----------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not hasattr(torch.linalg, "polar"), reason="this version of PyTorch does not have it")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", ["polar", "matrix_sqrth"])
+def test_polar_and_the_square_root(name: str, dtype: torch.dtype) -> None:
+    fn = getattr(torch.linalg, name)
+    x = torch.randn(2, 4, 3, dtype=dtype)
+    if name == "matrix_sqrth":
+        x = x.mH @ x
+    tangent = torch.randn_like(x)
+    run = torchfunc_jax.jit(lambda x, tangent: torchfunc_jax.jvp(fn, (x,), (tangent,)))
+    same(tuple(run(x, tangent)[1]), tuple(torch.func.jvp(fn, (x,), (tangent,))[1]))
+    out, pull = torch.func.vjp(lambda x: tuple(fn(x)), x)
+    cotangents = tuple(map(torch.randn_like, out))
+    mine, my_pull = torchfunc_jax.vjp(lambda x: tuple(fn(x)), x)
+    same((mine, my_pull(cotangents)), (out, pull(cotangents)))
+    for wrong in (x[0, 0], x[..., :2, :], x.half() if dtype == torch.float64 else x[..., :0, :]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            fn(wrong)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torchfunc_jax.jit(fn)(wrong)

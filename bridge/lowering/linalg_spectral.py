@@ -150,6 +150,69 @@ def aten_linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
     return empty, _svdvals_jitted(A), empty
 
 
+# -- the polar decomposition and the square root, which PyTorch has from 2.15 on -------------------------------------------------------
+@jax.custom_jvp
+def _polar(A):
+    U, S, Vh = _svd(False, A)
+    return matmul(U, Vh), matmul(mH(Vh) * S.astype(A.dtype)[..., None, :], Vh), S, Vh
+
+
+@_polar.defjvp
+def _polar_jvp(primals, tangents):
+    # A = U H: with H = V S V^H and U^H dA = U^H dU H + dH, the skew part of V^H U^H dA V is that of V^H U^H dU V times S
+    (A,), (dA,) = primals, tangents
+    U, H, S, Vh = _polar(A)
+    V, s = mH(Vh), S.astype(A.dtype)[..., None, :]
+    turned = matmul(Vh, matmul(matmul(mH(U), dA), V))
+    skew = (turned - mH(turned)) / (mT(s) + s)
+    dH = matmul(V, matmul(turned - skew * s, Vh))
+    dU = matmul(U, matmul(V, matmul(skew, Vh)))
+    if A.shape[-2] > A.shape[-1]:
+        beside = dA - matmul(U, matmul(mH(U), dA))
+        dU = dU + matmul(matmul(beside, V) / s, Vh)
+    return (U, H, S, Vh), (dU, dH, jnp.zeros_like(S), jnp.zeros_like(Vh))
+
+
+_polar_jitted = jax.jit(lambda A: _polar(A)[:2])
+
+
+@lowering("aten.linalg_polar")
+def aten_linalg_polar(A):
+    """linalg_polar(Tensor A) -> (Tensor U, Tensor H)"""
+    check_matrix(A, "linalg.polar")
+    m, n = A.shape[-2:]
+    if m < n:
+        raise RuntimeError(f"linalg.polar: input must have at least as many rows as columns, but got {m} by {n} matrices")
+    error = "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values."
+    refuse(jnp.isnan(lax.stop_gradient(A)), error, torch.linalg.LinAlgError)
+    return _polar_jitted(A)
+
+
+@jax.custom_jvp
+def _matrix_sqrth(A):
+    L, V = _eigh(True, A)
+    root = jnp.sqrt(jnp.maximum(L, 0))
+    return matmul(V * root.astype(A.dtype)[..., None, :], mH(V)), root, V
+
+
+@_matrix_sqrth.defjvp
+def _matrix_sqrth_jvp(primals, tangents):
+    X, root, V = _matrix_sqrth(*primals)
+    turned = matmul(mH(V), matmul(hermitian_part(tangents[0]), V))
+    sums = (root[..., None, :] + root[..., :, None]).astype(X.dtype)
+    return (X, root, V), (matmul(V, matmul(turned / sums, mH(V))), jnp.zeros_like(root), jnp.zeros_like(V))
+
+
+_matrix_sqrth_jitted = jax.jit(lambda A: _matrix_sqrth(A)[0])
+
+
+@lowering("aten.linalg_matrix_sqrth")
+def aten_linalg_matrix_sqrth(self):
+    """linalg_matrix_sqrth(Tensor self) -> Tensor"""
+    check_matrix(self, "linalg.matrix_sqrth", square=True)
+    return _matrix_sqrth_jitted(self)
+
+
 def _default_rtol(A):
     return float(jnp.finfo(A.dtype).eps) * max(A.shape[-2:])
 

@@ -29,6 +29,7 @@ _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing",
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names that give access to attributes that the code names as strings, and to any attribute.
 _BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+_GLOBAL = "the global variable"
 #: In the place of "grad" where it is read, as a tensor's is, and not called, as torch.func.grad is.
 _GRAD = ".grad"
 #: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
@@ -61,6 +62,8 @@ class Place:
     def __str__(self) -> str:
         if self.key is None:
             return self.owner or "a value that the function uses"
+        if self.owner == _GLOBAL:
+            return f"{self.owner} {self.key}"
         return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
 
 
@@ -403,7 +406,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         inside = _ours(x.__module__) or _of_library(x.__module__)  # what its own module holds is none of the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
-                yield x.__globals__[name], Place(x.__globals__, name, "the global variable")
+                yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
         for name in () if inside else ("__defaults__", "__kwdefaults__"):
             if getattr(x, name):
                 yield getattr(x, name), Place(_Slots(x), name, x.__name__)

@@ -46,7 +46,7 @@ def explain(file: TextIO | None = None) -> Iterator[list[str]]:
 
 def say(jitted: Any, sentence: str) -> None:
     """Tell everybody who listens."""
-    said = f"jit of {getattr(jitted, '__name__', type(getattr(jitted, '__wrapped__', jitted)).__name__)}: {sentence}"
+    said = f"jit of {name_of(jitted)}: {sentence}"
     for log, file in list(_logs):
         log.append(said)
         print(said, file=file or sys.stderr)
@@ -54,11 +54,16 @@ def say(jitted: Any, sentence: str) -> None:
         print(said, file=sys.stderr)
 
 
+def name_of(jitted: Any) -> str:
+    """What messages call a jitted function: its name, or the class of a module."""
+    return getattr(jitted, "__name__", type(getattr(jitted, "__wrapped__", jitted)).__name__)
+
+
 def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tuple[str, str]], Guards]]) -> str:
     """How a new program's facts, and what the guards of the others find changed, differ from the most similar of the others."""
     if not others:
         return "it is the first one"
-    found = min((_differences(old, facts) + list(guards.differences()) for old, guards in others), key=len)
+    found = min((_differences(old, facts) + list(guards.differences()) for old, guards in reversed(others)), key=len)
     if not found:
         return "a captured tensor has another shape or dtype, or a number does not fit into the program that takes it as an input"
     return "; ".join(found)
@@ -73,4 +78,4 @@ def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]])
     ]
 
 
-__all__ = ["explain", "reason", "say"]
+__all__ = ["explain", "name_of", "reason", "say"]

@@ -9,6 +9,7 @@ import operator
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from bridge import autograd, compiling, guards, python_numbers, staging, tensors, trees
 from bridge.calls import Call, is_local, refuse_recording, write_back
-from bridge.errors import reworded
+from bridge.errors import at_line, reworded
 from bridge.keys import Same, by_identity, identical, weak
 from bridge.levels import state
 from bridge.nodes import Geometry, OutsideOfView
@@ -150,6 +151,7 @@ class Jitted:
     def _start(self) -> None:
         self._families: dict[Any, _Family] = {}
         self._clock = itertools.count()
+        self._warned = False
         self._lock = threading.RLock()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -162,7 +164,7 @@ class Jitted:
             found = getattr(found, part, None)
         if found is self:  # a decorated function of a module: by its name, as Python does with functions
             return name
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_families", "_clock", "_lock")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_families", "_clock", "_lock", "_warned")}
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # typeshed leaves it out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -313,9 +315,11 @@ class Jitted:
                 return self._unwrapped(*given[0], **given[1])
 
         try:
-            program = staging.stage(functools.wraps(self._func, updated=())(with_numbers), inner)
+            traced = functools.wraps(self._func, updated=())(with_numbers)
+            program = staging.stage(traced, inner)
             changing -= numbers_in.asked
             entry = _Compiled(program, inner, torch_out, self._donated(call), numbers_in, numbered, changing)
+            entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # no program is there to be compared with
             else:
@@ -342,6 +346,15 @@ class Jitted:
             every = [(e.used, k, sub, e) for k, f in self._families.items() for sub, es in f.programs.items() for e in es]
             if len(every) <= self._most:
                 return
+            if not self._warned:
+                self._warned = True
+                latest = max(every, key=operator.itemgetter(0))[3]
+                warnings.warn(
+                    f"jit of {_explain.name_of(self)}: more than max_programs={self._most} programs were compiled, the last because "
+                    f"{latest.why}. Those used least recently are forgotten, and compiled again if they are called. Pass what changes as a "
+                    f"tensor, or as a Python number among the arguments; docs/jit.md tells more{at_line()}",
+                    RuntimeWarning, stacklevel=2,
+                )
             _, key, sub, entry = min(every, key=operator.itemgetter(0))
             family = self._families[key]
             family.programs[sub] = [e for e in family.programs[sub] if e is not entry]
@@ -481,6 +494,7 @@ class _Compiled:
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs, and where all numbers are among the leaves
         self.changing = changing  # which of those are inputs
+        self.traced: Any = None  # the function that was traced, if nothing else keeps it: its code is looked at
         self.sharing = Sharing(program.written)
         self.facts: list[tuple[str, str]] = []
         self.why = ""

@@ -21,6 +21,8 @@ from bridge.eager import Untaped
 from bridge.errors import reworded
 from bridge.levels import Level, push, state
 from bridge.nodes import Geometry, Node, read, write
+from bridge.record.recorder import local as recording
+from bridge.record.tensor import Unrecordable
 from bridge.tracing import Traced, value_of, wrap
 
 
@@ -161,6 +163,8 @@ def apply(
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
         return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
+    if recording.recorder is not None:
+        raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)
     return _outermost(compute, leaves, fn, lasting, code_of(fn) if mapped else None)

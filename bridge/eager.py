@@ -32,8 +32,18 @@ _never: dict[Any, set[Any]] = {}
 
 def forget() -> None:
     """Compile every piece anew from now on: a lowering has changed."""
+    global _generation
+    _generation += 1
     _seen.clear()
     _never.clear()
+
+
+_generation = 0
+
+
+def local_generation() -> int:
+    """How often a lowering has changed in this process."""
+    return _generation
 
 
 class Shapes:

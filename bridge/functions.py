@@ -67,7 +67,10 @@ def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable
         cls: the Function.
         recording, forward_mode: whether grad mode and forward-mode AD were on where it was applied.
     """
-    if state.level is None or issubclass(cls, Untransformed):
+    if issubclass(cls, Untransformed):
+        return None
+    if state.level is None:
+        private.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context
 

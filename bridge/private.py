@@ -428,8 +428,18 @@ def _redirects() -> dict[str, _Redirect]:
     return found
 
 
+def outside_of_traces(name: str) -> None:
+    """What is intercepted in a trace is called where none is open: whoever records without one has its say."""
+    for asked in asked_outside:
+        asked(name)
+
+
+asked_outside: list[Callable[[str], None]] = []
+
+
 def original(name: str) -> Callable[..., Any]:
-    """torch's own function of that name among those that are redirected."""
+    """torch's own function of that name among those that are redirected, to be called where no trace is open."""
+    outside_of_traces(name)
     return _redirects()[name].original
 
 
@@ -535,6 +545,16 @@ def float32_precision() -> Any:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+
+
+def enter_function_mode(mode: Any) -> None:
+    """Have a torch function mode see what is called from now on; its public way, a context, takes ten times as long."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def leave_function_mode() -> Any:
+    """End the innermost torch function mode, and give it."""
+    return torch._C._pop_torch_function_stack()
 
 
 def function_mode_stack() -> list[Any]:

@@ -37,10 +37,11 @@ class Inputs:
 
     Args:
         values: the numbers, floats and ints; those that stay static among them too.
+        size: how many of one kind the program can take.
     """
 
-    def __init__(self, values: Sequence[float | int]) -> None:
-        self.values = list(values)
+    def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
+        self.values, self.size = list(values), size
         self.asked: set[int] = set()
         self.closed = False
         self.slots: dict[type, list[_Number]] = {float: [], int: []}
@@ -68,7 +69,7 @@ class Inputs:
 
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
-        if not number.takes(number.value, dtype) or at == SLOTS:
+        if not number.takes(number.value, dtype) or at == self.size:
             return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
         if at == len(slots):
             self._where[number.kind, number.rule] = at
@@ -82,7 +83,7 @@ class Inputs:
         """The program's inputs for these numbers; Misfit where there are none."""
         out = []
         for kind, dtype in _DTYPES.items():
-            vector = np.zeros(SLOTS, dtype)
+            vector = np.zeros(self.size, dtype)
             for i, number in enumerate(self.slots[kind]):
                 value = number.evaluate(values)
                 if not number.takes(value):
@@ -170,6 +171,13 @@ class _Number:
         if name in ("guard_float", "guard_int", "int_", "float_"):
             return lambda *_: self.asked()
         raise AttributeError(name)
+
+
+def stored(inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: set[Any]) -> _Number:
+    """A number that another process has taken as an input of the same program."""
+    number = _Number(inputs, kind, rule, value, origin)
+    number.limits = limits
+    return number
 
 
 @functools.cache

@@ -101,6 +101,17 @@ class Watch:
                     g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+class Unwatched:
+    """In the place of a ``Watch`` where no Python of the user's runs: nothing is drawn, and nothing looked at."""
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Unwatched]:
+        yield self
+
+
 def _state_of(generator: torch.Generator) -> bytes:
     with private.below_python():
         return generator.get_state().numpy().tobytes()

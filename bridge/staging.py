@@ -167,12 +167,13 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _trace(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], found: capture.Found
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], found: capture.Found,
+    watch: random.Watch | random.Unwatched | None = None,
 ) -> tuple[Program, list[torch.Tensor]]:
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
-    watch = random.Watch(found.generators)
+    watch = watch or random.Watch(found.generators)
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
@@ -363,6 +364,22 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
         return outs, rest, pull
 
     return run
+
+
+def in_two(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``differentiated`` and ``pull_back``, with the arrays that the pullback holds between them, and nothing else."""
+    both = differentiated(program, active, active_captured)
+    tree: list[Any] = []
+
+    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
+        outs, rest, pull = both(arguments, captured, seeds)
+        held, tree[:] = (found := jax.tree_util.tree_flatten(pull))[0], [found[1]]
+        return outs, rest, held
+
+    def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return pull_back(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
+
+    return run, back
 
 
 def pull_back(pull: Any, cotangents: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from bridge.levels import state
 from bridge.linked import tie_tangents
 from bridge.private import opaque
 from bridge.tracing import value_of
-from torchfunc_jax import _args
+from torchfunc_jax import _args, _recording
 from torchfunc_jax._reverse import Differentiated
 
 _API = "jvp(f, primals, tangents)"
@@ -88,6 +88,10 @@ def jvp_with_argnums(
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
+    if _recording.on(func, trees.flatten((primals, tangents))[0]):
+        done = _recorded_jvp(func, primals, flat_tangents, argnums, (strict, tied), has_aux)
+        if done is not _recording.NOT_RECORDED:
+            return done
     target = Differentiated(func, primals, {}, argnums, _API)
 
     def finish(out: Any) -> tuple[list[Any], Any]:
@@ -120,6 +124,55 @@ def jvp_with_argnums(
     outs, (out_spec, n, aux_spec) = apply(compute, [*target.call.arrays, *flat_tangents], func)
     output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])
     return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
+
+
+def _recorded_jvp(
+    func: Callable[..., Any], primals: Any, tangents: list[Any], argnums: Any, options: tuple[bool, bool], has_aux: bool
+) -> Any:
+    """``jvp`` as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        positions = tuple(range(len(primals))) if argnums is None else _args.select(primals, argnums)[1]
+        leaves, spec, active = _recording.active_leaves(primals, {}, positions)
+        avals = _recording.avals_of(recorder, leaves, ())
+
+        def finish(out: Any) -> Any:
+            aux: Any = None
+            if has_aux:
+                out, aux = _args.pair(out, _API)
+            aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+            outs, out_spec = trees.flatten(out)
+            _args.non_empty_tensors(outs, _API)
+            return [*outs, *aux_tensors], (out_spec, len(outs), aux_spec)
+
+        params = (active, *options)
+        tensors, (out_spec, n, aux_spec) = _recording.entered(recorder, func, "jvp", params, leaves, spec, avals, tangents, finish)
+        results = [recorder.aval(t) for t in tensors]
+        outs = recorder.end(n, tensors, [a.like(a.shape) for a in (*results[:n], *results)])
+
+        def build(outs: Any) -> Any:
+            output, pushed = trees.unflatten(out_spec, list(outs[:n])), trees.unflatten(out_spec, list(outs[n : 2 * n]))
+            return (output, pushed, trees.unflatten(aux_spec, list(outs[2 * n :]))) if has_aux else (output, pushed)
+
+        return outs, build
+
+    return _recording.transform(func, record)
+
+
+def _jvp_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
+    active, strict, tied = params
+    tangents = operands[len(operands) - len(active) :]
+
+    def f(*arguments: Any) -> Any:
+        outs = body(*arguments)
+        return outs[:n], outs[n:]
+
+    primals = tuple(operands[: len(operands) - len(active)])
+    outs, pushed, aux = jvp_with_argnums(f, primals, tuple(tangents), active, strict, True, tied)
+    return [*outs, *pushed, *aux], None
+
+
+_recording.TRANSFORMS["jvp"] = _jvp_again
 
 
 @opaque

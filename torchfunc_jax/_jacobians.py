@@ -12,7 +12,7 @@ import torch
 from bridge import calls, dtypes, eager, trees
 from bridge.calls import Result, apply
 from bridge.private import opaque
-from torchfunc_jax import _args
+from torchfunc_jax import _args, _recording
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums
 from torchfunc_jax._reverse import Differentiated
@@ -60,6 +60,10 @@ def jacrev(
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
+        if _recording.on(func, trees.flatten(args)[0]):
+            done = _recorded_jacrev(func, argnums, has_aux, chunk_size, args)
+            if done is not _recording.NOT_RECORDED:
+                return done
         target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
         def finish(out: Any) -> tuple[list[Any], Any]:
@@ -81,6 +85,51 @@ def jacrev(
         return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
 
     return wrapped
+
+
+def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chunk_size: int | None, args: tuple[Any, ...]) -> Any:
+    """``jacrev`` as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        diff, positions = _args.select(args, argnums)
+        diff_leaves, diff_spec = trees.flatten(diff)
+        _args.differentiable(diff_leaves, "vjp(f, *primals)")
+        leaves, spec, active = _recording.active_leaves(args, {}, positions)
+        avals = _recording.avals_of(recorder, leaves, active)
+
+        def finish(out: Any) -> Any:
+            return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
+
+        tensors, (out_spec, n, aux_spec) = _recording.entered(
+            recorder, func, "jacrev", (active, chunk_size), leaves, spec, avals, (), finish
+        )
+        results, inputs = [recorder.aval(t) for t in tensors], [recorder.aval(x) for x in diff_leaves]
+        blocks = [i.like(o.shape + i.shape) for o in results[:n] for i in inputs]
+        outs = recorder.end(n, tensors, [*blocks, *[a.like(a.shape) for a in results[n:]]])
+        width = len(inputs)
+
+        def build(outs: Any) -> Any:
+            per_output = [trees.unflatten(diff_spec, list(outs[k * width : (k + 1) * width])) for k in range(n)]
+            jacobian = trees.unflatten(out_spec, per_output)
+            return (jacobian, trees.unflatten(aux_spec, list(outs[n * width :]))) if has_aux else jacobian
+
+        return outs, build
+
+    return _recording.transform(func, record)
+
+
+def _jacrev_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
+    active, chunk_size = params
+
+    def f(*arguments: Any) -> Any:
+        outs = body(*arguments)
+        return outs[:n], outs[n:]
+
+    jacobian, aux = jacrev(f, active, has_aux=True, chunk_size=chunk_size)(*operands)
+    return [*[block for row in jacobian for block in row], *aux], None
+
+
+_recording.TRANSFORMS["jacrev"] = _jacrev_again
 
 
 def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:

@@ -16,7 +16,7 @@ from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
 from bridge.private import opaque
-from torchfunc_jax import _args
+from torchfunc_jax import _args, _recording
 from torchfunc_jax._args import argnums_t
 
 
@@ -137,25 +137,33 @@ class Differentiated:
         return run
 
 
+def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
+    """The output of a function under grad, a scalar, then its aux tensors; and the spec of aux."""
+    aux: Any = None
+    if has_aux:
+        out, aux = _args.pair(out, api)
+    if not isinstance(out, torch.Tensor):
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}")
+    if out.dim() != 0:
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
+            "jacrev APIs instead?"
+        )
+    aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+    return [out, *aux_tensors], aux_spec
+
+
 def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
+    if _recording.on(func, trees.flatten((args, kwargs))[0]):
+        done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
+        if done is not _recording.NOT_RECORDED:
+            return done
     target = Differentiated(func, args, kwargs, argnums, api)
 
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        aux: Any = None
-        if has_aux:
-            out, aux = _args.pair(out, api)
-        if not isinstance(out, torch.Tensor):
-            raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}")
-        if out.dim() != 0:
-            raise RuntimeError(
-                f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
-                "jacrev APIs instead?"
-            )
-        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
-        return [out, *aux_tensors], aux_spec
+    finish = functools.partial(_scalar, has_aux=has_aux, api=api)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
@@ -175,6 +183,42 @@ def _grad_and_value(
     if has_aux:
         return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :]))
     return gradients, outs[n]
+
+
+def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], api: str) -> Any:
+    """``_grad_and_value`` as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        diff, positions = _args.select(args, argnums)
+        diff_leaves, diff_spec = trees.flatten(diff)
+        _args.differentiable(diff_leaves, api)
+        leaves, spec, active = _recording.active_leaves(args, kwargs, positions)
+        avals = _recording.avals_of(recorder, leaves, active)
+        finish = functools.partial(_scalar, has_aux=has_aux, api=api)
+        tensors, aux_spec = _recording.entered(recorder, func, "grad", active, leaves, spec, avals, (), finish)
+        results = [recorder.aval(x) for x in diff_leaves] + [recorder.aval(t) for t in tensors]
+        outs = recorder.end((), tensors, [a.like(a.shape) for a in results])
+        n = len(diff_leaves)
+
+        def build(outs: Any) -> Any:
+            gradients = trees.unflatten(diff_spec, outs[:n])
+            return (gradients, (outs[n], trees.unflatten(aux_spec, list(outs[n + 1 :])))) if has_aux else (gradients, outs[n])
+
+        return outs, build
+
+    return _recording.transform(func, record)
+
+
+def _grad_again(body: Any, operands: list[Any], active: Any, _: Any) -> Any:
+    def f(*arguments: Any) -> Any:
+        out, *aux = body(*arguments)
+        return out, tuple(aux)
+
+    gradients, (value, aux) = _grad_and_value(f, active, True, tuple(operands), {})
+    return [*gradients, value, *aux], None
+
+
+_recording.TRANSFORMS["grad"] = _grad_again
 
 
 @opaque

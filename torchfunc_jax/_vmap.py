@@ -15,6 +15,7 @@ from bridge.calls import Call, Result, apply, code_of, is_array
 from bridge.levels import push, state
 from bridge.private import opaque
 from bridge.random import lane_key, source
+from torchfunc_jax import _recording
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None
@@ -221,6 +222,10 @@ def _map(
     func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
     size: int,
 ) -> Any:
+    if _recording.on(func, [*leaves, *trees.flatten(kwargs)[0]]):
+        done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
+        if done is not _recording.NOT_RECORDED:
+            return done
     call = Call.of_flat(leaves, spec, kwargs)
     traceable = call.traceable(func)
     traceable.as_given(call.arrays)
@@ -270,6 +275,49 @@ def _map(
 
     outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func, mapped=not lane_axis)
     return rebuild(outs, out_spec, static, is_tensor)
+
+
+def _recorded(
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
+    size: int,
+) -> Any:
+    """The map as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        more, kwargs_spec = trees.flatten(kwargs)
+        every, axes = leaves + more, dims + [None] * len(more)
+        given = [(x, d) for x, d in zip(every, axes, strict=True) if isinstance(x, torch.Tensor)]
+        avals = []
+        for x, d in given:
+            a = recorder.aval(x)
+            avals.append(a if d is None else a.like(a.shape[:d] + a.shape[d + 1 :], a.requires_grad))
+        params = (tuple([d for _, d in given]), randomness)
+
+        def finish(out: Any) -> Any:
+            return _check_outputs(out, out_dims, func), [isinstance(x, torch.Tensor) for x in trees.flatten(out)[0]]
+
+        (tensors, (out_spec, out_axes, static)), is_tensor = _recording.entered(
+            recorder, func, "vmap", params, every, trees.joined(spec, kwargs_spec), avals, (), finish
+        )
+        avals, placed = [], []
+        for t, d in zip(tensors, out_axes, strict=True):
+            a = recorder.aval(t)
+            d = d if d is None or d >= 0 else d + len(a.shape) + 1
+            placed.append(d)
+            avals.append(a if d is None else a.like((*a.shape[:d], size, *a.shape[d:]), a.requires_grad))
+        outs = recorder.end(tuple(placed), tensors, avals)
+        return outs, lambda outs: rebuild(outs, out_spec, static, is_tensor)
+
+    return _recording.transform(func, record)
+
+
+def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
+    in_dims, randomness = params
+    outs = vmap(body, in_dims, placed, randomness)(*operands)
+    return outs, None
+
+
+_recording.TRANSFORMS["vmap"] = _again
 
 
 def _by_lanes(

@@ -28,6 +28,8 @@ from bridge.nodes import Geometry, OutsideOfView
 from bridge.private import opaque
 from bridge.python_numbers import Inputs, Misfit
 from bridge.random import SeededInside
+from bridge.record import recorder
+from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
 from bridge.tracing import Traced
 from torchfunc_jax import _explain
@@ -173,7 +175,7 @@ class Jitted:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if state.level is not None:  # inside a transform or another jit: part of its program
+        if state.level is not None or recorder.local.recorder is not None:  # inside a transform or another jit: part of its program
             return self._func(*args, **kwargs)
         refuse_recording()
         if self._static:
@@ -489,8 +491,9 @@ class _Compiled:
 
     def __init__(
         self, program: staging.Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
-        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(),
+        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False,
     ) -> None:
+        self.tiered = tiered
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs, and where all numbers are among the leaves
         self.changing = changing  # which of those are inputs
@@ -531,9 +534,19 @@ class _Compiled:
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
         # jax.Arrays may be those of a user's own jax.jit, inside of which JAX takes no options: a scope at each call says the same
-        jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
+        jitted: Any
+        if self.tiered:
+            jitted = Tiered(function, self._changed)
+        else:
+            jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
         return jitted
+
+    changed: Callable[[], None] | None = None
+
+    def _changed(self) -> None:
+        if self.changed is not None:
+            self.changed()
 
     def clear(self) -> None:
         """Give back what was compiled; who still holds the program compiles it anew."""
@@ -696,6 +709,9 @@ class _Compiled:
     def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:
         """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
         key = (active, active_captured)
+        if key not in self.recorded and self.tiered:
+            run, back = staging.in_two(self.checked, active, active_captured)
+            self.recorded[key] = (self._kept(run), self._kept(back), self.program.kinds_for(active, active_captured))
         if key not in self.recorded:
             run = self._kept(staging.differentiated(self.checked, active, active_captured))
             back = self._kept(functools.partial(staging.pull_back))  # its own: JAX keeps what one function was compiled to

@@ -1,0 +1,159 @@
+"""Compiled records in the user's cache folder: what one process has compiled, the next one loads.
+
+A file's name is a hash of the record in words and of everything else its program depends on: the versions, our own files, the
+processor.  What cannot be said in words that mean the same in another process is not stored.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import torch
+from jax.experimental import serialize_executable
+
+from bridge.lowering.registry import OVERRIDDEN
+from bridge.record.recorder import Again, Begin, End, Input, Number, Op, Out, Pull, Ref
+from bridge.record.tensor import Aval
+
+_BYTES = 256 * 2**20  # of all files together; those that were not used for longest go
+_PLAIN = frozenset({
+    int, float, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
+class _Unsaid(Exception):
+    pass
+
+
+def _words(x: Any) -> str:
+    kind = type(x)
+    if kind in _PLAIN:
+        return repr(x)
+    if kind in (tuple, list, torch.Size):
+        return f"{kind.__name__}({','.join(map(_words, x))})"
+    if kind is dict:
+        return "{" + ",".join(f"{_words(k)}:{_words(v)}" for k, v in x.items()) + "}"
+    if kind is slice:
+        return f"slice({_words(x.start)},{_words(x.stop)},{_words(x.step)})"
+    if kind in (Ref, Number, Again):
+        return f"{kind.__name__}{x.k}"
+    if kind is Out:
+        return f"Out({x.aval!r})"
+    if kind is Aval:
+        return repr(x)
+    if kind is Input:
+        return f"Input({x.aval!r})"
+    if kind is Op:
+        if x.words is None:
+            x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}"
+        return x.words
+    if kind is Begin:
+        return f"Begin({x.kind},{_words(x.params)},{x.arguments},{x.grad})"
+    if kind is End:
+        return f"End({_words(x.params)},{x.outs})"
+    if kind is Pull:
+        return f"Pull({x.node},{x.outs})"
+    if isinstance(x, tuple):
+        return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_words, x))})"
+    raise _Unsaid
+
+
+@functools.lru_cache(4096)
+def _function(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    module = getattr(func, "__module__", None) or getattr(getattr(func, "__objclass__", None), "__module__", "")
+    if not str(module or getattr(owner, "__module__", "")).startswith("torch") and not isinstance(owner, type(torch.Tensor.T)):
+        raise _Unsaid  # a function of the user's may change without its name
+    return f"{type(func).__name__}:{module}:{getattr(func, '__qualname__', '')}:{getattr(owner, '__name__', '')}"
+
+
+@functools.cache
+def _place() -> tuple[Path, str] | None:
+    """The folder, and what programs depend on beside their records; None where there is no folder to write to."""
+    if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0":
+        return None
+    here = Path(__file__).resolve().parents[2]
+    files = [p for d in ("bridge", "torchfunc_jax") for p in sorted((here / d).rglob("*.py"))]
+    ours = [(str(p), s.st_mtime_ns, s.st_size) for p in files if (s := p.stat())]
+    flags = ""
+    with contextlib.suppress(OSError):
+        flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    said = (
+        torch.__version__, jax.__version__, jaxlib.__version__, sys.version, platform.machine(), flags, ours,
+        os.environ.get("XLA_FLAGS", ""), os.cpu_count(),
+    )
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfunc_jax" / "programs"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):
+        return None
+    return folder, repr(said)
+
+
+def path_of(trace: Sequence[Any], refs: Sequence[int], ambient: Any) -> Path | None:
+    """Where the program of a record is stored; None where it is not."""
+    place = _place()
+    if place is None or OVERRIDDEN or jax.default_backend() != "cpu":
+        return None
+    try:
+        words = "\n".join([f"{_words(what)}{numbers}" for what, numbers in trace])
+        said = f"{words}|{tuple(refs)}|{_words(ambient)}|{place[1]}"
+    except _Unsaid:
+        return None
+    return place[0] / hashlib.sha256(said.encode()).hexdigest()
+
+
+def load(path: Path) -> Any:
+    """What was saved there; None where nothing usable is."""
+    try:
+        found = pickle.loads(path.read_bytes())
+        os.utime(path)
+        return found
+    except Exception:  # absent, cut off, or of another time: compiled anew
+        return None
+
+
+def save(path: Path, what: Any) -> None:
+    """Write it, all at once; the least recently used files go where there are too many."""
+    try:
+        data = pickle.dumps(what)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+            f.write(data)
+        os.replace(f.name, path)
+        _limit(path.parent)
+    except Exception:  # a cache: without it everything works
+        return
+
+
+def _limit(folder: Path) -> None:
+    files = [(s.st_mtime, s.st_size, e.path) for e in os.scandir(folder) if (s := e.stat())]
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= _BYTES:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        total -= size
+
+
+def packed(executable: Any) -> Any:
+    """A compiled function as data."""
+    return serialize_executable.serialize(executable)
+
+
+def unpacked(data: Any) -> Any:
+    return serialize_executable.deserialize_and_load(*data)
+
+
+__all__ = ["load", "packed", "path_of", "save", "unpacked"]

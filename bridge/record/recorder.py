@@ -1,0 +1,580 @@
+"""Writing down what a function does: operators, static arguments, operands, and the transforms inside it, in the order of the program.
+
+Every value has a number, given out in order.  An entry of the record is (what, numbers of the operands); ``what`` is one object for
+each operator with the same static arguments and the same shapes, so that a record is known again by comparing objects.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge import private
+from bridge.errors import DataDependentError
+from bridge.keys import identical
+from bridge.record.tensor import Aval, Recorded, Unrecordable, aval, aval_of, escaped, recorded
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+local = _Local()
+
+
+class Ref:
+    """The place of an operand among an operator's arguments: the k-th."""
+
+    __slots__ = ("k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+class Number:
+    """The place of a Python number that is an input of the program."""
+
+    __slots__ = ("k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+class Out:
+    """The place of a tensor among an operator's results."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, what: Aval) -> None:
+        self.aval = what
+
+
+class Again:
+    """The place of an operand among an operator's results: the tensor itself, changed in place."""
+
+    __slots__ = ("k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+class Op:
+    """An operator with its static arguments and the shapes of its operands, and what comes out of it."""
+
+    __slots__ = ("args", "changed", "func", "grad", "kwargs", "numbers", "outs", "single", "words")
+
+    def __init__(
+        self, func: Any, args: Any, kwargs: Any, grad: bool, outs: Any, changed: tuple[tuple[int, Aval], ...], numbers: int
+    ) -> None:
+        self.numbers = numbers
+        self.words: str | None = None  # bridge/record/disk.py
+        self.func, self.args, self.kwargs, self.grad, self.outs, self.changed = func, args, kwargs, grad, outs, changed
+        self.single: Aval | None = outs.aval if type(outs) is Out and not changed else None
+
+
+class Begin:
+    """A transform begins: its kind and static arguments."""
+
+    __slots__ = ("arguments", "grad", "kind", "params")
+
+    def __init__(self, kind: str, params: Any, arguments: int, grad: bool) -> None:
+        self.kind, self.params, self.arguments, self.grad = kind, params, arguments, grad
+
+
+class End:
+    """The innermost transform ends, with these values as its function's results."""
+
+    __slots__ = ("outs", "params")
+
+    def __init__(self, params: Any, outs: int) -> None:
+        self.params, self.outs = params, outs
+
+
+class Pull:
+    """The pullback of the transform whose first result has a number."""
+
+    __slots__ = ("node", "outs")
+
+    def __init__(self, node: int, outs: int) -> None:
+        self.node, self.outs = node, outs
+
+
+class Input:
+    """A tensor from outside."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, what: Aval) -> None:
+        self.aval = what
+
+
+_interned: dict[Any, Any] = {}
+
+
+def interned(kind: Any, *what: Any) -> Any:
+    key = (kind, *what)
+    found = _interned.get(key)
+    if found is None:
+        found = _interned[key] = kind(*what)
+    return found
+
+
+class Level:
+    """A transform that is being recorded."""
+
+    __slots__ = ("kind", "open", "owner", "parent")
+
+    def __init__(self, kind: str, parent: Level | None) -> None:
+        self.kind, self.parent, self.open = kind, parent, True
+
+
+def _refuse(name: str) -> None:
+    if local.recorder is not None and name not in ("gaussian_nll_loss", "causal_hint"):
+        raise Unrecordable(name)
+
+
+private.asked_outside.append(_refuse)
+
+_FLOAT, _INT = object(), object()
+_ops: dict[Any, Op] = {}
+_grad_mode = torch.is_grad_enabled
+
+
+class Recorder(TorchFunctionMode):
+    """The record of one call."""
+
+    def __init__(self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]]) -> None:
+        super().__init__()
+        self.execute = execute
+        self.trace: list[Any] = []
+        self.inputs: list[torch.Tensor] = []
+        self.by_id: dict[int, int] = {}
+        self.numbers: list[Any] = []
+        self.count = 0
+        self.level: Level | None = None
+        self.written: set[int] = set()
+
+    # -- operands ----------------------------------------------------------------------------------------------------------------------
+    def ref(self, t: torch.Tensor) -> int:
+        if type(t) is Recorded:
+            if not t.level.open or t.level.owner is not self:
+                raise escaped()
+            return t.ref
+        found = self.by_id.get(id(t))
+        if found is None:
+            if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+                raise Unrecordable(str(type(t)))
+            if t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized or t.is_nested:
+                raise Unrecordable("an input of another kind")
+            found = self.by_id[id(t)] = self.count
+            self.count += 1
+            self.inputs.append(t)
+            self.trace.append((interned(Input, aval_of(t)), ()))
+        return found
+
+    def active(self) -> bool:
+        """Whether it is this thread's."""
+        return local.recorder is self
+
+    def aval(self, t: torch.Tensor) -> Aval:
+        return t.aval if type(t) is Recorded else aval_of(t)
+
+    def made(self, what: Aval) -> Recorded:
+        t = recorded(self.count, what, self.level)
+        self.count += 1
+        return t
+
+    # -- operators ---------------------------------------------------------------------------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(self, func, args, kwargs or {})
+        refs: list[int] = []
+        key: list[Any] = [func]
+        numbers = len(self.numbers)
+        for x in args:
+            kind = type(x)
+            if kind is Recorded:
+                if not x.level.open:
+                    raise escaped()
+                refs.append(x.ref)
+                key.append(x.aval)
+            elif kind is int:
+                if func in WITH_INTS:
+                    self.numbers.append(x)
+                    key.append(_INT)
+                else:
+                    key.append(x)
+            elif kind is float:
+                key.append(self._float(func, x))
+            else:
+                key.append(self._static(func, x, refs))
+        if kwargs:
+            for name, x in kwargs.items():
+                key.append(name)
+                key.append(self._static(func, x, refs))
+        key.append(_grad_mode())
+        whole = tuple(key)
+        try:
+            op = _ops.get(whole)
+        except TypeError:
+            raise Unrecordable("an unhashable argument") from None
+        if op is None:
+            try:
+                op = self._infer(func, args, kwargs or {})
+            except _ByValue:
+                del self.numbers[numbers:]
+                return self.by_value(func, args, kwargs or {})
+            _ops[whole] = op
+        self.trace.append((op, tuple(refs)))
+        if op.single is not None:
+            t = recorded(self.count, op.single, self.level)
+            self.count += 1
+            return t
+        return self._results(op, args, kwargs or {})
+
+    def _results(self, op: Op, args: Any, kwargs: Any) -> Any:
+        tensors: list[Any] = []
+        _collect((args, kwargs), tensors)
+        for k, what in op.changed:
+            t = tensors[k]
+            if type(t) is Recorded:
+                if what.requires_grad and not t.aval.requires_grad:
+                    t.requires_grad_()
+                t.aval = what
+            else:
+                self.written.add(self.by_id[id(t)])
+        return self._built(op.outs, tensors)
+
+    def _built(self, outs: Any, tensors: list[Any]) -> Any:
+        kind = type(outs)
+        if kind is Out:
+            return self.made(outs.aval)
+        if kind is Again:
+            return tensors[outs.k]
+        if kind is tuple or kind is list:
+            return kind([self._built(o, tensors) for o in outs])
+        if isinstance(outs, tuple):  # torch.return_types
+            return kind([self._built(o, tensors) for o in outs])
+        return outs
+
+    def _float(self, func: Any, x: float) -> Any:
+        if func in WITH_NUMBERS:
+            self.numbers.append(x)
+            return _FLOAT
+        return (float, identical(x))
+
+    def _static(self, func: Any, x: Any, refs: list[int]) -> Any:
+        kind = type(x)
+        if kind is Recorded:
+            refs.append(self.ref(x))
+            return x.aval
+        if isinstance(x, torch.Tensor):
+            refs.append(self.ref(x))
+            return aval_of(x)
+        if kind is float:
+            return self._float(func, x)
+        if kind is int:
+            if func in WITH_INTS:
+                self.numbers.append(x)
+                return _INT
+            return x
+        if kind is tuple or kind is list or kind is torch.Size:
+            return (kind, *[self._static(func, v, refs) for v in x])
+        if kind is slice:
+            return (slice, self._static(func, x.start, refs), self._static(func, x.stop, refs), self._static(func, x.step, refs))
+        if kind is dict:
+            return (dict, *[(k, self._static(func, v, refs)) for k, v in x.items()])
+        if x is None or kind is str or kind in _ATOMS:
+            return (kind, x)
+        if callable(x) or isinstance(x, torch.Generator):
+            raise Unrecordable(str(kind))
+        return identical(x)
+
+    def _infer(self, func: Any, args: Any, kwargs: Any) -> Op:
+        """What an operator makes of such operands, by PyTorch's own functions for shapes."""
+        metas: list[torch.Tensor] = []
+        template = _Template(self, func)
+        given, kw = template.of(args), template.of(kwargs)
+        metas = [self.aval(t).meta() for t in template.tensors]
+        values = [_filled(x, metas, self.numbers[template.first :]) for x in (given, kw)]
+        where = values[1].get("device")
+        if (metas and where is not None) or (not metas and func in FACTORIES):
+            values[1]["device"] = torch.device("meta")  # nothing is drawn, and no memory taken
+        before = [(m.shape, m.stride()) for m in metas]
+        avals = [self.aval(t) for t in template.tensors]
+        try:
+            out = func(*values[0], **values[1])
+        except Exception as error:
+            return self._staged(func, given, kw, template, error)
+        for m, (shape, stride) in zip(metas, before, strict=True):
+            if m.shape != shape or m.stride() != stride:
+                raise Unrecordable(f"{func}: changes its argument's shape")
+        device = next((a.device for a in avals if a.shape), avals[0].device if avals else torch.device(where or "cpu"))
+        outs = _outs(out, metas, device)
+        # in-place operators may have made what they wrote to require grad
+        changed = []
+        for k, (m, a) in enumerate(zip(metas, avals, strict=True)):
+            if m._version != self._fresh_version(a):
+                changed.append((k, a.with_grad(m.requires_grad or a.requires_grad)))
+            elif m.requires_grad is not a.requires_grad:
+                changed.append((k, a.with_grad(m.requires_grad)))
+        return Op(func, given, kw, _grad_mode(), outs, tuple(changed), template.count)
+
+    def _fresh_version(self, a: Aval) -> int:
+        return 1 if a.requires_grad else 0
+
+    def _staged(self, func: Any, given: Any, kw: Any, template: _Template, error: Exception) -> Op:
+        """The same by tracing the operator itself, where PyTorch has no function for shapes."""
+        if not template.tensors:
+            raise error
+        from bridge.record import replay
+
+        try:
+            out = replay.shapes(func, given, kw, template.tensors, self.numbers[template.first :], [self.aval(t) for t in template.tensors])
+        except DataDependentError as unknown:
+            raise _ByValue from unknown
+        return Op(func, given, kw, _grad_mode(), out, (), template.count)
+
+    # -- values ------------------------------------------------------------------------------------------------------------------------
+    def mapped(self) -> bool:
+        level = self.level
+        while level is not None:
+            if level.kind == "vmap":
+                return True
+            level = level.parent
+        return False
+
+    def by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function that looks at values, of the values that there are."""
+        tensors: list[Any] = []
+        _collect((args, kwargs), tensors)
+        if func in _TO_PYTHON and (not self.mapped() or all(type(t) is not Recorded for t in tensors)):
+            values = dict(zip(map(id, tensors), self.now(tensors), strict=True))
+            return func(*_replaced(args, values), **_replaced(kwargs, values))
+        raise Unrecordable(str(func))
+
+    def now(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """What these tensors are at this point of the program."""
+        if all(type(t) is not Recorded and self.by_id.get(id(t)) not in self.written for t in tensors):
+            return list(tensors)
+        return list(self.execute(self, [self.ref(t) for t in tensors], False))
+
+    # -- transforms --------------------------------------------------------------------------------------------------------------------
+    def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
+        """Enter a transform with these operands; its function's arguments."""
+        refs = tuple([self.ref(t) for t in operands])
+        self.trace.append((interned(Begin, kind, params, len(avals), _grad_mode()), refs))
+        level: Any = Level(kind, self.level)
+        level.owner = self
+        self.level = level
+        return [self.made(a) for a in avals]
+
+    def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
+        """Leave the innermost transform; its results."""
+        refs = tuple([self.ref(t) for t in results])
+        self.trace.append((interned(End, params, len(avals)), refs))
+        assert self.level is not None
+        self.level.open = False
+        self.level = self.level.parent
+        return [self.made(a) for a in avals]
+
+    def leave(self) -> None:
+        """The innermost transform's function has raised."""
+        assert self.level is not None
+        self.level.open = False
+        self.level = self.level.parent
+
+
+class _ByValue(Exception):
+    pass
+
+
+class _Template:
+    """An operator's arguments with places for its operands and numbers."""
+
+    def __init__(self, recorder: Recorder, func: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.numeric = {float: func in WITH_NUMBERS, int: func in WITH_INTS}
+        self.total = recorder
+        self.first = 0
+        self.count = 0
+
+    def of(self, x: Any) -> Any:
+        kind = type(x)
+        if isinstance(x, torch.Tensor):
+            self.tensors.append(x)
+            return Ref(len(self.tensors) - 1)
+        if kind is float or kind is int:
+            if not self.numeric[kind]:
+                return x
+            self.count += 1
+            self.first = len(self.total.numbers) - self.count
+            return Number(self.count - 1)
+        if kind is slice:
+            return slice(self.of(x.start), self.of(x.stop), self.of(x.step))
+        if kind is tuple or kind is list:
+            return kind([self.of(v) for v in x])
+        if kind is dict:
+            return {k: self.of(v) for k, v in x.items()}
+        return x
+
+
+def _filled(x: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    kind = type(x)
+    if kind is Ref:
+        return tensors[x.k]
+    if kind is Number:
+        return numbers[x.k]
+    if kind is tuple or kind is list:
+        return kind([_filled(v, tensors, numbers) for v in x])
+    if kind is dict:
+        return {k: _filled(v, tensors, numbers) for k, v in x.items()}
+    if kind is slice:
+        return slice(_filled(x.start, tensors, numbers), _filled(x.stop, tensors, numbers), _filled(x.step, tensors, numbers))
+    return x
+
+
+filled = _filled
+
+
+def _collect(x: Any, found: list[Any]) -> None:
+    """The tensors among an operator's arguments, in order."""
+    kind = type(x)
+    if isinstance(x, torch.Tensor):
+        found.append(x)
+    elif kind is tuple or kind is list:
+        for v in x:
+            _collect(v, found)
+    elif kind is dict:
+        for v in x.values():
+            _collect(v, found)
+    elif kind is slice:
+        _collect((x.start, x.stop, x.step), found)
+
+
+def _replaced(x: Any, values: dict[int, Any]) -> Any:
+    kind = type(x)
+    if isinstance(x, torch.Tensor):
+        return values[id(x)]
+    if kind is tuple or kind is list:
+        return kind([_replaced(v, values) for v in x])
+    if kind is dict:
+        return {k: _replaced(v, values) for k, v in x.items()}
+    return x
+
+
+def _outs(out: Any, metas: list[torch.Tensor], device: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        for k, m in enumerate(metas):
+            if out is m:
+                return Again(k)
+        where = device if out.device.type == "meta" and device is not None else out.device
+        return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad))
+    if type(out) is tuple or type(out) is list:
+        return type(out)([_outs(o, metas, device) for o in out])
+    if isinstance(out, tuple):
+        return type(out)([_outs(o, metas, device) for o in out])
+    if out is None or isinstance(out, bool | int | float | str | torch.dtype | torch.device):
+        return out
+    raise Unrecordable(f"a result of {type(out)}")
+
+
+# -- what is not written down ----------------------------------------------------------------------------------------------------------
+def _passed(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _refused(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    raise Unrecordable(str(func))
+
+
+def _valued(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    return recorder.by_value(func, args, kwargs)
+
+
+def _iterated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    if t.dim() == 0:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
+
+
+def _scalar(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """torch.tensor and torch.as_tensor: of a number the number as an input, of other data a tensor from outside."""
+    data = args[0] if args else kwargs.get("data")
+    if type(data) is float and not args[1:] and not kwargs:
+        return recorder.__torch_function__(torch.full, (), ((), data), {"dtype": torch.get_default_dtype()})
+    if isinstance(data, torch.Tensor) and func is torch.as_tensor:
+        return data if len(args) == 1 and not kwargs else recorder.__torch_function__(torch.Tensor.to, (), (data, *args[1:]), kwargs)
+    found: list[Any] = []
+    _collect(data, found)
+    if found:
+        raise Unrecordable("torch.tensor of tensors")
+    return func(*args, **kwargs)
+
+
+def _detached(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    return recorder.__torch_function__(torch.Tensor.detach, (), args)
+
+
+def _names(owner: Any, names: str) -> list[Any]:
+    return [f for n in names.split() if (f := getattr(owner, n, None)) is not None]
+
+
+_TO_PYTHON = frozenset([
+    *_names(torch.Tensor, "item __bool__ __float__ __int__ __index__ __complex__ tolist __contains__ equal allclose"),
+    *_names(torch, "equal allclose is_nonzero"),
+])
+_PASSED = [
+    *_names(torch.Tensor, "size dim stride numel storage_offset is_contiguous is_floating_point is_complex element_size nelement "
+            "ndimension get_device is_signed __len__ __hash__ has_names is_inference is_same_size is_conj is_neg "
+            "__repr__ is_shared is_pinned"),
+    *_names(torch, "is_floating_point is_complex numel is_tensor is_same_size promote_types result_type is_conj is_neg is_inference "
+            "broadcast_shapes can_cast get_default_dtype"),
+    *[getattr(torch.Tensor, n).__get__ for n in (
+        "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta",
+        "is_quantized",
+        "is_nested", "is_mkldnn", "itemsize",
+        "nbytes", "names", "is_xpu", "is_mps", "_base", "grad", "_version", "output_nr",
+        "is_sparse_csr", "is_vulkan", "is_mtia", "is_xla", "is_ipu", "is_maia", "name", "retains_grad", "_backward_hooks",
+    ) if hasattr(torch.Tensor, n)],
+    torch._C._set_grad_enabled, torch.manual_seed,
+]
+_REFUSED = [
+    *_names(torch.Tensor, "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage set_ "
+            "resize_ resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __array__ __dlpack__ __setstate__ as_strided as_strided_ "
+            "to_sparse to_mkldnn unsafe_chunk apply_ map_ new new_tensor requires_grad_ detach_ is_set_to numpy"),
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    *_names(torch, "set_default_device as_strided frombuffer from_numpy"),
+    torch.autograd.backward, torch.autograd.grad,
+    *[getattr(torch.Tensor, n).__set__ for n in ("data", "grad", "requires_grad", "names") if hasattr(torch.Tensor, n)],
+]
+RULES: dict[Any, Any] = {
+    **dict.fromkeys(_PASSED, _passed), **dict.fromkeys(_REFUSED, _refused), **dict.fromkeys(_TO_PYTHON, _valued),
+    torch.Tensor.__iter__: _iterated, torch.tensor: _scalar, torch.Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    torch.as_tensor: _scalar,
+}
+
+#: Functions whose Python numbers are inputs of the program: what they compute depends on these smoothly, and its shape not at all.
+WITH_NUMBERS = frozenset([
+    *_names(torch.Tensor, "add add_ sub sub_ mul mul_ div div_ true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
+            "__rtruediv__ __iadd__ __isub__ __imul__ __itruediv__ __rdiv__ addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ clamp clamp_ "
+            "clamp_min clamp_max fill_ masked_fill masked_fill_ subtract multiply divide "
+            "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ lt le gt "
+            "ge eq ne"),
+    *_names(torch, "add sub rsub mul div true_divide subtract multiply divide addcmul addcdiv lerp clamp clamp_min clamp_max masked_fill "
+            "lt le gt ge eq ne where"),
+    torch.full_like, torch.full,
+])
+WITH_INTS = WITH_NUMBERS - {torch.full_like, torch.full}
+FACTORIES = frozenset(_names(torch, "zeros ones empty full rand randn randint randperm arange linspace logspace eye empty_strided "
+                              "tril_indices "
+                              "triu_indices bernoulli normal hann_window hamming_window bartlett_window blackman_window kaiser_window"))
+_ATOMS = frozenset({
+    bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
+})
+__all__ = ["Again", "Begin", "End", "Input", "Level", "Number", "Op", "Out", "Pull", "Recorder", "Ref", "filled", "interned", "local"]

@@ -1,0 +1,152 @@
+"""Doing again what a record says: on traced tensors, inside a program that JAX traces."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import compiling, dtypes, tracing
+from bridge.levels import push
+from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled
+from bridge.record.tensor import Aval, aval_of
+
+
+class Block:
+    """A transform of the record, or all of it: entries, and the numbers of what goes in and comes out."""
+
+    __slots__ = ("arguments", "begin", "end", "entries", "first", "operands", "results")
+
+    def __init__(self, begin: Begin | None, operands: tuple[int, ...], first: int) -> None:
+        self.begin, self.operands, self.first = begin, operands, first
+        self.entries: list[Any] = []
+        self.arguments = range(first, first + (0 if begin is None else begin.arguments))
+        self.end: Any = None
+        self.results: tuple[int, ...] = ()
+
+
+def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
+    """The record as a tree; and the numbers of its inputs.  A transform that has not ended is entered as if it were none."""
+    whole = Block(None, (), 0)
+    stack, count, inputs = [whole], 0, []
+    for what, refs in trace:
+        kind = type(what)
+        if kind is Op:
+            made = _count(what.outs)
+            stack[-1].entries.append((what, refs, count))
+            count += made
+        elif kind is Input:
+            inputs.append(count)
+            count += 1
+        elif kind is Begin:
+            block = Block(what, refs, count)
+            stack.append(block)
+            count += what.arguments
+        elif kind is End:
+            block = stack.pop()
+            block.end, block.results, block.first = what, refs, count
+            stack[-1].entries.append(block)
+            count += what.outs
+        else:  # Pull
+            stack[-1].entries.append((what, refs, count))
+            count += what.outs
+    while len(stack) > 1:
+        block = stack.pop()
+        stack[-1].entries.append(block)
+    return whole, inputs
+
+
+def _count(outs: Any) -> int:
+    if type(outs) is Out:
+        return 1
+    return sum(map(_count, outs)) if isinstance(outs, tuple | list) else 0
+
+
+class Run:
+    """One run of a record: the values by their numbers."""
+
+    def __init__(self, transforms: dict[str, Callable[..., Any]], numbers: Sequence[Any]) -> None:
+        self.transforms = transforms
+        self.env: dict[Any, Any] = {}
+        self.numbers, self.used = numbers, 0
+        self.pulls: dict[int, Any] = {}
+
+    def run(self, block: Block) -> None:
+        for entry in block.entries:
+            if type(entry) is Block:
+                self.enter(entry)
+            else:
+                what, refs, first = entry
+                if type(what) is Pull:
+                    self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
+                else:
+                    self.operator(what, [self.env[r] for r in refs], first)
+
+    def operator(self, op: Op, operands: list[Any], first: int) -> None:
+        count = op.numbers
+        numbers = self.numbers[self.used : self.used + count]
+        self.used += count
+        with torch.set_grad_enabled(op.grad):
+            out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
+        if op.single is not None:
+            self.env[first] = out
+        else:
+            found: list[Any] = []
+            _made(op.outs, out, found)
+            self.store(found, first)
+
+    def store(self, values: Sequence[Any], first: int) -> None:
+        self.env.update(enumerate(values, first))
+
+    def enter(self, block: Block) -> None:
+        operands = [self.env[r] for r in block.operands]
+        if block.end is None:
+            self.store(operands[: len(block.arguments)], block.arguments.start)
+            return self.run(block)
+        assert block.begin is not None
+        start = self.used
+
+        def body(*arguments: Any) -> tuple[Any, ...]:
+            self.used = start
+            self.store(arguments, block.arguments.start)
+            self.run(block)
+            return tuple([self.env[r] for r in block.results])
+
+        with torch.set_grad_enabled(block.begin.grad):
+            outs, pull = self.transforms[block.begin.kind](body, operands, block.begin.params, block.end.params)
+        if pull is not None:
+            self.pulls[block.first] = pull
+        self.store(outs, block.first)
+
+
+def _made(outs: Any, out: Any, found: list[Any]) -> None:
+    if type(outs) is Out:
+        found.append(out)
+    elif isinstance(outs, tuple | list):
+        for o, v in zip(outs, out, strict=True):
+            _made(o, v, found)
+
+
+def shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], numbers: Sequence[Any], avals: Sequence[Aval]) -> Any:
+    """What an operator makes of such operands, by tracing it; PyTorch's error where it refuses them."""
+    found: list[Any] = []
+
+    def run(*values: Any) -> list[Any]:
+        with tracing.root() as root:
+            root.staged = True
+            with push("plain"):
+                traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
+                out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
+                found.append(_described(out))
+        return []
+
+    with jax.enable_x64(True), compiling.correctly():
+        jax.eval_shape(run, *[jax.ShapeDtypeStruct(a.shape, dtypes.to_jax(a.dtype)) for a in avals])
+    return found[-1]
+
+
+def _described(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return Out(aval_of(out))
+    return type(out)([_described(o) for o in out]) if isinstance(out, tuple | list) else out

@@ -1,0 +1,106 @@
+"""What a function gets while it is recorded: tensors that have a shape and a dtype, and no values."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge import private
+from bridge.errors import EscapedTensorError, at_line
+
+_make = private.make_wrapper
+
+
+class Unrecordable(BaseException):
+    """Something happens that a record cannot say; the transform starts again without one."""
+
+
+def escaped() -> EscapedTensorError:
+    return EscapedTensorError(
+        "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
+        f"function instead of keeping it elsewhere{at_line()}"
+    )
+
+
+class Aval:
+    """What is known of a recorded tensor: there is one object for each (shape, strides, offset, dtype, device, requires_grad)."""
+
+    __slots__ = ("device", "dtype", "offset", "requires_grad", "shape", "strides")
+
+    def __init__(self, shape: Any, strides: Any, offset: int, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> None:
+        self.shape, self.strides, self.offset, self.dtype, self.device = shape, strides, offset, dtype, device
+        self.requires_grad = requires_grad
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} {self.device}{' grad' if self.requires_grad else ''}"
+
+    def meta(self) -> torch.Tensor:
+        """A tensor of PyTorch's without values, for PyTorch to say what an operator makes of it."""
+        if self.offset:
+            span = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
+            t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(self.shape, self.strides, self.offset)
+        else:
+            t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        if self.requires_grad:  # and is no leaf
+            with torch.enable_grad():
+                t.mul_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
+        return t
+
+    def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
+        """A contiguous one of that shape."""
+        return aval(shape, _contiguous(shape), 0, self.dtype, self.device, requires_grad)
+
+    def with_grad(self, requires_grad: bool) -> Aval:
+        if requires_grad is self.requires_grad:
+            return self
+        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad)
+
+
+_avals: dict[Any, Aval] = {}
+
+
+def aval(*what: Any) -> Aval:
+    found = _avals.get(what)
+    if found is None:
+        found = _avals[what] = Aval(*what)
+    return found
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def aval_of(t: torch.Tensor) -> Aval:
+    """Of a tensor of PyTorch's."""
+    return aval(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad)
+
+
+class Recorded(torch.Tensor):
+    """A tensor of a record: ``ref`` is its number there."""
+
+    ref: int
+    aval: Aval
+    level: Any
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if not any(type(x) is Recorded and x.level.owner.active() for x in args):
+            raise escaped()
+        raise Unrecordable(str(func))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}{'' if self.level.open else ', escaped'})"
+
+
+def recorded(ref: int, what: Aval, level: Any) -> Recorded:
+    t: Recorded = _make(
+        Recorded, what.shape, what.strides, what.offset, dtype=what.dtype, device=what.device, requires_grad=what.requires_grad
+    )
+    t.ref, t.aval, t.level = ref, what, level
+    return t

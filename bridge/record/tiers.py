@@ -1,0 +1,104 @@
+"""Compiling a program twice: at once without optimization, and later, in a thread, as well as XLA can."""
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from bridge import compiling
+
+#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.
+FAST = {
+    "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+class Tiered:
+    """A function of arrays of fixed shapes, compiled when it is first called; again, and well, when it has run for as long as that took."""
+
+    __slots__ = ("_changed", "_function", "_lock", "_lowered", "_ran", "_run", "_took")
+
+    def __init__(self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: Any = None) -> None:
+        """changed: called when it has been compiled; run: what it was compiled to by another process."""
+        self._function, self._changed = function, changed
+        self._lowered: Any = None
+        self._run: Any = run
+        self._lock = threading.Lock()
+        self._ran = self._took = 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        if self._run is None:
+            with self._lock:
+                if self._run is None:
+                    start = time.perf_counter()
+                    with compiling.correctly():
+                        self._lowered = jax.jit(self._function).lower(*args)
+                        cpu = jax.default_backend() == "cpu"
+                        self._run = self._lowered.compile({**(compiling.options() or {}), **(FAST if cpu else {})})
+                    self._took = time.perf_counter() - start
+                    self._ran -= self._took  # the call that compiles is counted too
+                    if not cpu:
+                        self._lowered = None
+                    self._changed()
+        return self._run(*args)
+
+    def ran(self, seconds: float) -> None:
+        """It has run for so long."""
+        self._ran += seconds
+        if self._lowered is not None and self._ran > self._took:
+            lowered, self._lowered = self._lowered, None
+            _later(lambda: self._compile(lowered))
+
+    def _compile(self, lowered: Any) -> None:
+        with jax.enable_x64(True), compiling.correctly():
+            self._run = lowered.compile(compiling.options() or {})
+        self._changed()
+
+    @property
+    def executable(self) -> Any:
+        """What it is compiled to by now; None: nothing."""
+        return self._run
+
+    def clear_cache(self) -> None:
+        self._run = self._lowered = None
+
+
+_waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+_starting = threading.Lock()
+_thread: threading.Thread | None = None
+_ended = False
+
+
+def _later(work: Callable[[], None]) -> None:
+    global _thread
+    with _starting:
+        if _ended:
+            return
+        _waiting.put(work)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_work, name="torchfunc_jax compiles", daemon=True)
+            _thread.start()
+
+
+def _work() -> None:
+    while not _ended:
+        try:
+            work = _waiting.get(timeout=5)
+        except queue.Empty:
+            return
+        work()
+
+
+@atexit.register
+def _end() -> None:
+    """What waits is not compiled any more; what is being compiled is waited for: XLA does not bear to be left in the middle."""
+    global _ended
+    _ended = True
+    if _thread is not None:
+        _thread.join()

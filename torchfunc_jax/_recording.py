@@ -1,0 +1,325 @@
+"""Transforms as parts of a record: what each of them is while Python runs, and what it is when the record is run by JAX."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import capture, eager, guards, private, python_numbers, random, staging, tensors, trees
+from bridge import functions as intercepted
+from bridge.calls import Call, code_of, refuse_recording, torch_device
+from bridge.checks import Bounds
+from bridge.keys import identical
+from bridge.levels import state
+from bridge.python_numbers import Inputs, Misfit
+from bridge.record import disk, replay
+from bridge.record.recorder import Recorder, local
+from bridge.record.tensor import Aval, Unrecordable
+from bridge.record.tiers import Tiered
+from bridge.sharing import Sharing
+from torchfunc_jax.jit import _Compiled
+
+_on = os.environ.get("TORCHFUNC_JAX_RECORD", "0") == "1"
+_unrecordable: set[Any] = set()
+_why: list[str] = []  # for looking into while the old engine is there
+NOT_RECORDED = object()
+TRANSFORMS: dict[str, Callable[..., Any]] = {}
+
+
+def on(func: Any, leaves: Sequence[Any], outermost: bool = True) -> bool:
+    """Whether a transform of func called with these leaves is to be recorded."""
+    if not _on or state.level is not None:
+        return False
+    if local.recorder is not None:
+        return True
+    if not outermost or code_of(func) in _unrecordable or any(isinstance(x, jax.Array) for x in leaves):
+        return False
+    return not (private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled() or private.saved_tensor_pack())
+
+
+def transform(func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]]) -> Any:
+    """Run a transform: write it down as a part of the record in progress, or make a record of it and run that."""
+    recorder = local.recorder
+    if recorder is not None:
+        mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
+        try:
+            if mode is not recorder:
+                raise Unrecordable("a torch function mode of the user's")
+            outs, build = record(recorder)
+            return build(outs)
+        finally:
+            private.enter_function_mode(mode)
+    refuse_recording()
+    recorder = local.recorder = Recorder(run)
+    try:
+        _intercept()
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            outs, build = record(recorder)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            local.recorder = None
+        return build(run(recorder, [t.ref for t in outs], True))
+    except Unrecordable as reason:
+        _unrecordable.add(code_of(func))
+        _why.append(f"{getattr(func, '__qualname__', func)}: {reason}")
+        return NOT_RECORDED
+    finally:
+        local.recorder = None
+
+
+@functools.cache
+def _intercept() -> Any:
+    """From the first record on, for good: to begin and to end it takes longer than many a record."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    entered = intercepted.intercepted()
+    entered.__enter__()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    return entered  # kept: who forgets it leaves it
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------------------------
+_families: dict[Any, list[_Program]] = {}
+_lock = threading.RLock()
+_LIMIT = 256
+
+
+class _Program:
+    """A record compiled: which of its numbers are static, how the others become inputs."""
+
+    __slots__ = ("compiled", "numbers", "path", "static", "whole")
+
+    def __init__(self, compiled: Any, numbers: Inputs, static: list[tuple[int, Any]], whole: bool = True) -> None:
+        self.compiled, self.numbers, self.static = compiled, numbers, static
+        self.whole = whole  # the program itself is there, not only what it was compiled to
+        self.path: Any = None
+
+    def save(self) -> None:
+        """Keep what it is compiled to for the next process."""
+        c = self.compiled
+        if self.path is None or not self.whole or c.program.generators or c.forward is None:
+            return
+        parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
+        made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
+        program = dataclasses.replace(c.program, jaxpr=_Counts(len(c.program.jaxpr.jaxpr.invars), len(c.program.jaxpr.jaxpr.outvars)))
+        program.guards = program.out_spec = program.static = None
+        slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
+        disk.save(self.path, {
+            "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
+            "kinds": {k: pair[2] for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
+            "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges, "one_out": c.one_out,
+        })
+
+
+class _Counts:
+    """In the place of a stored program's jaxpr: how many inputs and outputs it has."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.invars, self.outvars = range(inputs), range(outputs)
+
+    @property
+    def jaxpr(self) -> _Counts:
+        return self
+
+
+class _NotStored(Exception):
+    """Of a stored program, something is needed that was not compiled when it was stored."""
+
+
+def _loaded(path: Any, recorder: Recorder) -> _Program | None:
+    """The program that another process has stored, for these numbers."""
+    found = disk.load(path)
+    if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
+        return None
+    try:
+        program = found["program"]
+        program.out_spec = trees.flatten(tuple(range(program.count)))[1]
+        program.static = [None] * program.count
+        numbers = Inputs([0] * found["size"], found["size"])
+        for kind, slots in found["slots"].items():
+            numbers.slots[kind] = [python_numbers.stored(numbers, kind, *slot) for slot in slots]
+        compiled = object.__new__(_Compiled)
+        compiled.program = compiled.checked = program
+        compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered = True, (), None, True
+        compiled.where = list(range(len(recorder.inputs) + 2))
+        compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
+        compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
+        compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
+        compiled.active, compiled.recorded = {}, _Stored()
+        compiled.device, compiled.one_out = torch_device([*recorder.inputs]) or torch.device("cpu"), False
+        made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
+        compiled.forward = made.get("forward", Tiered(_not_there))
+        for k, kinds in found["kinds"].items():
+            if (k, 0) in made and (k, 1) in made:
+                dict.__setitem__(compiled.recorded, k, (made[k, 0], made[k, 1], kinds))
+        return _Program(compiled, numbers, found["static"], whole=False)
+    except Exception:  # of another time
+        return None
+
+
+class _Stored(dict):
+    """The derivatives that were stored."""
+
+    def __contains__(self, key: object) -> bool:
+        if not super().__contains__(key):
+            raise _NotStored
+        return True
+
+
+def _not_there(*_: Any) -> Any:
+    raise _NotStored
+
+
+def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
+    """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
+    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), eager.local_generation())
+    numbers = recorder.numbers
+    for found in _families.get(key, ()):
+        if all(identical(numbers[k]) == value for k, value in found.static):
+            try:
+                return _called(found, recorder, final)
+            except (Misfit, _NotStored):
+                continue
+    path = disk.path_of(recorder.trace, refs, key[2:4])
+    if path is not None and not any(p.path == path for p in _families.get(key, ())):
+        stored = _loaded(path, recorder)
+        if stored is not None:
+            stored.path = path
+            _families.setdefault(key, []).append(stored)
+            try:
+                return _called(stored, recorder, final)
+            except (Misfit, _NotStored):
+                _families[key].remove(stored)
+    with _lock:
+        try:
+            program = _made(recorder, refs, frozenset())
+            program.numbers.evaluated(numbers)
+        except Misfit:
+            program = _made(recorder, refs, frozenset(range(len(numbers))))
+        del_key = next(iter(_families)) if len(_families) >= _LIMIT else None
+        if del_key is not None:
+            _families.pop(del_key)
+        _families.setdefault(key, []).append(program)
+        program.path = path
+        program.compiled.changed = program.save
+    return _called(program, recorder, final)
+
+
+def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torch.Tensor]:
+    compiled = program.compiled
+    extra = program.numbers.evaluated(recorder.numbers)
+    given = recorder.inputs
+    if compiled.program.written:
+        if not final:
+            given = list(given)
+            for _, k in compiled.program.written:
+                given[k] = given[k].detach().clone()
+        if compiled.unfit([*given, *extra], []):
+            raise Unrecordable("inputs that share memory")
+    if not final and compiled.program.draws:
+        raise Unrecordable("a value that depends on random numbers")
+    inputs = [tensors.crossing(t)[0] for t in given]
+    grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    start = time.perf_counter()
+    with torch.set_grad_enabled(final and torch.is_grad_enabled()):
+        outs = compiled.call([*given, *extra], [*inputs, *extra], [], grads)
+    seconds = time.perf_counter() - start
+    for tiered in compiled.jitted:
+        tiered.ran(seconds)
+    return outs
+
+
+def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:
+    whole, inputs = replay.parsed(recorder.trace)
+    numbers = recorder.numbers
+    size = max(len(numbers), 1)
+    numbers_in = Inputs(numbers, size)
+    count = len(recorder.inputs)
+
+    def record(*given: Any) -> tuple[Any, ...]:
+        with numbers_in.tracing(*given[count:]):
+            stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
+            again = replay.Run(TRANSFORMS, stand)
+            again.env.update(zip(inputs, given, strict=False))
+            again.run(whole)
+            return tuple([again.env[r] for r in refs])
+
+    vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
+    call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
+    before, local.recorder = local.recorder, None
+    try:
+        program, missing = staging._trace(record, call, [], capture.Found(), random.Unwatched())
+    finally:
+        local.recorder = before
+    if missing:
+        raise Unrecordable("a tensor that is no input")
+    asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
+    return _Program(_Compiled(program, call, True, (), tiered=True), numbers_in, asked)
+
+
+# -- what all transforms share ------------------------------------------------------------------------------------------------------------
+def entered(
+    recorder: Recorder, func: Callable[..., Any], kind: str, params: Any, leaves: Sequence[Any], spec: Any, avals: Sequence[Aval],
+    more: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]],
+) -> tuple[list[Any], Any]:
+    """Run func on the arguments of a transform that begins; the tensors among its results, and finish's other result.
+
+    Args:
+        leaves, spec: the flattened (args, kwargs).
+        avals: of the tensors among them, as the function sees them.
+        more: further operands of the transform.
+    """
+    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    arguments = recorder.begin(kind, params, [*[leaves[i] for i in where], *more], avals)
+    filled = list(leaves)
+    for i, t in zip(where, arguments, strict=True):
+        filled[i] = t
+    try:
+        args, kwargs = trees.unflatten(spec, filled)
+        grad = torch.is_grad_enabled()
+        private.enter_function_mode(recorder)
+        try:
+            if grad or kind not in ("grad", "jacrev"):
+                out = func(*args, **kwargs)
+            else:
+                with torch.enable_grad():
+                    out = func(*args, **kwargs)
+        finally:
+            private.leave_function_mode()
+        return finish(out)
+    except BaseException:
+        recorder.leave()
+        raise
+
+
+def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
+    """The flattened (args, kwargs); and which of the tensors among the leaves belong to the arguments at these positions."""
+    leaves, spec = trees.flatten((args, kwargs))
+    starts = [0]
+    for a in args:
+        starts.append(starts[-1] + (1 if isinstance(a, torch.Tensor) else len(trees.flatten(a)[0])))
+    order, k = {}, 0
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor):
+            order[i] = k
+            k += 1
+    return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
+
+
+def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
+    """Of the tensors among the leaves, those that are differentiated requiring grad."""
+    found = [recorder.aval(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
+    for k in active:
+        found[k] = found[k].with_grad(True)
+    return found
+
+
+__all__ = ["NOT_RECORDED", "TRANSFORMS", "active_leaves", "avals_of", "entered", "on", "transform"]

@@ -1,9 +1,9 @@
 """Un-jitted code as a record: Python runs at each call, once and in order; what it computes is written down, and run as one program.
 
-Switched off; ``TORCHFUNC_JAX_RECORD=1`` in the environment switches it on.  It is to replace ``bridge.eager`` and the lanes and tapes that
-stand on it, and does not record all that they run yet.  What it does not record falls back to them, and the function starts again:
-outermost vjp and linearize, functionalize, jax.Arrays, autograd.Function, checkpoint and control flow, torch.autograd.grad and hooks inside,
-shapes by value (``x[mask]``), generators, autocast, modes of the user's, and tensors that are not on the CPU.
+Switched off; ``TORCHFUNC_JAX_RECORD=1`` in the environment switches it on.  It is to replace ``bridge.eager`` and the lanes and tapes
+that stand on it, and does not record all that they run yet.  What it does not record falls back to them, and the function starts again:
+outermost vjp and linearize, functionalize, jax.Arrays, autograd.Function, checkpoint and control flow, torch.autograd.grad and hooks
+inside, shapes by value (``x[mask]``), generators, autocast, modes of the user's, and tensors that are not on the CPU.
 
 - ``recorder``: torch's functions, with their static arguments and the operands' shapes, become entries; a transform is a begin and an end.
 - ``tensor``: what the user's function gets in the place of tensors.

@@ -343,7 +343,7 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and not isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
-        if not _of_library(x.__module__) and not _ours(x.__module__):
+        if not _of_library(x.__module__) and not _ours(_defined_in(x)):
             read = _read_by(x.__code__)
             found._names.update(read.names)
             found._optional.update(read.optional)
@@ -398,12 +398,14 @@ _OWN = frozenset(torch.nn.Module().__dict__)
 
 def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     if isinstance(x, types.FunctionType):
+        ours = _ours(_defined_in(x))
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             try:
-                yield cell.cell_contents, Place(cell, None, f"the variable {name}")
+                content = cell.cell_contents
             except ValueError:  # a variable not yet bound
                 continue
-        inside = _ours(x.__module__) or _of_library(x.__module__)  # what its own module holds is none of the user's
+            yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # ours are bound once
+        inside = ours or _of_library(x.__module__)  # what its own module holds is none of the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
@@ -411,7 +413,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             if getattr(x, name):
                 yield getattr(x, name), Place(_Slots(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
-            yield x.__wrapped__, Place(x.__dict__, "__wrapped__")
+            yield x.__wrapped__, Place(x.__wrapped__, None) if ours else Place(x.__dict__, "__wrapped__")
     elif isinstance(x, types.MethodType):
         yield x.__self__, Place(x.__self__, None)
         yield x.__func__, Place(x.__func__, None)
@@ -449,6 +451,11 @@ def _of_library(module: str | None) -> bool:
 
 def _ours(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OURS
+
+
+def _defined_in(function: types.FunctionType) -> str | None:
+    """The name of the Python module with a function's code, where ``__module__`` is that of what it wraps."""
+    return function.__globals__.get("__name__")
 
 
 def _of_user(module: types.ModuleType) -> bool:

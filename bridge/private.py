@@ -491,7 +491,10 @@ def torch_rearrange() -> Callable[..., torch.Tensor]:
     """
     if hasattr(torch.func, "rearrange"):
         return torch.func.rearrange
-    module = importlib.import_module("functorch.einops.rearrange")
+    try:
+        module = importlib.import_module("functorch.einops.rearrange")
+    except ModuleNotFoundError:
+        return _Missing("functorch.einops.rearrange")
     try:
         module.rearrange(torch.zeros(1), "a -> a")
     except KeyError:

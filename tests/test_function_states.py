@@ -12,26 +12,13 @@ from typing import Any
 import pytest
 import torch
 from agreement import same
-from autograd_functions import ContextInForward, Function, SetupContext
+from autograd_functions import ContextInForward, Function, SavesItsOutput, SetupContext
 from torch import nn
 
 import torchfunc_jax
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 FACTOR = torch.tensor(2.0)  # captured by the methods of some
-
-
-class SavesItsOutput(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return 3 * g * y
 
 
 class CapturesATensor(Function):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import same
+from autograd_functions import SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
@@ -216,23 +217,9 @@ def test_numbers_of_what_is_detached() -> None:
     same(grad(lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum())(x), x.sin())
 
 
-class Exponential(torch.autograd.Function):
-    """Keeps its output for its derivative, as torch.exp does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g * ctx.saved_tensors[0]
-
-
 SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh, "softmax": lambda x: torch.softmax(x, 0), "in place": lambda x: (x * 1).sigmoid_(), "norm": torch.norm,
-    "function": Exponential.apply, "inside": lambda x: torch.exp(torch.sqrt(x)),
+    "function": SavesItsOutput.apply, "inside": lambda x: torch.exp(torch.sqrt(x)),
 }  # fmt: skip
 NOT_SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copied": lambda x: torch.tanh(x).clone(), "sin": torch.sin, "viewed": lambda x: torch.exp(x).view(3, 1),

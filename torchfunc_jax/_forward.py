@@ -95,12 +95,7 @@ def jvp_with_argnums(
     target = Differentiated(func, primals, {}, argnums, _API)
 
     def finish(out: Any) -> tuple[list[Any], Any]:
-        aux: Any = None
-        if has_aux:
-            out, aux = _args.pair(out, _API)
-        aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
-        leaves, out_spec = trees.flatten(out)
-        _args.non_empty_tensors(leaves, _API)
+        leaves, out_spec, aux_tensors, aux_spec = _outputs(out, has_aux)
         if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in leaves):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "
@@ -126,6 +121,17 @@ def jvp_with_argnums(
     return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
 
 
+def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], Any, list[Any], Any]:
+    """The tensors that a function has given and their tree, and those of its aux and theirs."""
+    aux: Any = None
+    if has_aux:
+        out, aux = _args.pair(out, _API)
+    aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
+    leaves, out_spec = trees.flatten(out)
+    _args.non_empty_tensors(leaves, _API)
+    return leaves, out_spec, aux_tensors, aux_spec
+
+
 def _recorded_jvp(
     func: Callable[..., Any], primals: Any, tangents: list[Any], argnums: Any, options: tuple[bool, bool], has_aux: bool
 ) -> Any:
@@ -137,12 +143,7 @@ def _recorded_jvp(
         avals = _recording.avals_of(recorder, leaves, ())
 
         def finish(out: Any) -> Any:
-            aux: Any = None
-            if has_aux:
-                out, aux = _args.pair(out, _API)
-            aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
-            outs, out_spec = trees.flatten(out)
-            _args.non_empty_tensors(outs, _API)
+            outs, out_spec, aux_tensors, aux_spec = _outputs(out, has_aux)
             return [*outs, *aux_tensors], (out_spec, len(outs), aux_spec)
 
         params = (active, *options)

@@ -12,8 +12,9 @@ import jax
 
 from bridge import compiling
 
-#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.
-FAST = {
+#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  One that this
+#: jaxlib lacks is taken out when it says so.
+_FAST = {
     "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -40,7 +41,7 @@ class Tiered:
                     with compiling.correctly():
                         self._lowered = jax.jit(self._function).lower(*args)
                         cpu = jax.default_backend() == "cpu"
-                        self._run = self._lowered.compile({**(compiling.options() or {}), **(FAST if cpu else {})})
+                        self._run = _quickly(self._lowered) if cpu else self._lowered.compile(compiling.options() or {})
                     self._took = time.perf_counter() - start
                     self._ran -= self._took  # the call that compiles is counted too
                     if not cpu:
@@ -67,6 +68,18 @@ class Tiered:
 
     def clear_cache(self) -> None:
         self._run = self._lowered = None
+
+
+def _quickly(lowered: Any) -> Any:
+    while True:
+        try:
+            return lowered.compile({**(compiling.options() or {}), **_FAST})
+        except jax.errors.JaxRuntimeError as error:
+            unknown = [option for option in list(_FAST) if f"'{option}'" in str(error)]
+            if not unknown:
+                raise
+            for option in unknown:
+                _FAST.pop(option, None)
 
 
 _waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

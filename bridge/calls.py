@@ -195,20 +195,21 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
 
 def refuse_recording() -> None:
     """RuntimeError where something of torch's watches the ATen operators: of a computation in JAX it would see a result without origin."""
+    if not private.watched_by_torch():
+        return
     mode = private.dispatch_mode()
     if mode is not None:
         raise RuntimeError(
             f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; "
             "enter the mode inside of the function, or call torch.func's transform"
         )
-    if not private.watched_by_torch():
-        return
     if private.transformed_by_torch():
         raise RuntimeError(
             "a function that runs in JAX was called inside a transform of torch.func's, or of torch.autograd.forward_ad, which cannot see "
             "through it; use torchfunc_jax's transform outside too, or put everything into `with torchfunc_jax.patch():`"
         )
-    raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
+    if private.recorded_by_torch():
+        raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
 
 
 def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool, code: Any) -> tuple[list[Any], Any]:

@@ -39,12 +39,31 @@ def ambient() -> tuple[Any, ...]:
         ...     print(guards.ambient() == outside)
         False
     """
-    return (
+    recording = torch.is_grad_enabled()
+    unchanged, precision, entered, known = _usual[recording]
+    if (
+        unchanged() and private.float32_precision() == precision and torch.get_autocast_dtype("cpu") is entered
+        and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled() and not private.function_modes()
+        and private.global_module_hooks() is None and private.saved_tensor_pack() is None
+    ):  # fmt: skip
+        return known
+    found = (
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
         _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # a function may enter it
         _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
     )  # fmt: skip
+    if found[3:5] == (False, False) and found[6:] == (None, None, False):
+        _usual[recording] = private.state_question(), found[1], torch.get_autocast_dtype("cpu"), found
+    return found
+
+
+def _never() -> bool:
+    return False
+
+
+#: Without grad mode and with it: what was found where nothing was entered that takes several questions, and whether the rest is as then.
+_usual: list[tuple[Any, ...]] = [(_never, None, None, ()), (_never, None, None, ())]
 
 
 def _autocast() -> Any:

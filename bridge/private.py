@@ -113,13 +113,19 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-_functorch_innermost, _mode_of = _named("torch._C._functorch.peek_interpreter_stack"), _named("torch._C._get_dispatch_mode")
-_PROXY = _named("torch._C._TorchDispatchModeKey.PROXY")
+_functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 
 
 def watched_by_torch() -> bool:
-    """Whether one of torch's transforms is in progress, or make_fx or torch.export records: there is no public way to ask."""
-    return _functorch_innermost() is not None or _mode_of(_PROXY) is not None or forward_ad._current_level >= 0
+    """Whether one of torch's transforms is in progress, or a dispatch mode, the user's or that of make_fx and torch.export, is entered:
+    there is no public way to ask.
+    """
+    return _functorch_innermost() is not None or _count_of_dispatch_modes() > 0 or forward_ad._current_level >= 0
+
+
+def recorded_by_torch() -> bool:
+    """Whether make_fx or torch.export records."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 @contextlib.contextmanager
@@ -540,6 +546,16 @@ def processes(group: Any) -> int:
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
 #: How many torch function modes are entered (a default device is one): public is only to enter one.
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
+
+
+def state_question() -> Callable[[], bool]:
+    """Asks whether grad mode, autocast, the default dtype and deterministic algorithms are as they are now: public are only questions
+    about each of them, which together take five times as long.  Of autocast's dtypes only those of devices where it is on are compared.
+    """
+    try:
+        return torch._C._dynamo.guards.GlobalStateGuard().check
+    except AttributeError:
+        return lambda: False  # nobody knows
 
 
 def float32_precision() -> Any:

@@ -76,7 +76,7 @@ class _OfTensor(Place):
         return getattr(self.container.get(), self.key)
 
 
-class _Slots:
+class Slots:
     """The attributes of an object without a ``__dict__``, as a container that does not keep the object alive if it can do without."""
 
     def __init__(self, owner: Any) -> None:
@@ -347,7 +347,7 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
             read = _read_by(x.__code__)
             found._names.update(read.names)
             found._optional.update(read.optional)
-            found._leaves.append(_Edge(Place(_Slots(x), "__code__", x.__name__), x.__code__, edge, False))
+            found._leaves.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
@@ -411,7 +411,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                 yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
         for name in () if inside else ("__defaults__", "__kwdefaults__"):
             if getattr(x, name):
-                yield getattr(x, name), Place(_Slots(x), name, x.__name__)
+                yield getattr(x, name), Place(Slots(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
             yield x.__wrapped__, Place(x.__wrapped__, None) if ours else Place(x.__dict__, "__wrapped__")
     elif isinstance(x, types.MethodType):
@@ -424,7 +424,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
-            yield getattr(x, name), Place(_Slots(x), name, "functools.partial")
+            yield getattr(x, name), Place(Slots(x), name, "functools.partial")
     elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled; it keeps its function for good
         yield x.__wrapped__, Place(x.__wrapped__, None)
     elif isinstance(x, dict):
@@ -442,7 +442,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         for cls in type(x).__mro__:
             for name in getattr(cls, "__slots__", ()):
                 if not name.startswith("__") and hasattr(x, name):
-                    yield getattr(x, name), Place(_Slots(x), name, type(x).__name__)
+                    yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
 
 
 def _of_library(module: str | None) -> bool:

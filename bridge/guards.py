@@ -111,7 +111,7 @@ class Guards:
             itself, and is not looked at: a jitted function's Python runs when it is traced.
     """
 
-    __slots__ = ("absent", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
+    __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
 
     def __init__(self, found: capture.Found) -> None:
         self.names: dict[int, str] = {}
@@ -128,7 +128,8 @@ class Guards:
             else:
                 self.plain.append((d, m.training))
         self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
-        self.grouped, self.single = _grouped(self.places)
+        self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
+        self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
         self.data = [(p, x, capture.entries(x), data) for p, data in found.data() if capture.frozen(x := _now(p)) == data]
         self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
@@ -150,6 +151,9 @@ class Guards:
             ):
                 return False
         try:
+            for function, code in self.codes:
+                if function().__code__ is not code:
+                    return False
             for container, getter, values in self.grouped:
                 now = getter(container)
                 if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
@@ -164,7 +168,13 @@ class Guards:
                     return False
         except _GONE_ERRORS:
             return False
-        return all(len(c) == n for c, n in self.sizes) and all(d.keys().isdisjoint(names) for d, names in self.absent)
+        for container, size in self.sizes:
+            if len(container) != size:
+                return False
+        for d, names in self.absent:  # noqa: SIM110  # half as fast by all()
+            if not d.keys().isdisjoint(names):
+                return False
+        return True
 
     def differences(self) -> Iterator[str]:
         """What is not as it was, each as a sentence."""
@@ -237,6 +247,10 @@ def _same(now: Any, before: Any) -> bool:
 def _holds(container: Any, entries: Any) -> bool:
     now = (*container, *container.values()) if isinstance(container, dict) else container
     return len(now) == len(entries) and all(map(operator.is_, now, entries))
+
+
+def _is_code(place: capture.Place) -> bool:
+    return place.key == "__code__" and type(place.container) is capture.Slots
 
 
 def _grouped(places: Sequence[tuple[capture.Place, Any]]) -> tuple[list[Any], list[tuple[capture.Place, Any]]]:

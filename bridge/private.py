@@ -558,10 +558,13 @@ def state_question() -> Callable[[], bool]:
         return lambda: False  # nobody knows
 
 
+_precision = _named("torch._C._get_float32_matmul_precision")
+
+
 def float32_precision() -> Any:
     """``torch.get_float32_matmul_precision()``; where it raises, as each backend has its own, what CUDA's and the CPU's are."""
     try:
-        return torch.get_float32_matmul_precision()
+        return _precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 

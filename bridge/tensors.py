@@ -241,12 +241,16 @@ def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.
 @private.opaque
 def view(array: jax.Array, found: Layout) -> torch.Tensor:
     """``to_torch`` of an array on the CPU whose layout is known; the caller waits for the array."""
-    _, buffer_type, empty, known, shape, kind = found
-    if empty or not known or type(array.sharding) is not _ONE_DEVICE or array.platform() != "cpu":
+    dtype, buffer_type, empty, known, shape, kind = found
+    if empty or not known or array.platform() != "cpu":
         return to_torch(array, _CPU, wait=False)
-    buffer = buffer_type.from_address(array.unsafe_buffer_pointer())
+    try:
+        address = array.unsafe_buffer_pointer()
+    except (ValueError, jax.errors.JaxRuntimeError):  # on several devices
+        return to_torch(array, _CPU, wait=False)
+    buffer = buffer_type.from_address(address)
     buffer.owner = array
-    return torch.from_numpy(np.ndarray(shape, kind, buffer))
+    return torch.frombuffer(buffer, dtype=dtype) if len(shape) == 1 else torch.from_numpy(np.ndarray(shape, kind, buffer))
 
 
 def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:

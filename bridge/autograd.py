@@ -2,6 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 from bridge import eager, private, sharing, tensors, tracing
 from bridge.errors import reworded
-from bridge.linked import depends
+from bridge.linked import depends, flow
 
 
 def conj(v: Any) -> Any:
@@ -159,7 +162,8 @@ class _Border(Untransformed):
         ctx.changed = any(changed)
         ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
-        ctx.set_materialize_grads(True)
+        ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t, kind in zip(results, recorded.kinds, strict=True) if kind]
         return tuple(results)
 
     @staticmethod
@@ -168,9 +172,12 @@ class _Border(Untransformed):
         inputs = ctx.saved_tensors  # raises where one was changed in place since
         check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
+        reached = _reached(ctx.pull, [c is not None for c in cts], len(inputs))
+        cts = materialized(cts, ctx.like)
         # a captured tensor that was found and never used gets None, not zeros; one that only a rule uses gets one in a second derivative
         met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
+        used = [u and r for u, r in zip(used, reached, strict=True)]
         if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
             check_unchanged(ctx.every_version)
             if ctx.changed:
@@ -189,6 +196,26 @@ class _Border(Untransformed):
             needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
             grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, *grads)
+
+
+def _reached(pull: Any, given: Sequence[bool], count: int) -> list[bool]:
+    """Which of the inputs, so many, the outputs depend on whose cotangents are given: PyTorch gives the others None, and not zeros."""
+    if isinstance(pull, eager.Pull):
+        return pull.reached(given)
+    jaxpr = private.linear_program(pull)
+    if jaxpr is None or len(jaxpr.outvars) != len(given):
+        return [True] * count
+    sources = flow(jaxpr, [0] * (len(jaxpr.invars) - count) + [1 << i for i in range(count)], False)
+    every = functools.reduce(operator.or_, itertools.compress(sources, given), 0)
+    return [bool(every & 1 << i) for i in range(count)]
+
+
+def materialized(cotangents: Sequence[Any], like: Sequence[tuple[Any, torch.dtype, torch.device]]) -> list[torch.Tensor]:
+    """Cotangents with zeros in the place of those that PyTorch leaves out; like: the shape, dtype and device of each."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if c is None else c
+        for c, (shape, dtype, device) in zip(cotangents, like, strict=True)
+    ]
 
 
 def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:

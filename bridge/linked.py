@@ -5,12 +5,16 @@ are asked after the run whether they depend on what requires grad, such an opera
 """
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.extend.core import Literal
 
 from bridge import private
 from bridge.eager import Unread, copied
@@ -21,13 +25,13 @@ aten = torch.ops.aten
 
 #: Operators whose output never requires grad, even if an argument does.
 _FRESH = frozenset(
-    getattr(operator, overload)
+    getattr(packet, overload)
     for name in (
         "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty",
         "new_empty_strided", "histc", "bincount", "detach",
     )
-    if (operator := getattr(aten, name, None)) is not None
-    for overload in operator.overloads()
+    if (packet := getattr(aten, name, None)) is not None
+    for overload in packet.overloads()
 )
 
 #: Outputs that have no derivative beside others that do.
@@ -111,4 +115,42 @@ def _nothing(t: Any) -> Any:
     return jnp.sum(jnp.real(t).reshape(-1)[:0])
 
 
-__all__ = ["depends", "tie", "tie_tangents"]
+def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
+    """For each output of a jaxpr the inputs, as the bits given for them, that it depends on; behind: see ``staging.Program``."""
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def sources(variables: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
+
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.params.get("name"), _followed(eqn)
+        if name == "stopped_by_torch":
+            continue
+        if inner is not None:
+            every = functools.reduce(operator.or_, sources(eqn.invars), 0)
+            flows = flow(inner, sources(eqn.invars), behind)
+            # of an empty array JAX drops operands that PyTorch goes back to
+            found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
+            continue
+        inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
+        bits = functools.reduce(operator.or_, sources(inputs), 0)
+        if bits:
+            found.update((v, bits) for v in eqn.outvars)
+    return sources(jaxpr.outvars)
+
+
+def _followed(eqn: Any) -> Any:
+    """The jaxpr inside an equation that is looked into: a checkpoint's, a jitted function's, and the outputs of an autograd.Function.
+
+    JAX 0.12 leaves in a derivative the calls of jitted functions that earlier versions put in line, in that of jax.vjp as "vjp_node[jit]".
+    """
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]") and eqn.params["name"] != "of_inputs_alone":
+        inner = eqn.params["jaxpr"]
+        return getattr(inner, "jaxpr", inner)  # it may be closed
+    inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
+    return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
+
+
+__all__ = ["depends", "flow", "tie", "tie_tangents"]

@@ -605,6 +605,11 @@ def default_device_of(mode: Any) -> torch.device | None:
     return mode.device if isinstance(mode, DeviceContext) else None
 
 
+def linear_program(pull: Any) -> Any:
+    """The jaxpr of what a function of ``jax.vjp`` pulls back through, tangents last among its inputs; None where JAX does not show it."""
+    return getattr(pull, "jaxpr", None)
+
+
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one what is computed now, is inside of a jax.vmap; JAX has no public way to ask."""
     from jax._src import core

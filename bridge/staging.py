@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import Literal
 
 from bridge import capture, compiling, outer, private, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
@@ -23,6 +22,7 @@ from bridge.calls import Call, is_array, take_apart
 from bridge.checks import Bounds, ends
 from bridge.guards import Guards
 from bridge.levels import push
+from bridge.linked import flow
 
 _TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -78,9 +78,15 @@ class Program:
         every = functools.reduce(operator.or_, itertools.compress(self.behind, self.kinds), self._targets())
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
 
-    def direct(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
-        """For each of these, whether the first derivative goes back to it, and not only a second one."""
-        every = functools.reduce(operator.or_, itertools.compress(self.sources, self.kinds), self._targets())
+    def direct(self, arguments: Sequence[int], captured: Sequence[int], given: Sequence[bool]) -> list[bool]:
+        """For each of these, whether the first derivative of a given output goes back to it, and not only a second one.
+
+        given: of each output, then of each written value.
+        """
+        targets = [0] * self.count + [self._target(kind, i) for kind, i in self.written]
+        every = 0
+        for source, target, kind, wanted in zip(self.sources, targets, self.kinds, given, strict=True):
+            every |= (source if kind else 0) | target if wanted else 0
         return [bool(every & 1 << i) for i in arguments] + [bool(every & self._bit(i)) for i in captured]
 
     def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
@@ -248,43 +254,7 @@ def _sources(jaxpr: Any, behind: bool = False) -> list[int]:
     Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
     where x does.  behind: also by what the rules of an autograd.Function use.
     """
-    return _flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], behind)
-
-
-def _flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
-    found = dict(zip(jaxpr.invars, given, strict=True))
-
-    def sources(variables: Sequence[Any]) -> list[int]:
-        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
-
-    for eqn in jaxpr.eqns:
-        name, inner = eqn.params.get("name"), _followed(eqn)
-        if name == "stopped_by_torch":
-            continue
-        if inner is not None:
-            every = functools.reduce(operator.or_, sources(eqn.invars), 0)
-            flows = _flow(inner, sources(eqn.invars), behind)
-            # of an empty array JAX drops operands that PyTorch goes back to
-            found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
-            continue
-        inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
-        bits = functools.reduce(operator.or_, sources(inputs), 0)
-        if bits:
-            found.update((v, bits) for v in eqn.outvars)
-    return sources(jaxpr.outvars)
-
-
-def _followed(eqn: Any) -> Any:
-    """The jaxpr inside an equation that is looked into: a checkpoint's, a jitted function's, and the outputs of an autograd.Function.
-
-    JAX 0.12 leaves in a derivative the calls of jitted functions that earlier versions put in line.
-    """
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] != "of_inputs_alone":
-        return eqn.params["jaxpr"].jaxpr
-    inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
-    return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
+    return flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], behind)
 
 
 # -- outputs: many small ones cross as few -----------------------------------------------------------------------------------------

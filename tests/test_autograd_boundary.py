@@ -70,8 +70,49 @@ def test_backward_to_inputs_and_captured_tensors(name: str, mode: str) -> None:
     expected = f(torch.func, x, w)
     found = MODES[mode](lambda a: f(torchfunc_jax, a, w))(x)
     same(found, expected)
-    for mine, theirs, t in zip(gradients(found), gradients(expected), (x, w), strict=True):
-        same(torch.zeros_like(t) if mine is None else mine, torch.zeros_like(t) if theirs is None else theirs)
+    for mine, theirs in zip(gradients(found), gradients(expected), strict=True):
+        assert (mine is None) == (theirs is None), (mine, theirs)
+        if mine is not None:
+            same(mine, theirs)
+
+
+# of the three outputs, what each depends on: a, b and the captured c
+def _three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return a * 2 + c.detach(), b * 3 + c, a.round() * 1.0
+
+
+THREE: dict[str, Callable[[Any, Any], Any]] = {
+    "vmap": lambda api, f: api.vmap(f),
+    "vmap of some": lambda api, f: lambda a, b: api.vmap(f, (0, None))(a, b[0]),
+    "vjp": lambda api, f: lambda a, b: api.vjp(f, a, b)[0],
+    "jvp": lambda api, f: lambda a, b: api.jvp(f, (a, b), (torch.ones_like(a), torch.ones_like(b)))[0],
+    "functionalize": lambda api, f: api.functionalize(f),
+}
+
+
+@both
+@pytest.mark.parametrize("again", [False, True], ids=["backward", "backward of backward"])
+@pytest.mark.parametrize("name", THREE)
+def test_an_output_gives_gradients_only_to_what_it_depends_on(name: str, again: bool, mode: str) -> None:
+    a, b, c = data(3, 3), data(3, 3), data(3)
+
+    def gradients(api: Any) -> list[Any]:
+        call = THREE[name](api, lambda a, b: _three(a, b, c))
+        outs = (MODES[mode](call) if api is torchfunc_jax else call)(a, b)
+        return [torch.autograd.grad(o.sum(), (a, b, c), retain_graph=True, create_graph=again, allow_unused=True) for o in outs]
+
+    for mine, theirs in zip(gradients(torchfunc_jax), gradients(torch.func), strict=True):
+        assert [g is None for g in mine] == [g is None for g in theirs]
+        same([g for g in mine if g is not None], [g for g in theirs if g is not None])
+
+
+@both
+def test_a_head_that_was_not_called_keeps_no_gradient(mode: str) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
+    x = torch.randn(4, 3)
+    lanes = vmap(lambda p, x: functional_call(model["used"], {"weight": p["used.weight"], "bias": p["used.bias"]}, (x,)), (None, 0))
+    MODES[mode](lambda p, x: lanes(p, x))(dict(model.named_parameters()), x).sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == ["other.weight", "other.bias"]
 
 
 @both

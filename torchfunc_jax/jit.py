@@ -758,6 +758,8 @@ class _Program(torch.autograd.Function):
         ctx.versions, ctx.every_version = autograd.kept_by(held, read), autograd.versions(read)
         ctx.save_for_backward(*diff)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, kinds, strict=True) if not kind])
+        ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t, kind in zip(results, kinds, strict=True) if kind]
         return tuple(results)
 
     @staticmethod
@@ -765,10 +767,14 @@ class _Program(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         diff = ctx.saved_tensors  # raises where one was changed in place since
         autograd.check_unchanged(ctx.versions)
-        cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
+        given = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
+        direct = ctx.compiled.program.direct(ctx.active, ctx.active_captured, [c is not None for c in cotangents])
+        cts = autograd.materialized(given, ctx.like)
         if torch.is_grad_enabled() or any(type(c) is Traced for c in cts):
             autograd.check_unchanged(ctx.every_version)  # the program is run again, on the tensors as they are now
             grads = _again(ctx, diff, cts)
+            if any(c is None for c in given):
+                grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
         else:
             _, back, _ = ctx.compiled.pair(ctx.active, ctx.active_captured)
             inputs = [tensors.to_jax(c) for c in cts]
@@ -777,7 +783,6 @@ class _Program(torch.autograd.Function):
                     found = back(ctx.pull, inputs)
             except ValueError as error:
                 raise reworded(error) from error.__cause__
-            direct = ctx.compiled.program.direct(ctx.active, ctx.active_captured)
             need = [n and d for n, d in zip(ctx.needs_input_grad[5:], direct, strict=True)]
             grads = [tensors.to_torch(g, t.device) if n else None for g, t, n in zip(found, diff, need, strict=True)]
         return (None, None, None, None, None, *grads)

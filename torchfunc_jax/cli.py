@@ -1,4 +1,4 @@
-"""The command `torchfunc-jax`: the ensemble demo, parity with torch.func, the doctor, and what is installed. Needs the extra `demo`."""
+"""The command `torchfunc-jax`: the ensemble demo (it needs the extra `demo`), parity with torch.func, the doctor, what is installed."""
 from __future__ import annotations
 
 import contextlib
@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-    from rich.table import Table
-except ImportError as missing:
-    raise SystemExit(f"torchfunc-jax: {missing.name} is not installed; the command needs: pip install 'torchfunc-jax[demo]'") from None
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from torchfunc_jax import parity_cli
 
@@ -106,8 +103,13 @@ def ensemble(
     """
     console = Console(stderr=True)
     console.print("[dim]Loading PyTorch and JAX ...[/dim]")
-    from torchfunc_jax import plots
-    from torchfunc_jax.ensemble import Settings, Training, report
+    try:
+        import sklearn  # noqa: F401  # it has the digits; imported where they are read
+
+        from torchfunc_jax import plots
+        from torchfunc_jax.ensemble import Settings, Training, report
+    except ModuleNotFoundError as missing:
+        raise SystemExit(f"torchfunc-jax ensemble: {missing.name} is not installed; pip install 'torchfunc-jax[demo]' brings it") from None
 
     settings = Settings(members, epochs, batch_size, learning_rate, seed, device, compare)
     try:

@@ -26,6 +26,7 @@ from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, read
+from bridge.record import recorder
 from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function
@@ -568,6 +569,8 @@ _undifferentiable.defjvp(_refuse, symbolic_zeros=True)
 # -- torch.utils.checkpoint -------------------------------------------------------------------------------------------------------
 def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     if state.level is None:
+        if recorder.local.recorder is not None:
+            return recorder.PARTS["checkpoint"](function, args, kwargs)
         return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
     for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
         kwargs.pop(option, None)

@@ -50,6 +50,12 @@ PROGRAMS: dict[str, Callable[[Any, torch.Tensor, float], Any]] = {
     "jacrev": lambda T, x, s: T.jacrev(lambda t: t.cos() @ t * s)(x[:3]),
     "a step of an inner optimizer": _inner_step,
     "a value that Python asks for": lambda T, x, s: T.grad(lambda t: (t * 2).sum() if t.sum() > s else (t * s).sum())(x),
+    "vjp": lambda T, x, s: T.vjp(lambda t, u: ((t * s).sin() * u, u.sum()), x, x + 1)[1]((x, torch.tensor(s))),
+    "vjp inside grad": lambda T, x, s: T.grad(lambda t: T.vjp(lambda u: (u * s).exp(), t)[1](t)[0].sum())(x),
+    "vjp inside vmap": lambda T, x, s: T.vmap(lambda r: T.vjp(lambda u: (u * s).exp(), r)[1](r * 2)[0])(x),
+    "a pullback under vmap": lambda T, x, s: T.vmap(T.vjp(lambda t: (t * s).tanh(), x[0])[1])(torch.eye(3)),
+    "linearize": lambda T, x, s: T.linearize(lambda t: (t * s).sin(), x)[1](x + 1),
+    "linearize twice": lambda T, x, s: [T.vmap(T.linearize(lambda t: (t * s).cos(), r)[1])(torch.eye(3)) for r in x[:2]],
     "in place": lambda T, x, s: T.vmap(lambda r: r.clone().mul_(s).add_(r[0]))(x),
 }
 
@@ -58,6 +64,47 @@ PROGRAMS: dict[str, Callable[[Any, torch.Tensor, float], Any]] = {
 def test_numbers_and_shapes_that_change(name: str) -> None:
     for x, s in ((X, 0.5), (X, 0.25), (X[:3], 0.25), (X + 1, -2.0), (X, 0.5)):
         same(PROGRAMS[name](torchfunc_jax, x, s), PROGRAMS[name](torch.func, x, s), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["grad", "hessian"])
+def test_checkpoint(again: bool) -> None:
+    weight = torch.randn(3, 3, requires_grad=True)
+
+    def loss(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        shift = x.sum()  # a closure over what the record made outside of the checkpointed function
+        y = call(lambda x, *, by: ((x @ weight).tanh() + shift) * by, x, by=2.0)
+        return call(torch.sin, y).sum()
+
+    def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    name = "hessian" if again else "grad"
+    mine = getattr(torchfunc_jax, name)(lambda x: loss(checkpointed, x))(X)
+    theirs = getattr(torch.func, name)(lambda x: loss(lambda function, *args, **kwargs: function(*args, **kwargs), x))(X)
+    same(mine, theirs, rtol=1e-4, atol=1e-4)
+    same(torch.autograd.grad(mine.sum(), weight), torch.autograd.grad(theirs.sum(), weight), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pullback_is_of_the_values_that_were_there() -> None:
+    x = X.clone()
+    _, pull = torchfunc_jax.vjp(torch.sin, x)
+    same(pull(torch.ones_like(x)), torch.func.vjp(torch.sin, X)[1](torch.ones_like(X)))
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pull(torch.ones_like(x))
+
+
+def test_a_pullback_that_leaves_its_transform() -> None:
+    kept: list[Any] = []
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        out, pull = torchfunc_jax.vjp(torch.sin, t)
+        kept.append(pull)
+        return out.sum()
+
+    torchfunc_jax.grad(f)(X)
+    with pytest.raises(RuntimeError, match="inside a transform that has returned"):
+        kept[0](torch.ones_like(X))
 
 
 def test_the_function_runs_once_at_each_call_and_in_order() -> None:

@@ -199,13 +199,12 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         >>> push(torch.ones(2))
         tensor([1., 1.])
     """
-    target = Differentiated(func, primals, {}, None, "linearize(f, *primals)")
-
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        leaves, spec = trees.flatten(out)
-        _args.non_empty_tensors(leaves, "linearize(f, *primals)")
-        return leaves, (spec, len(leaves))
-
+    if _recording.on(func, trees.flatten(primals)[0]):
+        done = _recorded_linearize(func, primals)
+        if done is not _recording.NOT_RECORDED:
+            return done
+    target = Differentiated(func, primals, {}, None, _LINEARIZE)
+    finish = _to_push
     pushes: list[Any] = []
 
     def compute(values: list[Any]) -> Result:
@@ -224,16 +223,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
 
     @opaque
     def jvp_fn(*tangents: Any) -> Any:
-        leaves, spec = trees.flatten(tangents)
-        if spec != target.diff_spec:
-            raise RuntimeError(f"Expected the tangents {spec} to have the same argspec as the primals {target.diff_spec}")
-        for i, (t, (shape, device, dtype)) in enumerate(zip(leaves, wanted, strict=True)):
-            given = (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", _args.dtype_of(t), dtype))
-            for what, mine, theirs in given:
-                if mine != theirs and (what != "device" or (isinstance(mine, torch.device) and isinstance(theirs, torch.device))):
-                    raise RuntimeError(
-                        f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
-                    )
+        leaves = _tangent_leaves(tangents, target.diff_spec, wanted)
         if recorded:
             autograd.check_unchanged(versions)
             return jvp_with_argnums(func, primals, tangents, None, False, False, tied=False)[1]
@@ -245,3 +235,68 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         return trees.unflatten(out_spec, pushed)
 
     return trees.unflatten(out_spec, outs), jvp_fn
+
+
+_LINEARIZE = "linearize(f, *primals)"
+
+
+def _to_push(out: Any) -> tuple[list[Any], Any]:
+    """The tensors that a function under linearize has given; their tree and number."""
+    leaves, spec = trees.flatten(out)
+    _args.non_empty_tensors(leaves, _LINEARIZE)
+    return leaves, (spec, len(leaves))
+
+
+def _tangent_leaves(tangents: Any, primals_spec: Any, wanted: list[tuple[Any, Any, Any]]) -> list[Any]:
+    """The tensors among the tangents; wanted: the shape, device and dtype of each."""
+    leaves, spec = trees.flatten(tangents)
+    if spec != primals_spec:
+        raise RuntimeError(f"Expected the tangents {spec} to have the same argspec as the primals {primals_spec}")
+    for i, (t, (shape, device, dtype)) in enumerate(zip(leaves, wanted, strict=True)):
+        given = (("shape", tuple(t.shape), shape), ("device", getattr(t, "device", None), device), ("dtype", _args.dtype_of(t), dtype))
+        for what, mine, theirs in given:
+            if mine != theirs and (what != "device" or (isinstance(mine, torch.device) and isinstance(theirs, torch.device))):
+                raise RuntimeError(
+                    f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
+                )
+    return leaves
+
+
+def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> Any:
+    """``linearize`` as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        leaves, spec = trees.flatten(primals)
+        _args.differentiable(leaves, _LINEARIZE)
+        avals = _recording.avals_of(recorder, leaves, ())
+        tensors, (out_spec, n) = _recording.entered(
+            recorder, func, "linearize", (), *trees.flatten((primals, {})), avals, (), _to_push
+        )
+        results = [recorder.aval(t) for t in tensors]
+        outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
+        kept = _recording.Kept(recorder, outs[0].ref)
+        wanted = [(a.shape, a.device, a.dtype) for a in map(recorder.aval, leaves)]
+
+        @opaque
+        def jvp_fn(*tangents: Any) -> Any:
+            with _recording.unwatched():
+                given = _tangent_leaves(tangents, spec, wanted)
+            done: Any = _recording.NOT_RECORDED
+            if not any(isinstance(t, jax.Array) for t in given):
+                done = kept.call(jvp_fn, given, [a.like(a.shape) for a in results], lambda pushed: trees.unflatten(out_spec, list(pushed)))
+            if done is _recording.NOT_RECORDED:
+                with _recording.off():
+                    done = linearize(func, *primals)[1](*tangents)
+            return done
+
+        return outs, lambda outs: (trees.unflatten(out_spec, list(outs)), jvp_fn)
+
+    return _recording.transform(func, record, lasting=True)
+
+
+def _linearize_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
+    outs, push = linearize(lambda *arguments: tuple(body(*arguments)), *operands)
+    return list(outs), lambda tangents: list(push(*tangents))
+
+
+_recording.TRANSFORMS["linearize"] = _linearize_again

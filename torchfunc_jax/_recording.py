@@ -1,18 +1,20 @@
 """Transforms as parts of a record: what each of them is while Python runs, and what it is when the record is run by JAX."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import torch
+import torch.utils.checkpoint
 
-from bridge import capture, eager, guards, private, python_numbers, random, staging, tensors, trees
+from bridge import autograd, capture, eager, guards, private, python_numbers, random, staging, tensors, trees
 from bridge import functions as intercepted
 from bridge.calls import Call, code_of, refuse_recording, torch_device
 from bridge.checks import Bounds
@@ -20,8 +22,8 @@ from bridge.keys import identical
 from bridge.levels import state
 from bridge.python_numbers import Inputs, Misfit
 from bridge.record import disk, replay
-from bridge.record.recorder import Recorder, local
-from bridge.record.tensor import Aval, Unrecordable
+from bridge.record.recorder import PARTS, Recorder, local
+from bridge.record.tensor import Aval, Unrecordable, escaped
 from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
 from torchfunc_jax.jit import _Compiled
@@ -35,7 +37,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 def on(func: Any, leaves: Sequence[Any], outermost: bool = True) -> bool:
     """Whether a transform of func called with these leaves is to be recorded."""
-    if not _on or state.level is not None:
+    if not _on or state.level is not None or _off.entered:
         return False
     if local.recorder is not None:
         return True
@@ -44,8 +46,13 @@ def on(func: Any, leaves: Sequence[Any], outermost: bool = True) -> bool:
     return not (private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled() or private.saved_tensor_pack())
 
 
-def transform(func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]]) -> Any:
-    """Run a transform: write it down as a part of the record in progress, or make a record of it and run that."""
+def transform(
+    func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]], lasting: bool = False
+) -> Any:
+    """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
+
+    lasting: the record, if one is made, will be repeated.
+    """
     recorder = local.recorder
     if recorder is not None:
         mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
@@ -58,6 +65,7 @@ def transform(func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[
             private.enter_function_mode(mode)
     refuse_recording()
     recorder = local.recorder = Recorder(run)
+    recorder.lasting = lasting
     try:
         _intercept()
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -67,6 +75,8 @@ def transform(func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             local.recorder = None
+        if lasting and recorder.written:
+            raise Unrecordable("a function that writes, and is called again")
         return build(run(recorder, [t.ref for t in outs], True))
     except Unrecordable as reason:
         _unrecordable.add(code_of(func))
@@ -74,6 +84,36 @@ def transform(func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[
         return NOT_RECORDED
     finally:
         local.recorder = None
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """While entered, the record in progress, if there is one, does not write down what is done."""
+    if local.recorder is None:
+        yield
+        return
+    mode = private.leave_function_mode()
+    try:
+        yield
+    finally:
+        private.enter_function_mode(mode)
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """While entered, nothing is recorded on this thread."""
+    before, _off.entered = _off.entered, True
+    try:
+        yield
+    finally:
+        _off.entered = before
+
+
+class _Off(threading.local):
+    entered = False
+
+
+_off = _Off()
 
 
 @functools.cache
@@ -224,8 +264,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
                 given[k] = given[k].detach().clone()
         if compiled.unfit([*given, *extra], []):
             raise Unrecordable("inputs that share memory")
-    if not final and compiled.program.draws:
-        raise Unrecordable("a value that depends on random numbers")
+    if (recorder.lasting or not final) and (compiled.program.draws or compiled.program.generators):
+        raise Unrecordable("random numbers that have to be drawn twice")
     inputs = [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     start = time.perf_counter()
@@ -287,7 +327,7 @@ def entered(
         grad = torch.is_grad_enabled()
         private.enter_function_mode(recorder)
         try:
-            if grad or kind not in ("grad", "jacrev"):
+            if grad or kind not in ("grad", "jacrev", "vjp"):
                 out = func(*args, **kwargs)
             else:
                 with torch.enable_grad():
@@ -298,6 +338,68 @@ def entered(
     except BaseException:
         recorder.leave()
         raise
+
+
+def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.utils.checkpoint as a part of a record: its function's values are computed again in the backward pass."""
+    options = ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+    kwargs = {name: x for name, x in kwargs.items() if name not in options}
+
+    def record(recorder: Recorder) -> Any:
+        leaves, spec = trees.flatten((args, kwargs))
+        avals = [recorder.aval(x) for x in leaves if isinstance(x, torch.Tensor)]
+        out, _ = entered(recorder, function, "checkpoint", (), leaves, spec, avals, (), lambda out: (out, None))
+        outs, out_spec = trees.flatten(out)
+        where = [i for i, x in enumerate(outs) if isinstance(x, torch.Tensor)]
+        results = [recorder.aval(outs[i]) for i in where]
+        ended = recorder.end((), [outs[i] for i in where], [a.like(a.shape, a.requires_grad) for a in results])
+        for i, t in zip(where, ended, strict=True):
+            outs[i] = t
+        return ended, lambda _: trees.unflatten(out_spec, outs)
+
+    return transform(function, record)
+
+
+def _checkpoint_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
+    return list(torch.utils.checkpoint.checkpoint(body, *operands, use_reentrant=False)), None
+
+
+PARTS["checkpoint"] = _checkpoint
+TRANSFORMS["checkpoint"] = _checkpoint_again
+
+
+class Kept:
+    """A transform whose record has a function of it that is called later: that of vjp pulls back, that of linearize pushes forward.
+
+    Args:
+        recorder: the record, in which the transform has just ended.
+        first: the number of the transform's first result.
+        outermost: whether the record ends with it, and has to be repeated for each call.
+    """
+
+    def __init__(self, recorder: Recorder, first: int) -> None:
+        self.recorder, self.first, self.level = recorder, first, recorder.level
+        self.outermost = recorder.lasting and recorder.level is None
+        self.versions = autograd.versions(recorder.inputs) if self.outermost else []
+
+    def call(self, func: Any, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
+        """Its results; NOT_RECORDED where they cannot be written down.  func: whose code is remembered if it cannot be."""
+
+        def record(recorder: Recorder) -> Any:
+            if recorder is self.recorder:
+                if self.level is not None and not self.level.open:
+                    raise escaped()
+                first = self.first
+            elif self.outermost:
+                first = recorder.repeat(self.recorder)[self.first]
+            else:
+                raise escaped()
+            return recorder.pull(first, operands, avals), build
+
+        if not self.outermost and local.recorder is not self.recorder:
+            raise escaped()
+        autograd.check_unchanged(self.versions)
+        return transform(func, record)
 
 
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
@@ -322,4 +424,4 @@ def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -
     return found
 
 
-__all__ = ["NOT_RECORDED", "TRANSFORMS", "active_leaves", "avals_of", "entered", "on", "transform"]
+__all__ = ["NOT_RECORDED", "TRANSFORMS", "Kept", "active_leaves", "avals_of", "entered", "on", "transform"]

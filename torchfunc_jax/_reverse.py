@@ -252,6 +252,10 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
+    if _recording.on(func, trees.flatten(primals)[0]):
+        done = _recorded_vjp(func, primals, argnums, has_aux, api)
+        if done is not _recording.NOT_RECORDED:
+            return done
     target = Differentiated(func, primals, {}, argnums, api)
 
     finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
@@ -273,13 +277,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
     @opaque
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-        leaves, spec = trees.flatten(cotangents)
-        if spec != out_spec:
-            raise RuntimeError(
-                "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
-                f"cotangents: {spec}, primal output: {out_spec}"
-            )
-        _check_cotangents(leaves, shapes)
+        leaves = _cotangent_leaves(cotangents, out_spec, shapes)
         autograd.check_unchanged(versions)
 
         def back(values: list[Any]) -> Result:
@@ -295,6 +293,67 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
     output = trees.unflatten(out_spec, primals_out)
     return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
+
+
+def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool, api: str) -> Any:
+    """``vjp`` as a part of a record."""
+
+    def record(recorder: Any) -> Any:
+        diff, positions = (primals, tuple(range(len(primals)))) if argnums is None else _args.select(primals, argnums)
+        diff_leaves, diff_spec = trees.flatten(diff)
+        _args.differentiable(diff_leaves, api)
+        leaves, spec, active = _recording.active_leaves(primals, {}, positions)
+        avals = _recording.avals_of(recorder, leaves, active)
+        finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
+        tensors, (out_spec, n, aux_spec) = _recording.entered(recorder, func, "vjp", active, leaves, spec, avals, (), finish)
+        results = [recorder.aval(t) for t in tensors]
+        outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
+        kept = _recording.Kept(recorder, outs[0].ref)
+        inputs = [recorder.aval(x) for x in diff_leaves]
+        shapes = [(tuple(a.shape), a.dtype) for a in results[:n]]
+
+        @opaque
+        def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+            with _recording.unwatched():
+                leaves = _cotangent_leaves(cotangents, out_spec, shapes)
+            done: Any = _recording.NOT_RECORDED
+            if not any(isinstance(c, jax.Array) for c in leaves):
+                done = kept.call(vjp_fn, leaves, [a.like(a.shape) for a in inputs], lambda grads: trees.unflatten(diff_spec, list(grads)))
+            if done is _recording.NOT_RECORDED:
+                with _recording.off():
+                    done = vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents)
+            return done
+
+        def build(outs: Any) -> Any:
+            output = trees.unflatten(out_spec, list(outs[:n]))
+            return (output, vjp_fn, trees.unflatten(aux_spec, list(outs[n:]))) if has_aux else (output, vjp_fn)
+
+        return outs, build
+
+    return _recording.transform(func, record, lasting=True)
+
+
+def _vjp_again(body: Any, operands: list[Any], active: Any, n: Any) -> Any:
+    def f(*arguments: Any) -> Any:
+        outs = body(*arguments)
+        return tuple(outs[:n]), tuple(outs[n:])
+
+    output, pull, aux = vjp_with_argnums(f, tuple(operands), active, True)
+    return [*output, *aux], lambda cotangents: list(pull(tuple(cotangents)))
+
+
+_recording.TRANSFORMS["vjp"] = _vjp_again
+
+
+def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list[Any]:
+    leaves, spec = trees.flatten(cotangents)
+    if spec != out_spec:
+        raise RuntimeError(
+            "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
+            f"cotangents: {spec}, primal output: {out_spec}"
+        )
+    _check_cotangents(leaves, shapes)
+    return leaves
 
 
 def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:

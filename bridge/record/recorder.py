@@ -94,7 +94,7 @@ class End:
 
 
 class Pull:
-    """The pullback of the transform whose first result has a number."""
+    """The function that a transform has given, of which the first result has that number: vjp's pulls back, linearize's pushes forward."""
 
     __slots__ = ("node", "outs")
 
@@ -109,6 +109,22 @@ class Input:
 
     def __init__(self, what: Aval) -> None:
         self.aval = what
+
+
+def values_of(what: Any) -> int:
+    """How many values an entry of a record gives numbers to."""
+    kind = type(what)
+    if kind is Op:
+        return _tensors(what.outs)
+    if kind is Input:
+        return 1
+    return what.arguments if kind is Begin else what.outs
+
+
+def _tensors(outs: Any) -> int:
+    if type(outs) is Out:
+        return 1
+    return sum(map(_tensors, outs)) if isinstance(outs, tuple | list) else 0
 
 
 _interned: dict[Any, Any] = {}
@@ -129,6 +145,10 @@ class Level:
 
     def __init__(self, kind: str, parent: Level | None) -> None:
         self.kind, self.parent, self.open = kind, parent, True
+
+
+#: What else is a part of a record than torch functions and our transforms, by its name: functions that write it down.
+PARTS: dict[str, Callable[..., Any]] = {}
 
 
 def _refuse(name: str) -> None:
@@ -156,6 +176,7 @@ class Recorder(TorchFunctionMode):
         self.count = 0
         self.level: Level | None = None
         self.written: set[int] = set()
+        self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
@@ -382,6 +403,33 @@ class Recorder(TorchFunctionMode):
         self.level = self.level.parent
         return [self.made(a) for a in avals]
 
+    def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
+        """Call the function that a transform has given; its results."""
+        refs = tuple([self.ref(t) for t in operands])
+        self.trace.append((interned(Pull, node, len(avals)), refs))
+        return [self.made(a) for a in avals]
+
+    def repeat(self, other: Recorder) -> dict[int, int]:
+        """Write down once more what another record says; the numbers that its values have here."""
+        found: dict[int, int] = {}
+        inputs = iter(other.inputs)
+        used = 0
+        for what, refs in other.trace:
+            if type(what) is Input:
+                found[len(found)] = self.ref(next(inputs))
+                continue
+            if type(what) is Pull:
+                what = interned(Pull, found[what.node], what.outs)
+            self.trace.append((what, tuple([found[r] for r in refs])))
+            if type(what) is Op:
+                self.numbers += other.numbers[used : used + what.numbers]
+                used += what.numbers
+            made = values_of(what)
+            first = len(found)
+            found.update(zip(range(first, first + made), range(self.count, self.count + made), strict=True))
+            self.count += made
+        return found
+
     def leave(self) -> None:
         """The innermost transform's function has raised."""
         assert self.level is not None
@@ -577,4 +625,7 @@ FACTORIES = frozenset(_names(torch, "zeros ones empty full rand randn randint ra
 _ATOMS = frozenset({
     bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
 })
-__all__ = ["Again", "Begin", "End", "Input", "Level", "Number", "Op", "Out", "Pull", "Recorder", "Ref", "filled", "interned", "local"]
+__all__ = [
+    "PARTS", "Again", "Begin", "End", "Input", "Level", "Number", "Op", "Out", "Pull", "Recorder", "Ref", "filled", "interned", "local",
+    "values_of",
+]

@@ -9,7 +9,7 @@ import torch
 
 from bridge import compiling, dtypes, tracing
 from bridge.levels import push
-from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled
+from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
 
 
@@ -33,9 +33,8 @@ def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
     for what, refs in trace:
         kind = type(what)
         if kind is Op:
-            made = _count(what.outs)
             stack[-1].entries.append((what, refs, count))
-            count += made
+            count += values_of(what)
         elif kind is Input:
             inputs.append(count)
             count += 1
@@ -55,12 +54,6 @@ def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
         block = stack.pop()
         stack[-1].entries.append(block)
     return whole, inputs
-
-
-def _count(outs: Any) -> int:
-    if type(outs) is Out:
-        return 1
-    return sum(map(_count, outs)) if isinstance(outs, tuple | list) else 0
 
 
 class Run:

@@ -71,6 +71,8 @@ def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable
     if issubclass(cls, Untransformed):
         return None
     if state.level is None:
+        if recorder.local.recorder is not None:
+            return recorder.PARTS["function"](cls, recording)
         private.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context

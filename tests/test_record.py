@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from agreement import same
+from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput, SetupContext
 from torch import nn
 
 import torchfunc_jax
@@ -83,6 +84,68 @@ def test_checkpoint(again: bool) -> None:
     theirs = getattr(torch.func, name)(lambda x: loss(lambda function, *args, **kwargs: function(*args, **kwargs), x))(X)
     same(mine, theirs, rtol=1e-4, atol=1e-4)
     same(torch.autograd.grad(mine.sum(), weight), torch.autograd.grad(theirs.sum(), weight), rtol=1e-3, atol=1e-3)
+
+
+class Scaled(Function):
+    """sin(x) with FACTOR times its derivative; a number, a tuple and None among its arguments, and two outputs."""
+
+    generate_vmap_rule = True
+    runs = 0
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: float, more: tuple[int, ...], nothing: None) -> tuple[torch.Tensor, torch.Tensor]:
+        Scaled.runs += 1
+        return x.sin() * scale, x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.mark_non_differentiable(output[1])
+        ctx.scale, ctx.kept = inputs[1], {"cos": inputs[0].cos()}
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, _: torch.Tensor) -> Any:
+        return FACTOR * g * ctx.kept["cos"] * ctx.scale, None, None, None
+
+
+FACTOR = 2.0
+CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "context in forward": ContextInForward.apply, "setup_context": SetupContext.apply, "saves its output": SavesItsOutput.apply,
+    "rules of its own": Cubed.apply, "arguments that are no tensors": lambda x: Scaled.apply(x, 0.5, (1, 2), None)[0],
+}  # fmt: skip
+WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: torchfunc_jax.grad(lambda t: f(t * 2).sum())(x),
+    "grad of grad": lambda f, x: torchfunc_jax.grad(lambda t: torchfunc_jax.grad(lambda u: f(u).sum())(t).sin().sum())(x),
+    "vjp": lambda f, x: torchfunc_jax.vjp(f, x)[1](x),
+    "jacrev": lambda f, x: torchfunc_jax.jacrev(f)(x),
+    "vmap": lambda f, x: torchfunc_jax.vmap(f)(x),
+    "vmap of grad": lambda f, x: torchfunc_jax.vmap(torchfunc_jax.grad(lambda r: f(r).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_with_derivatives_of_their_own(name: str, way: str, _switched_on: list[str]) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+    def call(x: torch.Tensor) -> Any:
+        out = WAYS[way](lambda t: CALLS[name](t * weight), x)
+        total = sum(t.sum() for t in torch.utils._pytree.tree_leaves(out))
+        return out, torch.autograd.grad(total, weight) if total.requires_grad else None
+
+    for x in (X, X + 1):
+        mine = call(x)
+        with _recording.off():
+            same(mine, call(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_runs_once_at_each_call_and_its_rules_see_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    derivative = torchfunc_jax.grad(lambda t: Scaled.apply(t, 0.5, (), None)[0].sum())
+    monkeypatch.setattr(Scaled, "runs", 0)
+    for n, factor in enumerate((2.0, 2.0, 3.0, 2.0), 1):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        same(derivative(X), factor * 0.5 * X.cos())
+        assert Scaled.runs == n
 
 
 def test_a_pullback_is_of_the_values_that_were_there() -> None:

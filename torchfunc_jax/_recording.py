@@ -443,8 +443,8 @@ def _applied(recorder: Recorder, cls: Any, args: tuple[Any, ...], recording: boo
         constant = tuple([any(t is c for c in ctx._constant) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
         needs = recording and any(t.requires_grad for t in operands)
         results = [recorder.aval(t) for t in tensors]
-        params = _Ended(spec, _same(leaves), kept_spec, _same(kept_leaves), constant, ctx._materialize)
-        made = recorder.end(params, [*tensors, *saved], [
+        ended = _Ended(spec, _same(leaves), kept_spec, _same(kept_leaves), constant, ctx._materialize)
+        made = recorder.end(ended, [*tensors, *saved], [
             a.like(a.shape, needs and not c) for a, c in zip(results, constant, strict=True)
         ])  # fmt: skip
     except BaseException:
@@ -490,7 +490,7 @@ def _function_again(body: Any, operands: list[Any], params: Any, end: _Ended) ->
             setattr(ctx, name, x)
         return _merged(end.outs, end.static, found[:n])
 
-    again = type(cls.__name__, (cls,), {
+    again: Any = type(cls.__name__, (cls,), {
         "forward": staticmethod(forward), "setup_context": staticmethod(torch.autograd.Function.setup_context), "body": body,
     })  # fmt: skip
     source, given = iter(operands), iter(static)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from bridge import dtypes
+from bridge import dtypes, private
 from bridge.errors import at_line
+from bridge.python_numbers import is_input
 from bridge.refused_dtypes import INDICES, MODES, REFUSED, TOGETHER, Refusals
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -53,10 +55,53 @@ def guarded(func: Any, run: Plan) -> Plan:
     @functools.wraps(run)  # copies its marks too
     def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for check in checks:
-            check(args, kwargs)
+            try:
+                check(args, kwargs)
+            except (RuntimeError, IndexError) as refusal:
+                kind = _kind_here(func, args, kwargs, type(refusal))
+                if kind is None:
+                    break  # this version has a kernel
+                if kind is type(refusal):
+                    raise
+                raise kind(str(refusal)) from None
         return run(args, kwargs)
 
     return run_guarded
+
+
+_TABLES = "2.13."  # the version of PyTorch that the tables are of
+_SMALL = 4096
+
+
+def _kind_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Exception]) -> type[Exception] | None:
+    """The class of the error that the version of PyTorch that runs has for such operands, None if it has none; kind: the tables'.
+
+    Other versions raise other classes with the same words, and have further kernels.
+    """
+    if torch.__version__.startswith(_TABLES):
+        return kind
+
+    def alike(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if x.numel() > _SMALL:
+                raise _NotAskedError
+            return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+        if is_input(x):
+            raise _NotAskedError
+        return x
+
+    with private.without_modes():
+        try:
+            func(*pytree.tree_map(alike, args), **pytree.tree_map(alike, kwargs))
+        except _NotAskedError:
+            return kind
+        except Exception as error:
+            return type(error)
+    return None
+
+
+class _NotAskedError(Exception):
+    pass
 
 
 def is_pointwise(func: Any) -> bool:

@@ -199,6 +199,9 @@ def _foreach() -> None:
 
 _foreach()
 
+case("aten.linalg_polar", floats(4, 3))  # since PyTorch 2.15
+case("aten.linalg_matrix_sqrth", lambda: torch.eye(3) + floats(3, 1)() @ floats(3, 1)().mT)
+
 for _kind in ("hann", "hamming", "blackman", "bartlett", "kaiser"):
     case(f"aten.{_kind}_window", 7)
     case(f"aten.{_kind}_window.periodic", 7, False)

@@ -62,6 +62,8 @@ def test_as_in_pytorch(name, kinds):
     fn, places = (_BOTH[name], (False, True)) if name in _BOTH else (_RIGHT[name], (False,))
     for x in _TENSORS[kinds]:
         for number in _NUMBERS:
+            if torch.result_type(x, number) is getattr(torch, "bcomplex32", None):
+                continue  # since PyTorch 2.15; JAX has no such dtype, and PyTorch hardly a kernel
             for swapped in places:
                 call = (lambda t, n=number: fn(n, t)) if swapped else (lambda t, n=number: fn(t, n))
                 (expected, refusal), (got, error) = _answer(lambda c=call, x=x: c(x)), _answer(lambda c=call, x=x: tj.functionalize(c)(x))

@@ -163,7 +163,7 @@ def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool
 @jax.custom_jvp
 def revalue(old: Any, new: Any) -> Any:
     """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
-    return new
+    return lax.select(jnp.zeros(new.shape, bool), old, new)  # never old, but mapped where old is, as its derivative
 
 
 @revalue.defjvp

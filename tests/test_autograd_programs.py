@@ -258,3 +258,16 @@ def test_functions_of_other_threads_are_their_own(main_holds: bool) -> None:
 
 def _raising(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("the shape is not what was expected")
+
+
+def test_a_write_without_history_to_what_is_mapped() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 0.7
+        y.detach().zero_()
+        return y
+
+    x = torch.ones(2, 3, requires_grad=True)
+    for call in (vmap(f), jit(vmap(f))):
+        out = call(x)
+        same(out, torch.zeros(2, 3))
+        same(torch.autograd.grad(out.sum(), x), (torch.full((2, 3), 0.7),))

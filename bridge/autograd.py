@@ -276,7 +276,8 @@ def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
     """
     level = tracing.state.level
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
-    mine = {key: t for key, t in level.outer.items() if t.node.level is level}
+    owners = (level, level.root) if level.parent is level.root else (level,)  # what is met from outside belongs to the whole function
+    mine = {key: t for key, t in level.outer.items() if tracing.node_of(t).level in owners}
     for key in mine:
         del level.outer[key]
     found.update(mine)
@@ -307,7 +308,7 @@ class _Attached(Untransformed):
 
         def back(values: list[Any]) -> Result:
             def pure(*active: Any) -> list[Any]:
-                with in_place_of([t.node for t in watched], active):
+                with in_place_of([tracing.node_of(t) for t in watched], active):
                     given = {id(t): v for t, v in zip(watched, active, strict=True)}
                     result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
                 return pick(result.values[: len(ctx.kinds)], ctx.kinds)

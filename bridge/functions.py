@@ -284,8 +284,8 @@ class _Call:
             f, *constants = self._staged_with_vjp(values) if staged else (self._with_vjp(),)
         else:
             f, constants = self._constant, []
-        if self.own_vmap and any(private.batched_value(v) is not None for v in values):
-            f = self._batched(f)  # vmap comes first: what its rule does is what the transforms around it see
+        if self.own_vmap and private.mapped_first(values):
+            f = self._batched(f)  # what its rule does is what the transforms around the vmap see
         try:
             outs = _called(f, (captured, *constants), values)
         except TypeError as error:

@@ -265,6 +265,19 @@ def batched_value(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
 
 
+def mapped_first(values: Any) -> bool:
+    """Whether a vmap maps one of these, and no derivative is taken inside that vmap."""
+    from jax._src import core
+
+    trace: Any = core.trace_ctx.trace
+    mapping = {v._trace for v in values if batched_value(v) is not None}
+    while hasattr(trace, "axis_data"):  # vmap's
+        if trace in mapping:
+            return True
+        trace = trace.parent_trace
+    return False
+
+
 # JAX takes compiler options for a jax.jit of the user's alone; bridge/compiling.py says why that is not enough.
 def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
     """Whenever JAX compiles a program from now on, it asks for options to add to the program's own; more: from the backend's name.

@@ -140,7 +140,11 @@ def value_of(t: torch.Tensor) -> Any:
         if node.parent is None:
             return node.value
         return read(node, level)
-    return lift(t).value if level is not None else tensors.to_jax(t)
+    if level is None:
+        return tensors.to_jax(t)
+    if t.requires_grad and level is not level.root:
+        level.outer[id(t)] = t
+    return lift(t).value
 
 
 def lift(t: torch.Tensor) -> Node:
@@ -152,7 +156,10 @@ def lift(t: torch.Tensor) -> Node:
     if entry is None:
         value = root.overrides.get(id(t))
         if value is None:
-            value = jax.numpy.copy(tensors.to_jax(t)) if root.lasting else tensors.to_jax(t)
+            value = tensors.to_jax(t)
+            if root.lasting:
+                with jax.ensure_compile_time_eval():  # also where a checkpoint or a rule meets the tensor first
+                    value = jax.numpy.copy(value)
         if t.requires_grad:
             root.with_history.add(id(t))
         node = Node(value, root)

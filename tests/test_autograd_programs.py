@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from agreement import same
-from autograd_functions import SetupContext
+from autograd_functions import Cubed, SetupContext
 
 import torchfunc_jax
 from torchfunc_jax import functionalize, grad, jit, vmap
@@ -41,7 +41,7 @@ def judge(start: int, stop: int, count: int) -> None:
             elif found:
                 smaller = autograd_programs.shrunk(p, way, torchfunc_jax)
                 pytest.fail(f"program {seed}, {name}, {sorted(p.needs)} require grad: {found}\n{smaller.source}")
-    assert without_truth <= 0.3 * count * (stop - start), "PyTorch itself raises too often to judge"
+    assert without_truth <= 0.5 * count * (stop - start), "PyTorch itself raises too often to judge"
 
 
 @pytest.mark.parametrize("start", range(0, FAST, PER_TEST))
@@ -155,6 +155,105 @@ def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> 
                 second = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
                 found.append([torch.zeros(3, dtype=torch.float64) + (0 if t is None else t) for t in (out, *first, *second)])
             same(*found)
+    finally:
+        W.requires_grad_(False)
+
+
+class ProductWithVmap(torch.autograd.Function):
+    """Of two tensors, with a vmap of its own."""
+
+    @staticmethod
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return 2 * g * b.tanh(), 3 * g * Cubed.apply(a)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+        a, b = (t if d is None else t.movedim(d, 0) for t, d in zip((a, b), in_dims, strict=True))
+        return ProductWithVmap.apply(*torch.broadcast_tensors(a, b)), 0
+
+
+#: Transforms inside a vmap of a and b that differentiate by one of them, while the other one is mapped around them.
+BESIDE_A_MAPPED_TENSOR: dict[str, Callable[..., Any]] = {
+    "grad": lambda T, f, a, b: T.grad(lambda a: f(a, b).sum())(a),
+    "grad of the second": lambda T, f, a, b: T.grad(lambda b: f(a, b).sum())(b),
+    "vjp": lambda T, f, a, b: T.vjp(lambda a: f(a, b), a)[1](b)[0],
+    "jacrev": lambda T, f, a, b: T.jacrev(lambda a: f(a, b))(a),
+    "grad of grad": lambda T, f, a, b: T.grad(lambda b: T.grad(lambda a: (f(a, b) * a).sum())(a).sum())(b),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", BESIDE_A_MAPPED_TENSOR)
+def test_a_function_with_a_vmap_of_its_own_meets_a_mapped_tensor_inside(name: str, needs_grad: bool, compiled: bool) -> None:
+    found = []
+    for T in (torchfunc_jax, torch.func):
+        inner = BESIDE_A_MAPPED_TENSOR[name]
+        f = T.vmap(lambda a, b, T=T, inner=inner: inner(T, ProductWithVmap.apply, a, b))
+        f = jit(f) if compiled and T is torchfunc_jax else f
+        a, b = (torch.linspace(k, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_(needs_grad) for k in (-0.5, 0.1))
+        out = f(a, b)
+        found.append([out, *(torch.autograd.grad(out.sum(), [a, b], allow_unused=True) if needs_grad else [])])
+    same(*found)
+
+
+#: Transforms of a function of y that uses W, inside a traced function: what they give depends on W.
+OF_A_CAPTURED_TENSOR: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "grad": lambda T, y: T.grad(lambda a: (a * a * W).sum())(y),
+    "vmap": lambda T, y: T.vmap(lambda a: a * a * W)(y.expand(2, 3)).sum(0),
+    "vjp": lambda T, y: T.vjp(lambda a: a * a * W, y)[1](y)[0],
+    "jvp": lambda T, y: T.jvp(lambda a: a * a * W, (y,), (y,))[1],
+    "jacrev": lambda T, y: T.jacrev(lambda a: a * a * W)(y).sum(0),
+    "grad of grad": lambda T, y: T.grad(lambda b: T.grad(lambda a: (a * a * W).sum())(b).sum())(y),
+    "vmap of grad": lambda T, y: T.vmap(T.grad(lambda a: (a * a * W).sum()))(y.expand(2, 3)).sum(0),
+    "grad of vmap": lambda T, y: T.grad(lambda b: T.vmap(lambda a: a * b * W)(y.expand(2, 3)).sum())(y),
+}
+
+
+@pytest.mark.parametrize("entry", [functionalize, jit])
+@pytest.mark.parametrize("name", OF_A_CAPTURED_TENSOR)
+def test_a_hook_on_what_depends_on_a_captured_tensor_alone(name: str, entry: Any) -> None:
+    """Inside the trace the result of an inner transform requires grad where W does, so that the function registers its hook."""
+    found = []
+    W.requires_grad_(True)
+    try:
+        for T in (torchfunc_jax, torch.func):
+
+            def f(y: torch.Tensor, T: Any = T) -> torch.Tensor:
+                v = OF_A_CAPTURED_TENSOR[name](T, y) * 1
+                if v.requires_grad:
+                    v.register_hook(lambda g: g * g.detach().cos())
+                return v
+
+            out = (entry(f) if T is torchfunc_jax else f)(torch.linspace(0.3, 1.1, 3, dtype=torch.float64))
+            found.append(torch.autograd.grad((out * out).sum(), W))
+        same(*found)
+    finally:
+        W.requires_grad_(False)
+
+
+def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
+    """The pullback keeps a copy of the tensor, which is made outside of the program of the checkpoint."""
+
+    def f(T: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.utils.checkpoint.checkpoint(lambda a: Weighted.apply(a, None) * W, x, use_reentrant=False)
+        return inner + Weighted.apply(x, W) * W
+
+    x = torch.linspace(0.3, 1.1, 3, dtype=torch.float64)
+    W.requires_grad_(True)
+    try:
+        found = [f(torch.func, x), torch.autograd.grad(f(torch.func, x.requires_grad_()).sum(), x)[0]]
+        out, pull = torchfunc_jax.vjp(lambda x: f(torchfunc_jax, x), x.detach())
+        same([out, pull(torch.ones_like(out))[0]], found)
     finally:
         W.requires_grad_(False)
 

@@ -1,6 +1,7 @@
 """torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan as JAX's.
 
-Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.
+Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.  At the end
+of the file are the questions that torch's own Python code asks of values or settings, where a trace needs another answer.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from jax import lax
 from bridge import private, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp
 from bridge.levels import push, state
+from bridge.record import recorder
 from bridge.tracing import Traced, value_of, without_lanes, wrap
 
 _UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
@@ -218,3 +220,8 @@ def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = Non
         return private.original("causal_hint")(mask, is_causal, size)
     except DataDependentError:
         return False
+
+
+def fused_attention() -> bool:
+    """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
+    return state.level is None and recorder.local.recorder is None and private.original("fused_attention")()

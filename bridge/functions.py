@@ -32,20 +32,16 @@ from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
 Function = torch.autograd.Function
 _lock = threading.Lock()
 _users = 0
-_fast_attention = True
 
 
 @contextmanager
 def intercepted() -> Iterator[None]:
     """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
-    global _users, _fast_attention
+    global _users
     with _lock:
         if _users == 0:
             private.redirect(True)
             private.answer_apply(_forward_in_trace)
-            # eval-mode transformers would call one opaque kernel in the place of operators that JAX can see
-            _fast_attention = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
         _users += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
@@ -55,7 +51,6 @@ def intercepted() -> Iterator[None]:
             if _users == 0:
                 private.answer_apply(None)
                 private.redirect(False)
-                torch.backends.mha.set_fastpath_enabled(_fast_attention)
 
 
 def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable[..., Any] | None:

@@ -431,6 +431,7 @@ _REDIRECTED = {
     "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss", "bridge.control", "gaussian_nll_loss"),
     "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention", "bridge.flex_attention", "flex_attention"),
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask", "bridge.control", "causal_hint"),
+    "fused_attention": ("torch.backends.mha", "get_fastpath_enabled", "bridge.control", "fused_attention"),
 }
 
 

@@ -355,6 +355,31 @@ def test_functions_of_other_threads_are_their_own(main_holds: bool) -> None:
     assert untouched()
 
 
+def test_the_fast_path_of_transformers_is_off_for_this_trace_alone() -> None:
+    """A thread beside it keeps its own, and what the user sets meanwhile stays; a layer that meets captured tensors alone is followed."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x, seen = torch.randn(2, 3, 8), []
+
+    def f() -> torch.Tensor:
+        thread = threading.Thread(target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled()))
+        thread.start()
+        thread.join()
+        seen.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.no_grad():
+            return layer(x)
+
+    with torch.no_grad():
+        expected = layer(x)
+    try:
+        same(functionalize(f)(), expected, rtol=1e-5, atol=1e-5)
+        assert seen == [True, False]
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def _raising(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("the shape is not what was expected")
 

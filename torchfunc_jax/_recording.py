@@ -68,12 +68,9 @@ def transform(
     recorder.lasting = lasting
     try:
         _intercept()
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         try:
             outs, build = record(recorder)
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
             local.recorder = None
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
@@ -119,10 +116,8 @@ _off = _Off()
 @functools.cache
 def _intercept() -> Any:
     """From the first record on, for good: to begin and to end it takes longer than many a record."""
-    fast = torch.backends.mha.get_fastpath_enabled()
     entered = intercepted.intercepted()
     entered.__enter__()
-    torch.backends.mha.set_fastpath_enabled(fast)
     return entered  # kept: who forgets it leaves it
 
 

@@ -142,7 +142,7 @@ def value_of(t: torch.Tensor) -> Any:
         return read(node, level)
     if level is None:
         return tensors.to_jax(t)
-    if t.requires_grad and level is not level.root:
+    if t.requires_grad and level is not level.root and torch.is_grad_enabled():
         level.outer[id(t)] = t
     return lift(t).value
 

@@ -423,28 +423,33 @@ class _Call:
         return f, forward_jaxpr.captured, backward_jaxpr.captured
 
     def _staged_with_jvp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        def forward(*values: Any) -> list[Any]:
-            return self.forward(values, [True] * len(values))[0]
+        kept: Any = None
 
-        def push_forward(primals: list[Any], tangents: list[Any]) -> list[Any]:
-            outs, residuals, kept = self.forward(primals, [True] * len(primals))
+        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal kept
+            outs, residuals, kept = self.forward(values, [True] * len(values))
+            return outs, residuals
+
+        def push_forward(residuals: list[Any], tangents: list[Any]) -> list[Any]:
             given = iter(tangents)
-            pushed = self.jvp(kept, residuals, [next(given) if inexact(p) else None for p in primals])
-            return [jnp.zeros_like(o) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
+            pushed = self.jvp(kept, residuals, [next(given) if inexact(v) else None for v in values])
+            return [jnp.zeros(o.shape, o.dtype) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
 
         forward_jaxpr = Closed(forward, *values)
-        tangent_jaxpr = Closed(push_forward, list(values), [v for v in values if inexact(v)])
+        outs, residuals = forward_jaxpr.shapes
+        tangent_jaxpr = Closed(push_forward, residuals, [v for v in values if inexact(v)])
 
         @jax.custom_jvp
         def f(captured: Any, *values: Any) -> list[Any]:
-            return forward_jaxpr(captured[1], *values)
+            return forward_jaxpr(captured[1], *values)[0]
 
         @f.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             captured, *values = primals
+            _, residuals = forward_jaxpr(captured[1], *values)
             outs = _called(f, captured, values)
             given = [t for v, t in zip(values, tangents[1:], strict=True) if inexact(v)]
-            pushed = iter(tangent_jaxpr(captured[2], values, given))
+            pushed = iter(tangent_jaxpr(captured[2], kept.linked(residuals, [*outs, *values]), given))
             return outs, [next(pushed) if inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
 
         return f, forward_jaxpr.captured, tangent_jaxpr.captured

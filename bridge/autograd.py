@@ -238,12 +238,21 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
+def ended(pull: Any) -> bool:
+    """Whether a pullback holds values of a trace that is over: of one for torch's autograd, where the outputs depend on nothing of it."""
+    return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in _held(pull))
+
+
 def addresses(pull: Any) -> set[int]:
     """Where in this process's memory the arrays lie that a pullback reads."""
     from bridge.calls import is_local
 
-    arrays = pull.arrays() if isinstance(pull, eager.Pull) else jax.tree_util.tree_leaves(pull)
-    return {a.unsafe_buffer_pointer() for a in arrays if is_local(a)}
+    return {a.unsafe_buffer_pointer() for a in _held(pull) if is_local(a)}
+
+
+def _held(pull: Any) -> list[Any]:
+    """The arrays that a pullback reads."""
+    return pull.arrays() if isinstance(pull, eager.Pull) else jax.tree_util.tree_leaves(pull)
 
 
 def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:

@@ -145,17 +145,24 @@ def apply(
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
     """
     if state.level is not None:
-        lanes = state.level.lanes
-        if state.level.tape is not None or (lanes is not None and not taped):
+        level = state.level
+        lanes = level.lanes
+        if level.tape is not None or (lanes is not None and not taped):
             raise Untaped  # JAX must see through the transform inside
+        values = [value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        met_before, level.met = level.met, {}
         try:
-            result = compute([value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+            result = compute(values)
         except ValueError as error:
             raise reworded(error) from error.__cause__
+        finally:
+            met, level.met = level.met, met_before
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         if lanes is not None and result.written:
             raise Untaped
-        sharing.refuse(result, leaves, [])
+        if result.written:
+            sharing.refuse(result, leaves, [(t, tracing.node_of(t)) for t in met.values()], inside=True)
+        met_before.update((key, t) for key, t in met.items() if tracing.node_of(t).level is not level)
         _carry_out(result, leaves)
         outs = _outputs(result)
         if not torch.is_grad_enabled():  # a no_grad around this call stops the gradients of the outer transforms, not this one's
@@ -175,7 +182,8 @@ def _outputs(result: Result) -> list[Any]:
 
 
 def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
-    for target, index, detached in result.written:
+    # a captured tensor is written whole, an argument may be a view of another part of it: so the arguments come last
+    for target, index, detached in sorted(result.written, key=lambda written: not isinstance(written[0], Node)):
         if isinstance(target, Node):
             write(target, result.values[index], state.level, detached)
         elif isinstance(leaves[target], torch.Tensor):

@@ -535,8 +535,13 @@ def _called(f: Callable[..., Any], captured: Any, values: Sequence[Any]) -> list
 
 @jax.jit
 def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
-    """The outputs, with a name by which ``staging`` tells that they depend on the inputs and on nothing else."""
-    return [jax.lax.stop_gradient(o) for o in outs]
+    """The outputs, with a name by which ``staging`` tells that they depend on the inputs and on nothing else.
+
+    The inputs are used, without effect, since JAX drops from a program what is not.
+    """
+    outs, inputs = jax.lax.stop_gradient((outs, inputs))
+    nothing = sum(jnp.sum(jnp.real(v).reshape(-1)[:0]) for v in jax.tree_util.tree_leaves(inputs))
+    return [jnp.where(jnp.zeros(o.shape, bool), jnp.asarray(nothing).astype(o.dtype), o) for o in outs]
 
 
 @jax.custom_jvp

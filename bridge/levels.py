@@ -41,7 +41,7 @@ class Level:
 
     __slots__ = (
         "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
-        "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
+        "met", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
         "with_history", "writes",
     )
 
@@ -72,6 +72,7 @@ class Level:
         self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None
         self.outer: dict[int, Any] = {}  # tensors of levels around this one that require grad and were read in here
+        self.met: dict[int, Any] = {}  # tensors from around this level that were read or written to in here
         self.probe: Any = None
 
     def before_write(self, node: Node) -> None:
@@ -115,5 +116,16 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
         state.level = parent
         level.closed = True
         level.undo_writes()
-        if parent is not None and level.outer:
-            parent.outer.update(level.outer)
+        if parent is not None and (level.outer or level.met):
+            parent.outer.update(_still_open(level.outer))
+            parent.met.update(_still_open(level.met))
+
+
+def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:
+    """Those of the tensors whose level has not closed; one from outside has none."""
+    found = {}
+    for key, t in tensors.items():
+        node = getattr(t, "node", None)
+        if node is None or not (node.level.closed or node.root.level.closed):
+            found[key] = t
+    return found

@@ -65,24 +65,25 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return (at.unsqueeze(-1) + torch.arange(t.element_size())).flatten()
 
 
-def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Any]]) -> None:
+def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Any]], inside: bool = False) -> None:
     """RuntimeError where a computation has written to one of two inputs that share memory: the other one did not see it.
 
     Args:
         result: a ``calls.Result``, which was not carried out yet.
         arguments: leaves of the call.
         met: tensors from outside that the function met, with the nodes that stand for them.
+        inside: the call was made inside of another transform, where nodes may have been written to before it.
     """
-    indices = [] if result.apart else [t for t, _, _ in result.written if isinstance(t, int)]
+    given = [t for t in arguments if isinstance(t, torch.Tensor)]
+    changed = [] if result.apart else [arguments[t] for t, _, _ in result.written if isinstance(t, int)]
     nodes = [t for t, _, _ in result.written if not isinstance(t, int)]
-    written = [arguments[i] for i in indices] + [t for t, node in met if node.version or any(node is n for n in nodes)]
-    if not written:
-        return
-    inputs = [t for t in [*arguments, *[t for t, _ in met]] if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel()]
-    for target in [t for t in written if any(t is x for x in inputs)]:
-        others = [t for t in inputs if t is not target] + [target] * (sum(t is target for t in inputs) - 1)
-        for other in others:
-            if _overlap(target, other):
+    changed += [t for t, node in met if (node.version and not inside) or any(node.root is n for n in nodes)]
+    inputs = [(t, k < len(given)) for k, t in enumerate([*given, *[t for t, _ in met]]) if t.layout is torch.strided and t.numel()]
+    for target in changed:
+        ways = [is_argument for t, is_argument in inputs if t is target]  # how the function meets it
+        for other, is_argument in [*[x for x in inputs if x[0] is not target], *[(target, way) for way in ways[1:]]]:
+            of_one_trace = hasattr(target, "node") and hasattr(other, "node") and not is_argument and not (ways and ways[0])
+            if ways and not of_one_trace and _overlap(target, other):
                 raise RuntimeError(
                     f"two inputs of a transform share memory (shapes {list(target.shape)} and {list(other.shape)}), and the function "
                     "writes to one of them, which the other would not see; pass clones (.clone()), or make the view inside of the function"

@@ -135,6 +135,8 @@ def value_of(t: torch.Tensor) -> Any:
                 "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
                 f"function instead of keeping it elsewhere{at_line()}"
             )
+        if node.root.level is not level:
+            level.met[id(t)] = t
         if node.level is not level and t.requires_grad:
             level.outer[id(t)] = t
         if node.parent is None:
@@ -142,8 +144,10 @@ def value_of(t: torch.Tensor) -> Any:
         return read(node, level)
     if level is None:
         return tensors.to_jax(t)
-    if t.requires_grad and level is not level.root and torch.is_grad_enabled():
-        level.outer[id(t)] = t
+    if level is not level.root:
+        level.met[id(t)] = t
+        if t.requires_grad and torch.is_grad_enabled():
+            level.outer[id(t)] = t
     return lift(t).value
 
 
@@ -187,6 +191,8 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
                 "a tensor from outside that requires grad was changed in place; pass it to the function as an argument, change a clone of "
                 f"it, or write under torch.no_grad(){at_line()}"
             )
+    if state.level is not state.level.root:
+        state.level.met[id(t)] = t
     write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached, keep)
 
 

@@ -611,6 +611,8 @@ def fault(p: Program, way: Way, T: Any) -> str:
         if "once_differentiable" in str(expected) and not isinstance(actual, RuntimeError) and not has_leaves(p, way):
             return f"{expected!r} expected, got {actual!r}"
         return f"no truth: {expected!r}"
+    if way.inner == "forward" and any(m.once for m in p.used):
+        return "no truth: it pulls back where forward mode has a rule that can be differentiated"
     if isinstance(actual, RuntimeError) and "once_differentiable" in str(actual) and any(m.once for m in p.used):
         return "no truth: PyTorch gives a second derivative without what backward has hidden, and here that is refused"
     if isinstance(actual, Exception):

@@ -258,6 +258,58 @@ def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
         W.requires_grad_(False)
 
 
+#: Functions that use a tensor which requires grad, and whose results do not depend on it.
+WITHOUT_HISTORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": lambda x: x.sin() * W.detach(), "computed": lambda x: x.sin() * (W * 2).detach(),
+    "no_grad": lambda x: x.sin() * torch.no_grad()(lambda: W * 2)(),
+    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda a: a.sin() * W.detach(), x, use_reentrant=False),
+    "in a vmap": lambda x: vmap(lambda a: a.sin() * W.detach())(x.expand(2, 3)).sum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [torchfunc_jax.vjp, torchfunc_jax.linearize])
+@pytest.mark.parametrize("name", WITHOUT_HISTORY)
+def test_a_pullback_holds_nothing_of_a_trace_that_is_over(name: str, transform: Any) -> None:
+    f, x = WITHOUT_HISTORY[name], torch.linspace(0.3, 1.1, 3, dtype=torch.float64)
+    W.requires_grad_(True)
+    try:
+        for _ in range(2):
+            out, linear = transform(f, x)
+            found = linear(torch.ones_like(x))
+            factor = W.detach() * (2 if name in ("computed", "no_grad", "in a vmap") else 1)
+            same([out.detach(), found[0] if isinstance(found, tuple) else found], [x.sin() * factor, x.cos() * factor])
+    finally:
+        W.requires_grad_(False)
+
+
+@pytest.mark.parametrize("entry", [lambda f: f, jit])
+@pytest.mark.parametrize("inner", ["checkpoint", "direct"])
+def test_a_function_with_captured_tensors_is_reached_through_a_product(inner: str, entry: Any) -> None:
+    """Its output is a factor of a gradient: JAX leaves out of that program what no number needs, autograd goes back through it."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+            return a * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return g * -0.4 * factor
+
+    factor = torch.linspace(-1.0, 1.0, 3, dtype=torch.float64)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(a) * b
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = product(x, y * 1) if inner == "direct" else torch.utils.checkpoint.checkpoint(product, x, y * 1, use_reentrant=False)
+        return (out * factor).sum()
+
+    x, y = (torch.linspace(k, 1.1, 3, dtype=torch.float64).requires_grad_() for k in (0.3, 0.7))
+    out = entry(lambda x, y: sum(grad(f, (0, 1))(x, y)))(x, y)
+    same(torch.autograd.grad(out, [x, y], factor), ((-0.4 * factor**3), (-0.4 * factor**3)))
+
+
 # -- errors, and other threads --------------------------------------------------------------------------
 class Sometimes(torch.autograd.Function):
     """Raises where it is told to."""

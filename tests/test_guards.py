@@ -675,6 +675,41 @@ def test_inputs_of_a_transform_that_share_memory(way: str, fn: Any, name: str, r
         same(x.detach(), y.detach())
 
 
+INSIDE: dict[str, Callable[[Any, Any, torch.Tensor, torch.Tensor], Any]] = {
+    "second captured": lambda T, f, a, c: T.functionalize(lambda a: f(a, c))(a),
+    "first captured": lambda T, f, a, c: T.functionalize(lambda c: f(a, c))(c),
+    "jvp": lambda T, f, a, c: T.jvp(lambda a: f(a, c), (a,), (torch.ones_like(a),))[0],
+    "vmap": lambda T, f, a, c: T.vmap(lambda a: f(a, c))(a[None])[0],
+    "two levels": lambda T, f, a, c: T.vmap(lambda a: T.functionalize(lambda: f(a, c))())(a[None])[0],
+}
+
+
+@pytest.mark.parametrize("outer", [torchfunc_jax.functionalize, jit, lambda f: lambda x: torchfunc_jax.vmap(f)(x[None])[0]])
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("fn", [_shift, _both], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", INSIDE)
+def test_tensors_of_a_trace_that_share_memory(way: str, fn: Any, name: str, outer: Any) -> None:
+    """One is the argument of a transform inside the trace, its function captures the other one."""
+
+    def f(T: Any, x: torch.Tensor) -> torch.Tensor:
+        memory = x * 1
+        out = INSIDE[way](T, fn, *SHARED[name](memory))
+        return torch.cat([out.flatten(), memory])
+
+    try:
+        expected = f(torch.func, torch.arange(6.0))
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            outer(lambda x: f(torchfunc_jax, x))(torch.arange(6.0))
+        return
+    try:
+        mine = outer(lambda x: f(torchfunc_jax, x))(torch.arange(6.0))
+    except RuntimeError as error:  # never another number
+        assert name not in ("every second", "apart", "other memory"), error
+        return
+    same(mine, expected)
+
+
 def test_sharing_that_begins_later() -> None:
     fn, b = jit(_shift), torch.zeros(3)
     same(fn(torch.zeros(3), torch.ones(3)), torch.full((3,), 10.0))

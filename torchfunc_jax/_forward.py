@@ -217,7 +217,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
 
     outs, (out_spec, _) = apply(compute, target.call.arrays, func, lasting=True)
     push = pushes.pop()
-    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(push)
     versions = autograd.versions(target.call.arrays) if recorded else []
     wanted = [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in target.diff_leaves]
 

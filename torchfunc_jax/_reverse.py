@@ -272,7 +272,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     primals_out = outs[:n]
     pull = pulls.pop()
     shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
-    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs)
+    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(pull)
     versions = autograd.versions(target.call.arrays) if recorded else []
 
     @opaque

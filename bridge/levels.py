@@ -40,9 +40,9 @@ class Level:
     """
 
     __slots__ = (
-        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "next_tape",
-        "met", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds", "staged", "tape",
-        "with_history", "writes",
+        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "met",
+        "next_tape", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds",
+        "staged", "tape", "with_history", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:

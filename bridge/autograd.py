@@ -285,11 +285,8 @@ def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
     """
     level = tracing.state.level
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
-    owners = (level, level.root) if level.parent is level.root else (level,)  # what is met from outside belongs to the whole function
-    mine = {key: t for key, t in level.outer.items() if tracing.node_of(t).level in owners}
-    for key in mine:
-        del level.outer[key]
-    found.update(mine)
+    found.update(level.outer)  # what comes from levels around this one stays there: this level's result depends on it, too
+    level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
     if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
         return outs
     return list(_Attached.apply(outs, compute, leaves, *found.values()))

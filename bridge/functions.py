@@ -27,7 +27,7 @@ from bridge.levels import Level, push, state
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, read
 from bridge.record import recorder
-from bridge.tracing import Traced, assign, dispatch, node_of, value_of, wrap
+from bridge.tracing import Traced, alias, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -464,7 +464,7 @@ class _Call:
             if k in dirty:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
-                tensors.append(target)
+                tensors.append(target if made is not None else alias(target))  # PyTorch returns an input itself without its history
             elif earlier is not None and self._is_new(earlier[k]):
                 node_of(earlier[k]).value = v  # the same tensor, since the context may have kept it
                 tensors.append(earlier[k])

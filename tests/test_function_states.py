@@ -148,6 +148,48 @@ def test_written_in_place(wrap: Any) -> None:
     same(gradients(wrap(f), x, False), gradients(f, x, False))
 
 
+class SineInPlace(Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin_()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return g * (1 - y**2).sqrt()
+
+    @staticmethod
+    def jvp(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return t.mul_((1 - y**2).sqrt())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("needs", [(), ("x",), ("t",), ("x", "t")])
+def test_written_in_place_in_forward_mode(needs: tuple[str, ...], compiled: bool) -> None:
+    """The values and the tangents both keep their history, which here requires grad and in the function does not."""
+
+    def results(transforms: Any) -> list[Any]:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            return SineInPlace.apply(y) + y
+
+        x, t = (torch.linspace(k, 0.6, 3, dtype=torch.float64).requires_grad_(name in needs) for k, name in ((0.1, "x"), (1.0, "t")))
+        call = lambda x, t: transforms.jvp(f, (x,), (t,))
+        out, tangent = (jit(call) if compiled and transforms is torchfunc_jax else call)(x, t)
+        leaves = [v for v, name in ((x, "x"), (t, "t")) if name in needs]
+        total = out.sum() + (tangent**2).sum()
+        return [out.detach(), tangent.detach(), *(torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ())]
+
+    same(results(torchfunc_jax), results(torch.func))
+
+
 @pytest.mark.parametrize("jitted", [False, True])
 def test_modules(jitted: bool) -> None:
     class Layer(nn.Module):

@@ -24,6 +24,7 @@ from bridge.closed import Closed, followed
 from bridge.eager import Untaped
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
+from bridge.linked import stopped_by_torch
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node, read
 from bridge.record import recorder
@@ -460,7 +461,7 @@ class _Call:
         earlier = [x for x in trees.flatten(made)[0] if isinstance(x, torch.Tensor)] if made is not None else None
         for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
             if constant and inexact(v):
-                v = jax.lax.stop_gradient(v)
+                v = stopped_by_torch(v) if state.level.root.staged else jax.lax.stop_gradient(v)
             if k in dirty:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)

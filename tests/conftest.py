@@ -1,7 +1,11 @@
 """What every test starts from: the same seeds, few threads, JAX's compilations kept between runs, and the user's JAX settings untouched."""
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
+import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +36,20 @@ def _same_start() -> Iterator[None]:
     after = jax.config.jax_enable_x64, torch.get_default_dtype(), torch.is_grad_enabled()
     torch.set_default_dtype(before[1])
     assert after == before, "the test left JAX's 64-bit setting, torch's default dtype or torch's grad mode changed"
+
+
+_MEMORY = 2 * 2**30  # bytes that a process may take before it forgets what it has compiled: without, 4.5 GB after half of the tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_memory() -> Iterator[None]:
+    """After a file of tests, forget compiled programs if they fill the memory, so that two processes run on a small machine."""
+    yield
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone says how much it is, and how to give it back
+        if int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > _MEMORY:
+            jax.clear_caches()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 #: The files that ask every operator of PyTorch's test database, or every dtype of each: what `make test-versions` leaves out.

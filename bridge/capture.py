@@ -34,7 +34,7 @@ _GLOBAL = "the global variable"
 _GRAD = ".grad"
 #: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
 _IMPLICIT = frozenset({
-    "__call__", "forward", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
+    "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
     "__getattr__",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__",
     "__pow__", "__neg__", "__eq__", "__lt__", "__gt__", "__le__", "__ge__", "__float__", "__int__", "__index__", "__torch_function__",
@@ -242,14 +242,16 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
         if first is not place:  # one tensor at two places: as long as it is at both, the first is read
             found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
         return True
+    if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
+        found._spaces[x] = None
+        if not _of_library(type(x).__module__):  # a metaclass of the user's
+            found._spaces[type(x)] = None
     if isinstance(x, _SKIP) and not isinstance(x, _FUNCTION):
         if isinstance(x, types.ModuleType):
             if _of_user(x):
                 found._spaces[x] = None
         elif edge is not None:
             found._leaves.append(edge)
-        if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
-            found._spaces[x] = None
         return False
     if id(x) in found._holds:
         holds = found._holds[id(x)]
@@ -348,6 +350,10 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
             found._names.update(read.names)
             found._optional.update(read.optional)
             found._leaves.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
+            for name, value in x.__dict__.items():
+                if name != "__wrapped__":
+                    place = Place(x.__dict__, name, x.__name__)
+                    holds = _visit(value, place, found, depth - 1, _Edge(place, value, edge, True)) or holds
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
@@ -384,6 +390,9 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                     _visit(t, place, found, depth, None)
             if missing or listed:
                 found._sizes.append((store, len(store), edge))
+        for name in HOOKS:
+            for hook in m.__dict__.get(name, {}).values():
+                _visit(hook, Place(hook, None), found, depth, None)
         for key, value in m.__dict__.items():
             if key in _OWN:
                 continue
@@ -392,6 +401,8 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                 _visit(value, place, found, depth - 1, _Edge(place, value, edge, True))
 
 
+#: Where a module keeps the hooks that run with its forward and its backward.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Attributes that every module has.
 _OWN = frozenset(torch.nn.Module().__dict__)
 

@@ -95,12 +95,11 @@ def without_cast_weights() -> Iterator[None]:
 
 
 # -- of one program -----------------------------------------------------------------------------------------------------------------
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODULE = ("training", "_modules", "_parameters", "_buffers", *_HOOKS)
+_MODULE = ("training", "_modules", "_parameters", "_buffers", *capture.HOOKS)
 
 
 def _hooks(d: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([tuple(d[name]) for name in _HOOKS])  # their keys are numbers that PyTorch gives out once
+    return tuple([tuple(d[name]) for name in capture.HOOKS])  # their keys are numbers that PyTorch gives out once
 
 
 class Guards:
@@ -122,7 +121,7 @@ class Guards:
             if not all(name in d for name in _MODULE):  # ScriptModules
                 continue
             self.names[id(d)] = type(m).__name__
-            if d["_modules"] or any(d[name] for name in _HOOKS) or "forward" in d:
+            if d["_modules"] or any(d[name] for name in capture.HOOKS) or "forward" in d:
                 children = dict(d["_modules"])
                 self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
             else:
@@ -178,7 +177,7 @@ class Guards:
 
     def differences(self) -> Iterator[str]:
         """What is not as it was, each as a sentence."""
-        plain: list[Any] = [(d, training, {}, [], ((),) * len(_HOOKS), None) for d, training in self.plain]
+        plain: list[Any] = [(d, training, {}, [], ((),) * len(capture.HOOKS), None) for d, training in self.plain]
         for d, training, children, order, hooks, forward in [*plain, *self.others]:
             name = self.names[id(d)]
             if d.get("forward") is not forward:

@@ -324,6 +324,49 @@ def _code(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def _of_function(name: str, make: Callable[[int], Any]) -> Any:
+    """An autograd.Function that reads its own attributes, in its forward and in its backward."""
+
+    class Scaled(torch.autograd.Function):
+        factor, slope = 2.0, 3.0
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * Scaled.factor
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return g * Scaled.slope
+
+    return lambda x: Scaled.apply(x) + grad(lambda x: Scaled.apply(x).sum())(x), lambda k: setattr(Scaled, name, make(k))
+
+
+def _hooked(register: str, hook: Callable[[dict[str, Any]], Callable[..., Any]]) -> Any:
+    """A module with a hook that reads a dict."""
+    model, settings = nn.Tanh(), {"scale": 2.0}
+    getattr(model, register)(hook(settings))
+    return lambda x: grad(lambda x: model(x).sum())(x), lambda k: settings.update(scale=float(k))
+
+
+def _attribute_of_function(x: torch.Tensor) -> torch.Tensor:
+    return x * _attribute_of_function.scale  # type: ignore[attr-defined]
+
+
+_attribute_of_function.scale = 2.0  # type: ignore[attr-defined]
+
+class Computed:
+    """A descriptor with a number of its own."""
+
+    def __init__(self) -> None:
+        self.number = 2.0
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self.number
+
+
 _Settings = types.ModuleType("settings_of_a_program")
 _Settings.scale = 2.0  # type: ignore[attr-defined]
 _FUNCTIONS = [torch.sin, torch.exp, torch.square]
@@ -374,6 +417,17 @@ READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] =
     "a function's code": lambda: _in(
         types.FunctionType(_code.__code__, globals()), lambda f, x: f(x),
         lambda f, k: setattr(f, "__code__", [(lambda x: x * 3).__code__, (lambda x: x * 4).__code__][k - 1])),
+    "an autograd.Function's number": lambda: _of_function("factor", float),
+    "an autograd.Function's number, in its backward": lambda: _of_function("slope", float),
+    "an autograd.Function's backward": lambda: _of_function("backward", lambda k: staticmethod(lambda ctx, g: g * k)),
+    "what a forward hook reads": lambda: _hooked("register_forward_hook", lambda s: lambda m, args, out: out * s["scale"]),
+    "what a forward pre-hook reads": lambda: _hooked("register_forward_pre_hook", lambda s: lambda m, args: args[0] * s["scale"]),
+    "what a backward hook reads": lambda: _hooked("register_full_backward_hook", lambda s: lambda m, gs, _: (gs[0] * s["scale"],)),
+    "an attribute of a function": lambda: _in(_attribute_of_function, lambda f, x: f(x), lambda f, k: setattr(f, "scale", k)),
+    "a descriptor's number": lambda: _in(
+        type("C", (), {"scale": Computed()})(), lambda o, x: x * o.scale, lambda o, k: setattr(type(o).__dict__["scale"], "number", k)),
+    "a metaclass's number": lambda: _in(
+        type("Meta", (type,), {"scale": 2.0})("C", (), {}), lambda c, x: x * c.scale, lambda c, k: setattr(type(c), "scale", k)),
     "a Python module's number": lambda: _in(_Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)),
 }  # fmt: skip
 

@@ -153,8 +153,7 @@ def test_a_pullback_is_of_the_values_that_were_there() -> None:
     _, pull = torchfunc_jax.vjp(torch.sin, x)
     same(pull(torch.ones_like(x)), torch.func.vjp(torch.sin, X)[1](torch.ones_like(X)))
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        pull(torch.ones_like(x))
+    same(pull(torch.ones_like(x))[0], X.cos())
 
 
 def test_a_pullback_that_leaves_its_transform() -> None:

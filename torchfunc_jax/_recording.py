@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ import jax
 import torch
 import torch.utils.checkpoint
 
-from bridge import autograd, capture, eager, guards, private, python_numbers, random, staging, tensors, trees
+from bridge import autograd, capture, eager, guards, private, python_numbers, random, saved_tensors, staging, tensors, trees
 from bridge import functions as intercepted
 from bridge.calls import Call, code_of, refuse_recording, torch_device
 from bridge.checks import Bounds
@@ -67,11 +66,9 @@ def transform(
     recorder = local.recorder = Recorder(run)
     recorder.lasting = lasting
     try:
-        _intercept()
-        try:
+        with intercepted.intercepted():
             outs, build = record(recorder)
-        finally:
-            local.recorder = None
+        local.recorder = None
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
         return build(run(recorder, [t.ref for t in outs], True))
@@ -113,14 +110,6 @@ class _Off(threading.local):
 _off = _Off()
 
 
-@functools.cache
-def _intercept() -> Any:
-    """From the first record on, for good: to begin and to end it takes longer than many a record."""
-    entered = intercepted.intercepted()
-    entered.__enter__()
-    return entered  # kept: who forgets it leaves it
-
-
 # -- programs ---------------------------------------------------------------------------------------------------------------------------
 _families: dict[Any, list[_Program]] = {}
 _lock = threading.RLock()
@@ -144,7 +133,11 @@ class _Program:
         if self.path is None or not self.whole or c.program.generators or c.forward is None:
             return
         parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
-        made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
+        try:
+            made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
+        except jax.errors.JaxRuntimeError:  # XLA cannot write down every program: one that sorts
+            self.path = None
+            return
         program = dataclasses.replace(c.program, jaxpr=_Counts(len(c.program.jaxpr.jaxpr.invars), len(c.program.jaxpr.jaxpr.outvars)))
         program.guards = program.out_spec = program.static = None
         slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
@@ -324,14 +317,13 @@ def entered(
         filled[i] = t
     try:
         args, kwargs = trees.unflatten(spec, filled)
-        grad = torch.is_grad_enabled()
         private.enter_function_mode(recorder)
         try:
-            if grad or kind not in ("grad", "jacrev", "vjp"):
-                out = func(*args, **kwargs)
-            else:
-                with torch.enable_grad():
+            if kind in ("grad", "jacrev", "vjp"):
+                with torch.enable_grad(), saved_tensors.without_hooks():
                     out = func(*args, **kwargs)
+            else:
+                out = func(*args, **kwargs)
         finally:
             private.leave_function_mode()
         return finish(out)
@@ -509,7 +501,10 @@ class Kept:
     def __init__(self, recorder: Recorder, first: int) -> None:
         self.recorder, self.first, self.level = recorder, first, recorder.level
         self.outermost = recorder.lasting and recorder.level is None
-        self.versions = autograd.versions(recorder.inputs) if self.outermost else []
+        self.versions = []
+        if self.outermost:  # what is written to a tensor after the call changes no later one, unless torch's autograd has to see it
+            self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
+            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
 
     def call(self, func: Any, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
         """Its results; NOT_RECORDED where they cannot be written down.  func: whose code is remembered if it cannot be."""

@@ -10,6 +10,7 @@ import torch
 from bridge import tracing
 from bridge.plain import plain
 from bridge.private import opaque
+from bridge.record.tensor import Recorded, Unrecordable
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp
@@ -76,4 +77,6 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
         >>> debug_unwrap(torch.ones(2))
         tensor([1., 1.])
     """
+    if type(tensor) is Recorded:  # it has no values before the record is run
+        raise Unrecordable("debug_unwrap")
     return tracing.unwrap(tensor, recurse)

@@ -616,9 +616,9 @@ WITH_NUMBERS = frozenset([
             "ge eq ne"),
     *_names(torch, "add sub rsub mul div true_divide subtract multiply divide addcmul addcdiv lerp clamp clamp_min clamp_max masked_fill "
             "lt le gt ge eq ne where"),
-    torch.full_like, torch.full,
+    torch.full,
 ])
-WITH_INTS = WITH_NUMBERS - {torch.full_like, torch.full}
+WITH_INTS = WITH_NUMBERS - {torch.where, torch.full}
 FACTORIES = frozenset(_names(torch, "zeros ones empty full rand randn randint randperm arange linspace logspace eye empty_strided "
                               "tril_indices "
                               "triu_indices bernoulli normal hann_window hamming_window bartlett_window blackman_window kaiser_window"))

@@ -36,13 +36,13 @@ class Aval:
 
     def meta(self) -> torch.Tensor:
         """A tensor of PyTorch's without values, for PyTorch to say what an operator makes of it."""
-        if self.offset:
-            span = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
-            t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(self.shape, self.strides, self.offset)
-        else:
-            t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-        if self.requires_grad:  # and is no leaf
-            with torch.enable_grad():
+        with torch.enable_grad():  # a view that is made without may not be written to with it
+            if self.offset:
+                span = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
+                t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(self.shape, self.strides, self.offset)
+            else:
+                t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+            if self.requires_grad:  # and is no leaf
                 t.mul_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
         return t
 

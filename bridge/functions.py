@@ -465,7 +465,8 @@ class _Call:
             if k in dirty:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
-                tensors.append(target if made is not None else alias(target))  # PyTorch returns an input itself without its history
+                # an input itself PyTorch returns without its history, unless it makes a node and the input is marked as dirty there
+                tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else alias(target))
             elif earlier is not None and self._is_new(earlier[k]):
                 node_of(earlier[k]).value = v  # the same tensor, since the context may have kept it
                 tensors.append(earlier[k])

@@ -390,8 +390,8 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                     _visit(t, place, found, depth, None)
             if missing or listed:
                 found._sizes.append((store, len(store), edge))
-        for name in HOOKS:
-            for hook in m.__dict__.get(name, {}).values():
+        for hooks in HOOKS:
+            for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
         for key, value in m.__dict__.items():
             if key in _OWN:

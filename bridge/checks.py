@@ -20,7 +20,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge.errors import at_line
-from bridge.levels import state
+from bridge.levels import refuse_in_loop, state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def _look(x: Any, *, where: Range) -> Any:
 
 def check(x: Any, where: Range) -> Any:
     """x, an integer array; raises where.kind, now or when the program that computes it has run, if any of it lies outside of the range."""
+    refuse_in_loop("a check of values")
     _met.count += 1
     if state.level is not None and state.level.root.staged:
         line = at_line().replace("{", "{{").replace("}", "}}")

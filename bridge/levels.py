@@ -25,7 +25,8 @@ class Level:
     """One transform in progress.
 
     Attributes:
-        kind: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function) or "plain".
+        kind: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step
+            that runs several times) or "plain".
         randomness: for vmap: "error", "same" or "different".
         key: the JAX key random operators of this level draw from; None: the parent's.
         writes: nodes of outer levels written to in here, with the values they had before.
@@ -119,6 +120,23 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
         if parent is not None and (level.outer or level.met):
             parent.outer.update(_still_open(level.outer))
             parent.met.update(_still_open(level.met))
+
+
+class NotInLoopError(RuntimeError):
+    """What a loop cannot do in each of its steps, so that its steps have to run one by one."""
+
+
+def in_loop(what: str) -> NotInLoopError:
+    return NotInLoopError(f"{what} in a loop")
+
+
+def refuse_in_loop(what: str) -> None:
+    """Raise NotInLoopError in a step of a loop: its values are not known outside of it."""
+    level = state.level
+    while level is not None:
+        if level.kind == "loop":
+            raise in_loop(what)
+        level = level.parent
 
 
 def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:

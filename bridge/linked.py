@@ -132,11 +132,25 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
             # of an empty array JAX drops operands that PyTorch goes back to
             found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
             continue
+        if eqn.primitive.name == "scan":
+            found.update(zip(eqn.outvars, _scanned(eqn, sources(eqn.invars), behind), strict=True))
+            continue
         inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
         bits = functools.reduce(operator.or_, sources(inputs), 0)
         if bits:
             found.update((v, bits) for v in eqn.outvars)
     return sources(jaxpr.outvars)
+
+
+def _scanned(eqn: Any, given: list[int], behind: bool) -> list[int]:
+    """The same for a loop: what it carries may take several steps to depend on an input."""
+    jaxpr, consts, carried = private.scanned(eqn)
+    while True:
+        outs = flow(jaxpr, given, behind)
+        carry = [a | b for a, b in zip(given[consts : consts + carried], outs, strict=False)]
+        if carry == given[consts : consts + carried]:
+            return outs
+        given = [*given[:consts], *carry, *given[consts + carried :]]
 
 
 def _followed(eqn: Any) -> Any:

@@ -624,6 +624,19 @@ def linear_program(pull: Any) -> Any:
     return getattr(pull, "jaxpr", None)
 
 
+def scanned(eqn: Any) -> tuple[Any, int, int]:
+    """The jaxpr of a scan's step, how many of its operands are the same in each step, and how many it carries.
+
+    JAX has no public way to ask, and from 0.12 on says it by the trees of the operands.
+    """
+    params = eqn.params
+    jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    if "num_carry" in params:
+        return jaxpr, params["num_consts"], params["num_carry"]
+    consts, carried, _ = [len(part) for part in params["ft_in"].unpack()]
+    return jaxpr, consts, carried
+
+
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one what is computed now, is inside of a jax.vmap; JAX has no public way to ask."""
     from jax._src import core

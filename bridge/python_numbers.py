@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from jax import lax
 
+from bridge.keys import identical
+from bridge.levels import in_loop
 from bridge.lowering.pointwise import number as as_number
 from bridge.lowering.promotion import cast
 
@@ -67,6 +69,8 @@ class Inputs:
         """The number as a 0-dim JAX value: of a dtype that takes it, else float64 or int64."""
         from bridge.tracing import value_of
 
+        if type(number) is _Row:
+            return self.array_of(number, dtype)
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
         if not number.takes(number.value, dtype) or at == self.size:
@@ -77,6 +81,24 @@ class Inputs:
         if dtype is not None:
             slots[at].limits.add(np.dtype(dtype))
         value = lax.index_in_dim(value_of(self._vectors[number.kind]), at, 0, keepdims=False)
+        return value if dtype is None else cast(value, dtype)
+
+    def array_of(self, row: _Row, dtype: Any = None) -> Any:
+        """The number of the repetition in progress, as ``array`` gives one."""
+        from bridge.tracing import value_of
+
+        slots = self.slots[row.kind]
+        at = self._where.get((row.kind, row.rule), len(slots))
+        if not all(row.takes(v, dtype) for v in row.values) or at + len(row.values) > self.size:
+            raise in_loop("a number that is no input")
+        if at == len(slots):
+            self._where[row.kind, row.rule] = at
+            for k, value in zip(row.rule[1], row.values, strict=True):
+                slots.append(_Number(self, row.kind, ("input", k), value, frozenset((k,))))
+        if dtype is not None:
+            for number in slots[at : at + len(row.values)]:
+                number.limits.add(np.dtype(dtype))
+        value = lax.dynamic_index_in_dim(value_of(self._vectors[row.kind]), at + row.repetition, 0, keepdims=False)
         return value if dtype is None else cast(value, dtype)
 
     def evaluated(self, values: Sequence[float | int]) -> tuple[np.ndarray, np.ndarray]:
@@ -171,6 +193,41 @@ class _Number:
         if name in ("guard_float", "guard_int", "int_", "float_"):
             return lambda *_: self.asked()
         raise AttributeError(name)
+
+
+class _Row(_Number):
+    """A number of a step that repeats, another one in each repetition."""
+
+    __slots__ = ("repetition", "values")
+
+    def __init__(self, numbers: Sequence[_Number], repetition: Any) -> None:
+        first = numbers[0]
+        rule = "row", tuple([n.rule[1] for n in numbers])
+        super().__init__(first.inputs, first.kind, rule, None, frozenset())
+        self.values, self.repetition = [n.value for n in numbers], repetition
+
+    def asked(self) -> Any:
+        raise in_loop("a number whose value is asked for")
+
+
+def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[Any]:
+    """What stands for the numbers of one step in a loop, of those of all its repetitions one after the other.
+
+    Args:
+        numbers: Python numbers, or what stands for them, for the repetitions one after the other.
+        step: how many numbers one repetition has.
+        repetition: which one it is, a JAX value.
+    """
+    found = []
+    for k in range(step):
+        rows = list(numbers[k::step])
+        if all(is_input(x) and x.node.rule[0] == "input" for x in rows):
+            found.append(_made(_Row([x.node for x in rows], repetition)))
+        elif any(map(is_input, rows)) or len({identical(x) for x in rows}) > 1:
+            raise in_loop("a number that is another one each time")
+        else:
+            found.append(rows[0])
+    return found
 
 
 def stored(inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: set[Any]) -> _Number:
@@ -282,7 +339,7 @@ def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...],
 
 
 def _own(x: Any) -> Any:
-    if type(x) in (torch.SymFloat, torch.SymInt) and type(x.node) is _Number:
+    if type(x) in (torch.SymFloat, torch.SymInt) and isinstance(x.node, _Number):
         return _made(x.node)
     return type(x)(map(_own, x)) if type(x) in (list, tuple) else x
 

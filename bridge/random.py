@@ -13,7 +13,7 @@ import jax
 import torch
 
 from bridge import eager, private
-from bridge.levels import Level, state
+from bridge.levels import Level, refuse_in_loop, state
 
 _ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
@@ -163,6 +163,7 @@ def source(level: Level) -> Level:
 
 
 def _draw(level: Level, generator: torch.Generator | None) -> Any:
+    refuse_in_loop("a random number")
     level.draws += 1
     if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
         key = _root_key(level.root, generator)

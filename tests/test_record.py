@@ -1,6 +1,7 @@
 """Records of un-jitted code (bridge/record), an engine that is switched off until it can replace the one in bridge/eager.py."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
+from bridge.record import loops
 from torchfunc_jax import _recording
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -180,3 +182,146 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
         seen.append("before")
         torchfunc_jax.grad(f)(X)
     assert seen == ["before", "f"] * 3
+
+
+# -- steps that repeat ------------------------------------------------------------------------------------------------------------------
+W = torch.linspace(0.2, 0.9, 3)
+
+
+def _euler(t: torch.Tensor, s: float) -> torch.Tensor:
+    for i in range(20):
+        h = 0.05 + 0.001 * i * s
+        t = t + h * (t.roll(1) * W - t.sin() * s)
+    return t
+
+
+def _momentum(t: torch.Tensor, s: float) -> torch.Tensor:
+    v = torch.zeros_like(t)
+    for i in range(18):
+        v = 0.9 * v - s * t.tanh()
+        t = t + v / (i + 1)
+    return t * v
+
+
+def _kept(t: torch.Tensor, s: float) -> torch.Tensor:
+    """What each step computes is used afterwards."""
+    path = []
+    for _ in range(20):
+        t = t + 0.1 * (t.cos() * s)
+        path.append(t)
+    return torch.stack(path[3:]).sum(0) + t
+
+
+def _detached(t: torch.Tensor, s: float) -> torch.Tensor:
+    for _ in range(20):
+        t = t + 0.1 * t.detach().cos() * s
+    return t
+
+
+def _unrecorded(t: torch.Tensor, s: float) -> torch.Tensor:
+    for _ in range(20):
+        with torch.no_grad():
+            scale = 1 / (1 + t.square().sum())
+        t = t * scale + s
+    return t
+
+
+def _written(t: torch.Tensor, s: float) -> torch.Tensor:
+    t = t.clone()
+    for _ in range(30):
+        t.mul_(0.9).add_(s)
+    return t
+
+
+def _two_back(t: torch.Tensor, s: float) -> torch.Tensor:
+    before = t * 2
+    for _ in range(24):
+        t, before = 0.5 * (t.sin() + before) * s, t
+    return t
+
+
+def _doubled(t: torch.Tensor, s: float) -> torch.Tensor:
+    """Nothing but one operator."""
+    for _ in range(60):
+        t = t * s
+    return t
+
+
+def _by_element(t: torch.Tensor, s: float) -> torch.Tensor:
+    """The parts that repeat meet other parts of one tensor."""
+    total = t.sum() * s
+    for k in range(3):
+        for _ in range(16):
+            total = total + t[k].sin() * 0.1 - t[k] ** 3
+    return total * t
+
+
+def _whole_numbers(t: torch.Tensor, s: float) -> torch.Tensor:
+    n = torch.arange(3)
+    for i in range(30):
+        n, t = n * 3 + i, t * 1.01 + s
+    return t * (n % 7)
+
+
+STEPS = [_euler, _momentum, _kept, _detached, _unrecorded, _written, _two_back, _doubled, _by_element, _whole_numbers]
+LOOPED = (_euler, _momentum, _detached, _two_back, _doubled, _by_element, _whole_numbers)
+AROUND: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Callable[[torch.Tensor], Any]]] = {
+    "vmap": lambda T, f: lambda x: T.vmap(f)(x), "grad": lambda T, f: lambda x: T.grad(lambda t: f(t).sum())(x[0]),
+    "jacfwd": lambda T, f: lambda x: T.vmap(T.jacfwd(f))(x), "jacrev": lambda T, f: lambda x: T.jacrev(f)(x[1]),
+    "hessian": lambda T, f: lambda x: T.hessian(lambda t: f(t).sum())(x[0]), "vjp": lambda T, f: lambda x: T.vjp(f, x[0])[1](x[1]),
+    "jvp": lambda T, f: lambda x: T.jvp(T.grad(lambda t: f(t).sum()), (x[0],), (x[1],)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("steps", STEPS, ids=lambda f: f.__name__)
+def test_steps_that_repeat(steps: Any, around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops_run: list[int] = []
+    run = loops.run
+    monkeypatch.setattr(loops, "run", lambda loop, replay: (run(loop, replay), loops_run.append(loop.times)))
+    for s in (0.7, 0.9, -0.4):
+        x = X.double()
+        got, expected = (AROUND[around](T, functools.partial(steps, s=s))(x) for T in (torchfunc_jax, torch.func))
+        same(got, expected, rtol=1e-9, atol=1e-10)
+    assert bool(loops_run) == (steps in LOOPED)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_gradients_of_captured_tensors_go_through_a_loop(used: bool) -> None:
+    def run(T: Any) -> Any:
+        w, v = (torch.linspace(k, 0.9, 3).requires_grad_() for k in (0.1, 0.4))
+
+        def f(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            first = second = t
+            for _ in range(20):
+                first, second = first + 0.1 * (first * w).sin(), second * 0.9 + 0.1 * (second * v).cos()
+            return first, second
+
+        first, second = T.vmap(f)(X)
+        return torch.autograd.grad((first + second if used else second).sum(), (w, v), allow_unused=True)
+
+    got, expected = run(torchfunc_jax), run(torch.func)
+    assert [g is None for g in got] == [g is None for g in expected]
+    same([g for g in got if g is not None], [g for g in expected if g is not None], rtol=1e-5, atol=1e-6)
+
+
+def test_random_numbers_are_others_in_each_step() -> None:
+    def f(t: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            t = torch.nn.functional.dropout(t + 1, 0.5) * 0.5
+        return t
+
+    drawn = torchfunc_jax.vmap(f, randomness="different")(torch.zeros(64, 8))
+    assert len(drawn.unique()) > 2  # one mask for all steps gives 0 and 30
+
+
+def test_an_index_out_of_range_in_one_step_is_found() -> None:
+    def f(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        for k in range(20):
+            t = t + torch.index_select(t, 0, at + k) * 0.1 + t.sin()
+        return t
+
+    t, at = torch.ones(21), torch.zeros(21, dtype=torch.int64)
+    same(torchfunc_jax.grad(lambda t: f(t, at).sum())(t), torch.func.grad(lambda t: f(t, at).sum())(t), rtol=1e-5, atol=1e-6)
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        torchfunc_jax.grad(lambda t: f(t, at + 3).sum())(t)

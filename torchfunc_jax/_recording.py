@@ -267,9 +267,9 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
 
 
 def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:
-    whole, inputs = replay.parsed(recorder.trace)
+    whole, inputs = replay.parsed(recorder.trace, refs)
     numbers = recorder.numbers
-    size = max(len(numbers), 1)
+    size = max(2 * len(numbers), 1)  # twice: of a stretch that turns out to be no loop both ways are traced
     numbers_in = Inputs(numbers, size)
     count = len(recorder.inputs)
 

@@ -1,6 +1,7 @@
 """Doing again what a record says: on traced tensors, inside a program that JAX traces."""
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from bridge import compiling, dtypes, tracing
 from bridge.levels import push
+from bridge.record import loops
 from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
 
@@ -26,8 +28,12 @@ class Block:
         self.results: tuple[int, ...] = ()
 
 
-def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
-    """The record as a tree; and the numbers of its inputs.  A transform that has not ended is entered as if it were none."""
+def parsed(trace: Sequence[Any], results: Sequence[int]) -> tuple[Block, list[int]]:
+    """The record as a tree; and the numbers of its inputs.  A transform that has not ended is entered as if it were none.
+
+    results: the numbers of the values that are wanted.
+    """
+    uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
     whole = Block(None, (), 0)
     stack, count, inputs = [whole], 0, []
     for what, refs in trace:
@@ -44,6 +50,7 @@ def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
             count += what.arguments
         elif kind is End:
             block = stack.pop()
+            block.entries = loops.rolled(block.entries, uses)
             block.end, block.results, block.first = what, refs, count
             stack[-1].entries.append(block)
             count += what.outs
@@ -53,6 +60,7 @@ def parsed(trace: Sequence[Any]) -> tuple[Block, list[int]]:
     while len(stack) > 1:
         block = stack.pop()
         stack[-1].entries.append(block)
+    whole.entries = loops.rolled(whole.entries, uses)
     return whole, inputs
 
 
@@ -69,12 +77,21 @@ class Run:
         for entry in block.entries:
             if type(entry) is Block:
                 self.enter(entry)
+            elif type(entry) is loops.Loop:
+                self.loop(entry)
             else:
                 what, refs, first = entry
                 if type(what) is Pull:
                     self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
                 else:
                     self.operator(what, [self.env[r] for r in refs], first)
+
+    def loop(self, loop: loops.Loop) -> None:
+        try:
+            loops.run(loop, self)
+        except Exception:  # what raises for another reason raises again
+            for what, refs, first in loop.plain:
+                self.operator(what, [self.env[r] for r in refs], first)
 
     def operator(self, op: Op, operands: list[Any], first: int) -> None:
         count = op.numbers

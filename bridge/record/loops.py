@@ -1,0 +1,160 @@
+"""Stretches of a record that repeat, as loops: a program of thirty equal steps is traced, and compiled, as one step.
+
+A step is a sequence of operators that comes again, several times without a gap, with the same static arguments and shapes.  What it
+takes is the same tensor in all of its repetitions, or comes from the one before (it is carried), or from itself; Python numbers may be
+others each time.  What cannot be a loop after all is run one by one.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from bridge import autograd, python_numbers
+from bridge.levels import in_loop, push
+from bridge.record.recorder import Op, Out
+from bridge.tracing import value_of, wrap
+
+_TIMES, _ENTRIES = 4, 48  # fewer repetitions, or fewer operators in all of them, are not worth a loop
+_PERIODS = 6  # how many lengths of a step are tried for one beginning
+
+
+class Loop:
+    """A step that repeats.
+
+    Attributes:
+        entries: of the first repetition: (operator, operands, first number of its results); an operand is the number of a value that
+            all repetitions share, or ("carried", k), or ("own", number in the first repetition).
+        carried: (the number of the value that goes into the first repetition, the number of what the first gives to the second).
+        last: for each of these, the number of what the last repetition gives.
+        plain: the entries of all repetitions, as they stand in the record.
+    """
+
+    __slots__ = ("carried", "entries", "last", "numbers", "plain", "times")
+
+    def __init__(self, entries: list[Any], carried: list[tuple[int, int]], last: list[int], plain: list[Any], times: int) -> None:
+        self.entries, self.carried, self.last, self.plain, self.times = entries, carried, last, plain, times
+        self.numbers = sum(what.numbers for what, _, _ in entries)
+
+
+def rolled(entries: list[Any], uses: dict[int, int]) -> list[Any]:
+    """The entries of a block with loops in the place of what repeats; uses: how often each value is used in the whole record."""
+    marks = [id(e[0]) if type(e) is tuple and _simple(e[0]) else -k for k, e in enumerate(entries, 1)]
+    places: dict[int, list[int]] = {}
+    for at, mark in enumerate(marks):
+        places.setdefault(mark, []).append(at)
+    found: list[Any] = []
+    at = 0
+    while at < len(entries):
+        loop = _loop_at(entries, marks, places, at, uses)
+        if loop is None:
+            found.append(entries[at])
+            at += 1
+        else:
+            found.append(loop)
+            at += len(loop.plain)
+    return found
+
+
+def _simple(what: Any) -> bool:
+    """Whether it is an operator that only computes, and of which torch's autograd records all or nothing."""
+    if type(what) is not Op or what.changed or not what.grad:
+        return False
+    outs = [what.outs] if type(what.outs) is Out else what.outs
+    return type(outs) in (list, tuple) and all(type(o) is Out for o in outs)
+
+
+def _loop_at(
+    entries: list[Any], marks: list[int], places: dict[int, list[int]], at: int, uses: dict[int, int]
+) -> Loop | None:
+    later = places[marks[at]]
+    for place in later[(k := later.index(at)) + 1 : k + 1 + _PERIODS]:
+        period = place - at
+        same = 0
+        while place + same < len(marks) and marks[at + same] == marks[place + same]:
+            same += 1
+        times = same // period  # without the last one, which runs by itself: others may use all that it computes
+        if times >= _TIMES - 1 and (times + 1) * period >= _ENTRIES:
+            loop = _made(entries[at : at + period * times], period, times, uses)
+            if loop is not None:
+                return loop
+    return None
+
+
+def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> Loop | None:
+    made: dict[int, tuple[int, int, int]] = {}  # by its number: the repetition, entry and result that gives a value
+    for at, (what, _, first) in enumerate(entries):
+        count = 1 if type(what.outs) is Out else len(what.outs)
+        made.update((first + k, (at // period, at % period, k)) for k in range(count))
+
+    def own(entry: int, k: int, repetition: int = 0) -> int:
+        return entries[repetition * period + entry][2] + k
+
+    inside: dict[int, int] = {}  # how often each value is used in the repetitions after the one that makes it
+    carried: dict[tuple[int, int, int], int] = {}
+    steps: list[Any] = []
+    for at in range(period):
+        what, refs, first = entries[at]
+        operands: list[Any] = []
+        for position, ref in enumerate(refs):
+            again = [entries[at + r * period][1][position] for r in range(1, times)]
+            where = [made.get(r) for r in again]
+            if ref in made:  # of its own repetition, in each
+                _, entry, k = made[ref]
+                if where != [(r, entry, k) for r in range(1, times)]:
+                    return None
+                operands.append(("own", ref))
+            elif all(r == ref for r in again):
+                operands.append(ref)
+            else:  # of the one before
+                if where[0] is None or where != [(r, *where[0][1:]) for r in range(times - 1)]:
+                    return None
+                _, entry, k = where[0]
+                operands.append(("carried", carried.setdefault((ref, entry, k), len(carried))))
+        steps.append((what, tuple(operands), first))
+    for _, refs, _ in entries:
+        for ref in refs:
+            inside[ref] = inside.get(ref, 0) + 1
+    ends = {own(entry, k, times - 1) for _, entry, k in carried}
+    if any(inside.get(ref, 0) != uses.get(ref, 0) and ref not in ends for ref in made):
+        return None  # what a repetition computes is used after the loop
+    return Loop(
+        steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,
+    )  # fmt: skip
+
+
+def run(loop: Loop, replay: Any) -> None:
+    """Run a loop in a replay of its record (bridge/record/replay.py).
+
+    Raises:
+        Exception: it cannot be one; nothing is changed.
+    """
+    numbers = replay.numbers[replay.used : replay.used + loop.numbers * loop.times]
+    given = [replay.env[ref] for ref, _ in loop.carried]
+    devices = [t.device for t in given]
+
+    def step(carry: Sequence[Any], repetition: Any) -> tuple[list[Any], None]:
+        with push("loop") as level:
+            arguments = [wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
+            inner = type(replay)(replay.transforms, python_numbers.in_repetition(numbers, loop.numbers, repetition))
+            for what, operands, first in loop.entries:
+                found = [
+                    replay.env[x] if type(x) is int else arguments[x[1]] if x[0] == "carried" else inner.env[x[1]] for x in operands
+                ]
+                inner.operator(what, found, first)
+            if level.writes:
+                raise in_loop("a write")
+            return [value_of(inner.env[ref]) for _, ref in loop.carried], None
+
+    outs, _ = lax.scan(step, [value_of(t) for t in given], jnp.arange(loop.times))
+    replay.used += loop.numbers * loop.times
+    for ref, value, t in zip(loop.last, outs, given, strict=True):
+        out = wrap(value, t.device)
+        if t.requires_grad:
+            out.requires_grad_()
+        replay.env[ref] = autograd.computed(out) if t.requires_grad else out
+
+
+__all__ = ["Loop", "rolled", "run"]

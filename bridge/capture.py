@@ -7,6 +7,7 @@ numbers, functions and other objects that the function reads, are found with the
 from __future__ import annotations
 
 import collections
+import contextvars
 import dis
 import functools
 import sys
@@ -22,7 +23,8 @@ from bridge.keys import identical
 
 _DEPTH, _DEEPER = 4, 16  # objects within objects that are looked into, and where a tensor was used that is not among what was found
 _FUNCTION = type(torch.autograd.Function)
-_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, _FUNCTION)  # what they hold is no deeper than they are
+#: What they hold is no deeper than they are.
+_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
 _SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DATA, _BYTES = 4096, 1 << 20  # entries of containers of numbers, and bytes of numpy arrays, up to which they are compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
@@ -87,6 +89,19 @@ class Slots:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.owner(), name)
+
+
+class _Asked(Place):
+    """What an object that is there for that gives when it is asked: a context variable, a weak reference."""
+
+    __slots__ = ("_ask",)
+
+    def __init__(self, container: Any, ask: Callable[[], Any], owner: str) -> None:
+        super().__init__(container, None, owner)
+        self._ask = ask
+
+    def get(self) -> Any:
+        return self._ask()
 
 
 class _Edge:
@@ -359,7 +374,7 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
             found._objects.append((type(x), x.__dict__, edge))
     for child, where in _children(x):
-        constant = where.key is None and not isinstance(where.container, types.CellType)
+        constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
         step = edge if constant else _Edge(where, child, edge, attributes)
         holds = _visit(child, where, found, depth if transparent else depth - 1, step) or holds
     if isinstance(x, dict | list | set | collections.deque):
@@ -433,6 +448,11 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             for method in () if _of_library(owner.__module__) else owner.__dict__.values():
                 if isinstance(method, staticmethod):
                     yield method.__func__, Place(method.__func__, None)
+    elif isinstance(x, contextvars.ContextVar):
+        ask = functools.partial(x.get, None)
+        yield ask(), _Asked(x, ask, f"the context variable {x.name}")
+    elif isinstance(x, weakref.ReferenceType):
+        yield x(), _Asked(x, x, "what a weak reference gives")
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")

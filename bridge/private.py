@@ -612,6 +612,11 @@ def global_module_hooks() -> tuple[Any, ...] | None:
     return tuple([tuple(h) for h in hooks]) if forward or before or backward or before_backward else None
 
 
+def functions_of_global_hooks() -> list[Callable[..., Any]]:
+    """The hooks of all modules, for what they read."""
+    return [hook for hooks in _global_hooks() for hook in hooks.values()]
+
+
 def default_device_of(mode: Any) -> torch.device | None:
     """The device that a torch function mode gives to factory functions, as ``torch.set_default_device`` enters one; else None."""
     from torch.utils._device import DeviceContext

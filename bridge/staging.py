@@ -138,7 +138,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     Raises:
         DataDependentError: the function asks for values.
     """
-    roots = [fn, *(x for x in call.leaves if not is_array(x))]
+    roots = [fn, *(x for x in call.leaves if not is_array(x)), *private.functions_of_global_hooks()]
     arguments = {id(x) for x in call.arrays}
 
     def those_of(found: capture.Found) -> list[tuple[torch.Tensor, capture.Place]]:

@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -357,6 +359,26 @@ def _attribute_of_function(x: torch.Tensor) -> torch.Tensor:
 
 _attribute_of_function.scale = 2.0  # type: ignore[attr-defined]
 
+def _referred(number: Number) -> Any:
+    reference = weakref.ref(number)
+
+    def change(k: int) -> None:
+        number.value = float(k)
+
+    return lambda x: x * reference().value, change  # type: ignore[union-attr]
+
+
+def test_what_a_hook_of_all_modules_reads() -> None:
+    layer, settings = linear(), {"scale": 2.0}
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: out * settings["scale"])
+    try:
+        compiled = jit(layer)
+        for settings["scale"] in (2.0, 3.0):
+            same(compiled(X), layer(X), rtol=1e-5, atol=1e-6)
+    finally:
+        handle.remove()
+
+
 class Computed:
     """A descriptor with a number of its own."""
 
@@ -426,6 +448,8 @@ READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] =
     "an attribute of a function": lambda: _in(_attribute_of_function, lambda f, x: f(x), lambda f, k: setattr(f, "scale", k)),
     "a descriptor's number": lambda: _in(
         type("C", (), {"scale": Computed()})(), lambda o, x: x * o.scale, lambda o, k: setattr(type(o).__dict__["scale"], "number", k)),
+    "a context variable": lambda: _in(contextvars.ContextVar("scale", default=2.0), lambda v, x: x * v.get(), lambda v, k: v.set(float(k))),
+    "what a weak reference gives": lambda: _referred(Number(2.0)),
     "a metaclass's number": lambda: _in(
         type("Meta", (type,), {"scale": 2.0})("C", (), {}), lambda c, x: x * c.scale, lambda c, k: setattr(type(c), "scale", k)),
     "a Python module's number": lambda: _in(_Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)),

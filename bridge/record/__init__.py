@@ -7,6 +7,7 @@ inside, shapes by value (``x[mask]``), generators, autocast, modes of the user's
 
 - ``recorder``: torch's functions, with their static arguments and the operands' shapes, become entries; a transform is a begin and an end.
 - ``tensor``: what the user's function gets in the place of tensors.
+- ``loops``: steps that repeat are traced and compiled once.
 - ``replay``: the entries as a function that JAX traces, through the public transforms.
 - ``tiers``: a program is compiled fast at first, and well in a thread when it has been used for a while.
 - ``disk``: compiled programs in the user's cache folder, for the next process.

@@ -537,7 +537,7 @@ def _called(f: Callable[..., Any], captured: Any, values: Sequence[Any]) -> list
 
 @jax.jit
 def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
-    """The outputs, with a name by which ``staging`` tells that they depend on the inputs and on nothing else.
+    """The outputs, with a name by which ``bridge.jit.program`` tells that they depend on the inputs and on nothing else.
 
     The inputs are used, without effect, since JAX drops from a program what is not.
     """

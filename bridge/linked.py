@@ -116,7 +116,7 @@ def _nothing(t: Any) -> Any:
 
 
 def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
-    """For each output of a jaxpr the inputs, as the bits given for them, that it depends on; behind: see ``staging.Program``."""
+    """For each output of a jaxpr the inputs, as the bits given for them, that it depends on; behind: see ``bridge.jit.program.Program``."""
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def sources(variables: Sequence[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Outer products written in the order in which they are wanted (bridge/outer.py): the same bits, and only where nothing else reads them."""
+"""Outer products in the order in which they are wanted (bridge/jit/outer_products.py): the same bits, and only if nothing else reads it."""
 from __future__ import annotations
 
 import jax
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import torchfunc_jax
-from bridge.outer import in_order
+from bridge.jit.outer_products import in_order
 
 
 def names(jaxpr):

@@ -1,7 +1,7 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
+from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 from torchfunc_jax import testing
-from torchfunc_jax._explain import explain
 from torchfunc_jax.apis import (
     chunk_vmap,
     debug_unwrap,

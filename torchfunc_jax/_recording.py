@@ -13,10 +13,12 @@ import jax
 import torch
 import torch.utils.checkpoint
 
-from bridge import autograd, capture, eager, guards, private, python_numbers, random, saved_tensors, staging, tensors, trees
+from bridge import autograd, capture, eager, guards, private, python_numbers, random, saved_tensors, tensors, trees
 from bridge import functions as intercepted
 from bridge.calls import Call, code_of, refuse_recording, torch_device
 from bridge.checks import Bounds
+from bridge.jit.compiled import Compiled
+from bridge.jit.program import trace
 from bridge.keys import Same, identical
 from bridge.levels import state
 from bridge.python_numbers import Inputs, Misfit
@@ -25,7 +27,6 @@ from bridge.record.recorder import PARTS, Begin, Recorder, local
 from bridge.record.tensor import Aval, Unrecordable, escaped
 from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
-from torchfunc_jax.jit import _Compiled
 
 _on = os.environ.get("TORCHFUNC_JAX_RECORD", "0") == "1"
 _unrecordable: set[Any] = set()
@@ -175,7 +176,7 @@ def _loaded(path: Any, recorder: Recorder) -> _Program | None:
         numbers = Inputs([0] * found["size"], found["size"])
         for kind, slots in found["slots"].items():
             numbers.slots[kind] = [python_numbers.stored(numbers, kind, *slot) for slot in slots]
-        compiled = object.__new__(_Compiled)
+        compiled = object.__new__(Compiled)
         compiled.program = compiled.checked = program
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered = True, (), None, True
         compiled.where = list(range(len(recorder.inputs) + 2))
@@ -287,13 +288,13 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
     before, local.recorder = local.recorder, None
     try:
-        program, missing = staging._trace(record, call, [], capture.Found(), random.Unwatched())
+        program, missing = trace(record, call, [], capture.Found(), random.Unwatched())
     finally:
         local.recorder = before
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
-    made = _Program(_Compiled(program, call, True, (), tiered=True), numbers_in, asked)
+    made = _Program(Compiled(program, call, True, (), tiered=True), numbers_in, asked)
     made.guards = [g for g in watched if g.needed]
     return made
 

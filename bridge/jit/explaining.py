@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from bridge.guards import Guards
+import jax
+import torch
+
+from bridge import trees
+from bridge.calls import Call
+from bridge.guards import Guards, describe
+from bridge.jit.compiled import Compiled
 
 _logs: list[tuple[list[str], TextIO | None]] = []
 
@@ -78,4 +84,29 @@ def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]])
     ]
 
 
-__all__ = ["explain", "name_of", "reason", "say"]
+def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
+    """What a program is for, in words: names of arguments and states, and what they are."""
+    found = []
+    numbered = dict(zip(entry.numbered, range(len(entry.numbered)), strict=True))
+    recording = key[-2]
+    for i, (path, x) in enumerate(zip(trees.paths(call.spec), call.leaves, strict=True)):
+        (which, *steps) = path
+        name = ("args" if which == 0 else "kwargs") + "".join(f"[{step!r}]" for step in steps)
+        if isinstance(x, torch.Tensor):
+            what = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            what += f" on {x.device}" if x.device.type != "cpu" else ""
+            what += ", requires grad" if recording and x.requires_grad else ""
+        elif isinstance(x, jax.Array):
+            what = f"a jax.Array, {x.dtype}{list(x.shape)}"
+        elif numbered.get(i) in entry.changing:
+            what = f"{type(x).__name__}, an input"
+        else:
+            text = repr(x)
+            what = text if len(text) < 80 else f"{text[:77]}..."
+            what = f"{type(x).__name__} {what}" if isinstance(x, bool | int | float) else what
+        found.append((name, what))
+    structure, mode = ("the structure of the arguments", repr(call.spec)), ("grad mode", "on" if recording else "off")
+    return [structure, *found, mode, *describe(key[-1])]
+
+
+__all__ = ["explain", "facts", "name_of", "reason", "say"]

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import capture, compiling, outer, private, random, tensors, tracing
+from bridge import capture, compiling, dtypes, private, random, tensors, tracing
 from bridge.autograd import conj, inexact, pick
 from bridge.calls import Call, is_array, take_apart
 from bridge.checks import Bounds, ends
 from bridge.guards import Guards
+from bridge.jit import outer_products
 from bridge.levels import push
 from bridge.linked import flow
 
@@ -146,7 +147,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
 
     found = capture.scan(*roots)
     candidates = those_of(found)
-    program, missing = _trace(fn, call, candidates, found)
+    program, missing = trace(fn, call, candidates, found)
     if missing:
         found = capture.scan(*roots, deeper=True)
         candidates = those_of(found)
@@ -156,7 +157,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
         known = {id(t) for t, _ in candidates}
         candidates = candidates + [(t, capture.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = _trace(fn, call, candidates, found)
+        program, missing = trace(fn, call, candidates, found)
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
     raise RuntimeError(
         f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
@@ -164,15 +165,13 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     )
 
 
-def _aval(x: Any) -> jax.ShapeDtypeStruct:
+def aval(x: Any) -> jax.ShapeDtypeStruct:
     if isinstance(x, torch.Tensor):
-        from bridge import dtypes
-
         return jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype))
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _trace(
+def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], found: capture.Found,
     watch: random.Watch | random.Unwatched | None = None,
 ) -> tuple[Program, list[torch.Tensor]]:
@@ -232,8 +231,8 @@ def _trace(
             return values + extra
 
     with jax.enable_x64(True), compiling.correctly():
-        avals = [_aval(x) for x in call.arrays]
-        jaxpr = jax.make_jaxpr(staged)(avals, [_aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+        avals = [aval(x) for x in call.arrays]
+        jaxpr = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     used = sorted(info["used"])
     order = {p: i for i, p in enumerate(used)}
     spec, static, is_tensor = info["meta"]
@@ -294,7 +293,7 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
 
     The ``ends`` of what it checks come last.
     """
-    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer.in_order(program.jaxpr.jaxpr)))
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer_products.in_order(program.jaxpr.jaxpr)))
     count = len(program.sources)
     inputs = set(map(id, program.jaxpr.jaxpr.invars))
     outvars = program.jaxpr.jaxpr.outvars

@@ -1,0 +1,291 @@
+"""A program with what a call of it needs: its compiled forms, where its captured tensors are, how its results come apart."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import autograd, compiling, python_numbers, tensors, trees
+from bridge.calls import Call, is_local, torch_device, write_back
+from bridge.jit.graph_node import ProgramNode
+from bridge.jit.program import ANY_SEEDS, Packing, Program, differentiated, forward, in_two, pull_back
+from bridge.keys import Same
+from bridge.nodes import Geometry
+from bridge.python_numbers import Inputs
+from bridge.record.tiers import Tiered
+from bridge.sharing import Sharing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramInfo:
+    """One program that a jitted function keeps.
+
+    Attributes:
+        arguments: each argument leaf with its shape and dtype, its value, or "input" for a Python number that is one.
+        why: why it was compiled, in sentences.
+        operations: how many operations the program had before XLA optimized it.
+        seconds: what it took to trace, to compile and to run it for the first time.
+        calls: how often it has been called.
+    """
+
+    arguments: tuple[str, ...]
+    why: str
+    operations: int
+    seconds: float
+    calls: int
+
+
+class Changed(Exception):
+    """A captured tensor has another shape or dtype than when the program was made."""
+
+
+class Compiled:
+    """One staged program with what a call needs: its compiled forms, where its captured tensors are, how results come apart."""
+
+    def __init__(
+        self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
+        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False,
+    ) -> None:
+        self.tiered = tiered
+        self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
+        self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs, and where all numbers are among the leaves
+        self.changing = changing  # which of those are inputs
+        self.traced: Any = None  # the function that was traced, if nothing else keeps it: its code is looked at
+        self.sharing = Sharing(program.written)
+        self.facts: list[tuple[str, str]] = []
+        self.why = ""
+        self.seconds, self.calls, self.used = 0.0, 0, 0
+        self.jitted: list[Any] = []
+        self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
+        avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
+        self.packing = Packing.of(avals) if torch_out and len(avals) >= 8 else None
+        self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
+        # jax.Arrays are computed while the caller goes on, and what they hold is checked no more than JAX does
+        self.checked, self.bounds = program.checked() if torch_out else (program, None)
+        self.forward = self._jit(forward(self.checked, self.packing))
+        self.recorded: dict[Any, Any] = {}
+        self.active: dict[Any, Any] = {}
+        self.device = self._device(call)
+        self.one_out = (  # and it is a tensor on the CPU
+            all(program.is_tensor) and program.out_spec is None and not program.written and self.packing is None
+            and self.device is not None and self.device.type == "cpu"
+        )
+
+    def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.donated:
+            return self._kept(run)
+        chosen = set(self.donated)
+
+        def split(kept: list[Any], given: list[Any], captured: Any, seeds: Any) -> Any:
+            source = iter(given), iter(kept)
+            return run([next(source[0] if i in chosen else source[1]) for i in range(len(self.where))], captured, seeds)
+
+        jitted = self._kept(split, donate_argnums=1)
+        return lambda arguments, captured, seeds: jitted(
+            [a for i, a in enumerate(arguments) if i not in chosen], [a for i, a in enumerate(arguments) if i in chosen], captured, seeds
+        )
+
+    def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
+        # jax.Arrays may be those of a user's own jax.jit, inside of which JAX takes no options: a scope at each call says the same
+        jitted: Any
+        if self.tiered:
+            jitted = Tiered(function, self._changed)
+        else:
+            jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
+        self.jitted.append(jitted)
+        return jitted
+
+    changed: Callable[[], None] | None = None
+
+    def _changed(self) -> None:
+        if self.changed is not None:
+            self.changed()
+
+    def clear(self) -> None:
+        """Give back what was compiled; who still holds the program compiles it anew."""
+        for jitted in self.jitted:
+            jitted.clear_cache()
+
+    def info(self) -> ProgramInfo:
+        arguments = tuple(f"{name}: {what}" for name, what in self.facts if name.startswith(("args", "kwargs")))
+        return ProgramInfo(arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls)
+
+    def _device(self, call: Call) -> torch.device | None:
+
+        return torch_device(call.arrays) if self.torch_out else None
+
+    def captured(self) -> list[torch.Tensor] | None:
+        """The captured tensors as they are now; None where this program does not fit any more."""
+        program = self.program
+        if program.guards.needed and not program.guards.hold():
+            return None
+        if not program.places:
+            return []
+        try:
+            found = [p.get() for p in program.places]
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError):
+            return None
+        for t in found:
+            if not isinstance(t, torch.Tensor):
+                return None
+        return found
+
+    def unfit(self, leaves: list[Any], captured: list[torch.Tensor]) -> str:
+        """Why no program can be run on these tensors; "" where there is no reason."""
+        arguments = [leaves[i] for i in self.where if i < len(leaves)]
+        if self.program.written and self.sharing.overlap(arguments, captured):
+            return "two of its inputs share memory, and it writes to one of them"
+        for kind, i in self.program.strided:
+            t = arguments[i] if kind == "argument" else captured[i]
+            if not Geometry.of(t).plain:
+                return "it counts from where a tensor's memory begins (as_strided), and the tensor is a view or not contiguous"
+        return ""
+
+    def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[torch.Tensor]) -> bool:
+        """Whether this program, which takes numbers as inputs, gives what another one does that was made for these numbers."""
+        mine, theirs = self.program, other.program
+        assert self.numbers is not None
+        avals = [[(v.aval.shape, v.aval.dtype) for v in p.jaxpr.jaxpr.outvars] for p in (mine, theirs)]
+        if (
+            avals[0] != avals[1] or mine.out_spec != theirs.out_spec or mine.is_tensor != theirs.is_tensor or mine.count != theirs.count
+            or mine.kinds != theirs.kinds or mine.draws != theirs.draws or mine.generators != theirs.generators
+            or mine.written_places() != theirs.written_places()
+            or any(x is not y and Same(x) != Same(y) for x, y in zip(self.static(values), theirs.static, strict=True))
+        ):
+            return False
+        own = self.captured()
+        if own is None:
+            return False
+        floats, ints = self.numbers.evaluated(values)
+        return all(map(_close, self._tried([*inputs, floats, ints], own), other._tried(inputs, captured)))
+
+    def _tried(self, inputs: list[Any], captured: list[torch.Tensor]) -> list[np.ndarray]:
+        """The program's results, with nothing written anywhere."""
+        values = [tensors.to_jax(t) for t in captured]
+        if self.donated:
+            inputs = [np.array(x) for x in inputs]
+        with jax.enable_x64(True), compiling.at_call():
+            outs = self.forward(inputs, values, ANY_SEEDS)
+        return [np.asarray(v) for v in outs]
+
+    def static(self, numbers: Sequence[Any]) -> list[Any]:
+        """The leaves of the result that are no tensors, for these numbers."""
+        return [x.node.evaluate(numbers) if python_numbers.is_input(x) else x for x in self.program.static]
+
+    def call(self, leaves: list[Any], inputs: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
+        program = self.program
+        values = []
+        recording = grads
+        for t, signature in zip(captured, self.signatures, strict=True):
+            array, now = tensors.crossing(t)
+            if now != signature:
+                raise Changed
+            values.append(array)
+            recording = recording or t.requires_grad
+        if recording and torch.is_grad_enabled() and self.torch_out:
+            active = self._active(leaves, captured)
+            if any(self.pair(*active)[2]):
+                return self._recorded(leaves, captured, *active)
+        seeds = program.seeds()
+        if self.torch_out and compiling.options_suffice():
+            with jax.enable_x64(True):
+                outs = self.forward(inputs, values, seeds)
+        else:
+            with jax.enable_x64(True), compiling.correctly():
+                if not self.torch_out:
+                    values = [jax.device_put(v) for v in values]
+                outs = self.forward(inputs, values, seeds)
+        if not self.torch_out:
+            compiling.warn_of_jit(outs)
+            return self._finish_jax(outs, leaves, captured)
+        if self.bounds is not None:
+            self.bounds.judge(outs.pop())
+        if self.one_out:
+            outs[0].block_until_ready()
+            return tensors.view(outs[0], self.layouts[0])
+        total = len(program.jaxpr.jaxpr.outvars)
+        if self.packing:
+            results = self.packing.unpack(outs, self.device, total)
+        else:
+            for v in outs:  # looking at them while the program runs takes a core from it, and longer than it saves
+                v.block_until_ready()
+            results = tensors.views(outs, self.layouts, self.device)
+        if program.written:
+            jax.block_until_ready(outs)
+            return self._finish(results, leaves, captured)
+        tree = self._finish(results, leaves, captured)  # while the program still runs
+        for v in outs:
+            v.block_until_ready()
+        return tree
+
+    def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+        program = self.program
+        if program.written:
+            targets = [leaves[self.where[i]] if kind == "argument" else captured[i] for kind, i in program.written]
+            write_back([(t, v) for t, v in zip(targets, results[program.count :], strict=True) if isinstance(t, torch.Tensor)])
+        if not program.static or all(program.is_tensor):
+            return trees.unflatten(program.out_spec, results[: program.count])
+        source: Any = iter(results)
+        static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
+        return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
+
+    def _finish_jax(self, outs: list[Any], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+        program = self.program
+        pairs = [(captured[i], v) for (kind, i), v in zip(program.written, outs[program.count :], strict=True) if kind == "captured"]
+        write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if is_local(v)])
+        source = iter(outs)
+        static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
+        return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
+
+    def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which arguments and which captured tensors torch's autograd goes back to."""
+        arguments = [leaves[i] for i in self.where]
+        given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype) for x in arguments])
+        wanted = tuple([x.requires_grad and autograd.inexact_dtype(x.dtype) for x in captured])
+        found = self.active.get((given, wanted))
+        if found is None:
+            reached = self.program.reached([i for i, w in enumerate(given) if w], [i for i, w in enumerate(wanted) if w])
+            found = self.active[given, wanted] = reached
+        return found
+
+    def _recorded(
+        self, leaves: list[Any], captured: list[torch.Tensor], active: tuple[int, ...], active_captured: tuple[int, ...]
+    ) -> Any:
+        arguments = [leaves[i] for i in self.where]
+        written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in self.program.written}
+        diff = [arguments[i] for i in active] + [captured[i] for i in active_captured]
+        # what is written keeps its values of before for the backward pass, as a tensor of its own
+        outs = ProgramNode.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
+        return self._finish(list(outs), leaves, captured)
+
+    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:
+        """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
+        key = (active, active_captured)
+        if key not in self.recorded and self.tiered:
+            run, back = in_two(self.checked, active, active_captured)
+            self.recorded[key] = (self._kept(run), self._kept(back), self.program.kinds_for(active, active_captured))
+        if key not in self.recorded:
+            run = self._kept(differentiated(self.checked, active, active_captured))
+            back = self._kept(functools.partial(pull_back))  # its own: JAX keeps what one function was compiled to
+            self.recorded[key] = (run, back, self.program.kinds_for(active, active_captured))
+        return self.recorded[key]
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two results differ by no more than rounding."""
+    if a.dtype.kind in "biu":
+        return bool(np.array_equal(a, b))
+    kind = np.complex128 if a.dtype.kind == "c" else np.float64
+    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    a, b = a.astype(kind), b.astype(kind)
+    finite = np.abs(b[np.isfinite(b)])
+    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * float(finite.max() if finite.size else 0), equal_nan=True))
+
+
+__all__ = ["Changed", "Compiled", "ProgramInfo"]

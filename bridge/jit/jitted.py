@@ -1,0 +1,383 @@
+"""Jitted functions: which programs one keeps, which of them a call runs, and when it makes a new one."""
+from __future__ import annotations
+
+import copyreg
+import functools
+import itertools
+import operator
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import compiling, guards, python_numbers, tensors, trees
+from bridge.calls import Call, refuse_recording
+from bridge.errors import at_line
+from bridge.jit import explaining
+from bridge.jit.compiled import Changed, Compiled, ProgramInfo
+from bridge.jit.program import ANY_SEEDS, aval, forward, stage
+from bridge.keys import Same, by_identity, identical, weak
+from bridge.levels import state
+from bridge.modules import SWAPPING
+from bridge.nodes import OutsideOfView
+from bridge.private import opaque
+from bridge.python_numbers import Inputs, Misfit
+from bridge.random import SeededInside
+from bridge.record import recorder
+
+
+class _Family:
+    """The programs for calls that differ in nothing but Python numbers."""
+
+    __slots__ = ("by_value", "changing", "first", "programs", "watched")
+
+    def __init__(self) -> None:
+        self.changing: frozenset[int] = frozenset()  # which of the numbers are inputs
+        self.by_value: set[int] = set()  # which ones the function asks the value of
+        self.first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
+        self.programs: dict[Any, list[Compiled]] = {}
+        self.watched: list[Any] = []
+
+    def key(self, numbers: Sequence[Any]) -> Any:
+        return tuple([None if k in self.changing else identical(x) for k, x in enumerate(numbers)])
+
+    def find(self, numbers: Sequence[Any]) -> list[Compiled]:
+        """The programs for these numbers, those first that take them as inputs."""
+        found = self.programs.get(self.key(numbers), [])
+        return [*found, *self.programs.get(tuple(map(identical, numbers)), ())] if self.changing else found
+
+    def to_change(self, numbers: Sequence[Any]) -> frozenset[int]:
+        """Which of these numbers should be inputs."""
+        if self.first is None:
+            return frozenset()
+        differ = {k for k, (x, y) in enumerate(zip(numbers, self.first[0], strict=True)) if identical(x) != identical(y)}
+        return frozenset((self.changing | differ) - self.by_value)
+
+
+class Jitted:
+    """What ``jit`` returns: callable as the function, with a look at what XLA made of it.
+
+    Copies and pickles of it hold the function and no programs.
+    """
+
+    def __init__(
+        self, func: Callable[..., Any], donate: tuple[int, ...] = (), static_argnums: tuple[int, ...] = (), max_programs: int = 64
+    ) -> None:
+        self._func, self._donate, self._static, self._most = func, donate, static_argnums, max_programs
+        self._start()
+        functools.update_wrapper(self, func, updated=())
+
+    def _start(self) -> None:
+        self._families: dict[Any, _Family] = {}
+        self._clock = itertools.count()
+        self._warned = False
+        self._lock = threading.RLock()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self) -> Any:
+        name = getattr(self, "__qualname__", None)
+        found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
+        for part in (name or "").split("."):
+            found = getattr(found, part, None)
+        if found is self:  # a decorated function of a module: by its name, as Python does with functions
+            return name
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_families", "_clock", "_lock", "_warned")}
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # typeshed leaves it out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if state.level is not None or recorder.local.recorder is not None:  # inside a transform or another jit: part of its program
+            return self._func(*args, **kwargs)
+        refuse_recording()
+        if self._static:
+            try:
+                args = tuple(Same(a) if i in self._static else a for i, a in enumerate(args))
+            except TypeError as error:
+                raise _unhashable(error) from None
+        leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
+        inputs: list[Any] = []
+        numbers: list[Any] = []
+        key: list[Any] = [spec]
+        recording = torch.is_grad_enabled()
+        torch_out = True
+        grads = False
+        for x in leaves:
+            if isinstance(x, torch.Tensor):
+                array, signature = tensors.crossing(x)
+                inputs.append(array)
+                key.append(signature)
+                if recording and x.requires_grad:
+                    grads = True
+                    key.append(-len(inputs))  # signatures are not negative
+            elif isinstance(x, jax.Array):
+                inputs.append(x)
+                key.append((x.shape, x.dtype))
+                torch_out = False
+            elif type(x) is float or type(x) is int:
+                numbers.append(x)
+                key.append(type(x))
+            else:
+                try:
+                    key.append(identical(x))
+                except TypeError as error:
+                    raise _unhashable(error) from None
+        key += (torch_out, recording, guards.ambient())
+        whole = tuple(key)
+        try:
+            family = self._families.get(whole)
+        except TypeError as error:
+            raise _unhashable(error) from None
+        misfit = False
+        tried: list[Compiled] = []
+        if family is not None:
+            for entry in family.find(numbers) if numbers else family.programs.get((), ()):
+                tried.append(entry)
+                captured = entry.captured()
+                if captured is not None:
+                    try:
+                        return self._run(entry, leaves, inputs, captured, grads, args, kwargs)
+                    except Changed:
+                        continue
+                    except Misfit:
+                        misfit = True
+        try:
+            entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
+        except (OutsideOfView, SeededInside) as error:
+            return self._unjitted(str(error), torch_out, args, kwargs)
+        captured = entry.captured()
+        assert captured is not None
+        start = time.perf_counter()
+        out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)
+        entry.seconds += time.perf_counter() - start
+        return out
+
+    def _run(
+        self, entry: Compiled, leaves: list[Any], inputs: list[Any], captured: list[torch.Tensor], grads: bool, args: Any, kwargs: Any
+    ) -> Any:
+        entry.used = next(self._clock)
+        entry.calls += 1
+        if entry.program.written or entry.program.strided:
+            reason = entry.unfit(leaves, captured)
+            if reason:
+                return self._unjitted(reason, entry.torch_out, args, kwargs)
+        if entry.numbers is not None:
+            extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
+            leaves, inputs = [*leaves, *extra], [*inputs, *extra]
+        return entry.call(leaves, inputs, captured, grads)
+
+    def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
+        """The function itself, where no program can do what it does with its arguments' memory."""
+        if not torch_out:
+            raise RuntimeError(
+                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of it, "
+                "or pass torch tensors"
+            )
+        explaining.say(self, f"the function itself was called, and no program: {reason}")
+        return self._unwrapped(*args, **kwargs)
+
+    def _compile(
+        self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]
+    ) -> Compiled:
+        with SWAPPING, self._lock:  # in this order everywhere: what is traced may call functional_call
+            family = self._families.get(key)
+            if family is None:
+                family = self._families[key] = _Family()
+                family.watched = [weakref.ref(x, functools.partial(_drop, self._families, key)) for x in _mortal(call.leaves)]
+            for made in family.find(numbers):  # by another thread, while this one waited
+                if not any(made is t for t in tried) and made.captured() is not None:
+                    return made
+            entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
+            if entry is None:
+                start = time.perf_counter()
+                program = stage(self._unwrapped, call)
+                entry = Compiled(program, call, key[-3], self._donated(call))
+                entry.seconds = time.perf_counter() - start
+                if not misfit and (family.first is None or family.first[1].captured() is None):
+                    family.first = (numbers, entry)
+            entry.used = next(self._clock)
+            sub = family.key(numbers) if entry.numbers is not None else tuple(map(identical, numbers))
+            self._describe(entry, family, key, call)
+            family.programs[sub] = [*family.programs.get(sub, ()), entry]
+            self._families.setdefault(key, family)  # it may have been dropped meanwhile
+            self._limit()
+            return entry
+
+    def _with_inputs(
+        self, family: _Family, call: Call, inputs: list[Any], numbers: list[Any], torch_out: bool
+    ) -> Compiled | None:
+        """A program that takes the numbers that change as inputs, but those whose values the function asks for; None if there are none."""
+        changing = family.to_change(numbers)
+        if not changing or family.first is None or any(isinstance(x, jax.core.Tracer) for x in inputs):
+            return None
+        values, first = family.first
+        captured = first.captured()
+        if captured is None:
+            return None
+        start = time.perf_counter()
+        numbered = [i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int]
+        numbers_in = Inputs(numbers)
+        leaves = list(call.leaves)
+        for k in changing:
+            leaves[numbered[k]] = numbers_in.number(k)
+        vectors = [torch.zeros(python_numbers.SLOTS, dtype=d) for d in (torch.float64, torch.int64)]
+        inner = Call([*leaves, *vectors], trees.joined(trees.joined(call.spec, trees.LEAF, trees.LEAF), trees.flatten({})[1]), [])
+        inner.where = [*call.where, len(leaves), len(leaves) + 1]
+
+        def with_numbers(given: Any, floats: torch.Tensor, ints: torch.Tensor) -> Any:
+            with numbers_in.tracing(floats, ints):
+                return self._unwrapped(*given[0], **given[1])
+
+        try:
+            traced = functools.wraps(self._func, updated=())(with_numbers)
+            program = stage(traced, inner)
+            changing -= numbers_in.asked
+            entry = Compiled(program, inner, torch_out, self._donated(call), numbers_in, numbered, changing)
+            entry.traced = traced
+            if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
+                right = not program.types_matter  # no program is there to be compared with
+            else:
+                right = entry.agrees(first, values, inputs, captured)
+        except Exception:  # whatever it is, with static numbers it is seen as it is
+            right = False
+        family.by_value |= numbers_in.asked if right else changing
+        if not right:
+            return None
+        family.changing = changing
+        entry.seconds = time.perf_counter() - start
+        return entry
+
+    def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call) -> None:
+        """Write down what the program is for, and why none of those that are there would do."""
+        every = [e for f in self._families.values() for es in f.programs.values() for e in es]
+        entry.facts = explaining.facts(call, key, entry)
+        entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
+        explaining.say(self, f"a program was compiled: {entry.why}")
+
+    def _limit(self) -> None:
+        """Forget the programs that were not used for longest."""
+        while True:
+            every = [(e.used, k, sub, e) for k, f in self._families.items() for sub, es in f.programs.items() for e in es]
+            if len(every) <= self._most:
+                return
+            if not self._warned:
+                self._warned = True
+                latest = max(every, key=operator.itemgetter(0))[3]
+                warnings.warn(
+                    f"jit of {explaining.name_of(self)}: more than max_programs={self._most} programs were compiled, the last because "
+                    f"{latest.why}. Those used least recently are forgotten, and compiled again if they are called. Pass what changes as a "
+                    f"tensor, or as a Python number among the arguments; docs/jit.md tells more{at_line()}",
+                    RuntimeWarning, stacklevel=2,
+                )
+            _, key, sub, entry = min(every, key=operator.itemgetter(0))
+            family = self._families[key]
+            family.programs[sub] = [e for e in family.programs[sub] if e is not entry]
+            if not family.programs[sub]:
+                del family.programs[sub]
+            if family.first is not None and family.first[1] is entry:
+                family.first = None
+            if not family.programs:
+                self._families.pop(key, None)
+            entry.clear()
+
+    def programs(self) -> list[ProgramInfo]:
+        """The programs that are kept, those first that were used last.
+
+        Returns:
+            list of ProgramInfo
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax import jit
+            >>> f = jit(lambda x, s: x * s)
+            >>> _ = f(torch.ones(3), 2.0), f(torch.ones(3), 3.0)
+            >>> f.programs()[0].arguments
+            ('args[0]: float32[3]', 'args[1]: float, an input')
+        """
+        every = [e for f in list(self._families.values()) for es in list(f.programs.values()) for e in es]
+        return [e.info() for e in sorted(every, key=lambda e: -e.used)]
+
+    def _unwrapped(self, *args: Any, **kwargs: Any) -> Any:
+        return self._func(*[a.value if type(a) is Same else a for a in args], **kwargs)
+
+    def _donated(self, call: Call) -> tuple[int, ...]:
+        if not self._donate:
+            return ()
+        args, _ = trees.unflatten(call.spec, list(range(len(call.leaves))))
+        chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
+        return tuple(k for k, i in enumerate(call.where) if i in chosen)
+
+    @opaque
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program for these arguments as JAX lowers it: ``.as_text()``, ``.cost_analysis()``, ``.compile()``.
+
+        Args:
+            args, kwargs: as for a call; only shapes, dtypes and static values matter.
+
+        Returns:
+            jax.stages.Lowered
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax import jit
+            >>> "sine" in jit(torch.sin).lower(torch.ones(2)).as_text()
+            True
+        """
+        call = Call.of(args, kwargs)
+        program = stage(self._unwrapped, call)
+        with jax.enable_x64(True), compiling.correctly():
+            run = jax.jit(forward(program, None), compiler_options=compiling.options())
+            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], ANY_SEEDS)
+
+    @opaque
+    def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
+        """The program for these arguments as a jaxpr, to be read.
+
+        Args:
+            args, kwargs: as for a call; only shapes, dtypes and static values matter.
+
+        Returns:
+            jax.core.ClosedJaxpr
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax import jit
+            >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
+            ['sin']
+        """
+        return stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
+
+    def cache_clear(self) -> None:
+        """Forget every compiled program."""
+        self._families.clear()
+
+
+def _unhashable(error: TypeError) -> TypeError:
+    return TypeError(f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a closure or as a tensor")
+
+
+def _mortal(leaves: Sequence[Any]) -> Iterator[Any]:
+    """Objects among the arguments that are compared by identity: with one of them, the programs made for it go."""
+    for x in leaves:
+        x = x.value if type(x) is Same else x
+        x = getattr(x, "__self__", x)
+        if not isinstance(x, torch.Tensor | jax.Array) and by_identity(x) and weak(x) is not x:
+            yield x
+
+
+def _drop(families: dict[Any, _Family], key: Any, _: Any) -> None:
+    families.pop(key, None)
+
+
+__all__ = ["Jitted"]

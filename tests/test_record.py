@@ -12,8 +12,7 @@ from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
-from bridge.record import loops
-from torchfunc_jax import _recording
+from bridge.record import loops, transforms
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -21,8 +20,8 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 @pytest.fixture(autouse=True)
 def _switched_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_recording, "_on", True)
-    monkeypatch.setattr(_recording, "_why", reasons := [])
+    monkeypatch.setattr(transforms, "_on", True)
+    monkeypatch.setattr(transforms, "_why", reasons := [])
     yield reasons
     assert not reasons, f"not recorded: {reasons}"
 
@@ -137,7 +136,7 @@ def test_functions_with_derivatives_of_their_own(name: str, way: str, _switched_
 
     for x in (X, X + 1):
         mine = call(x)
-        with _recording.off():
+        with transforms.off():
             same(mine, call(x), rtol=1e-4, atol=1e-5)
 
 

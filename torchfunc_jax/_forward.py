@@ -15,8 +15,9 @@ from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import state
 from bridge.linked import tie_tangents
 from bridge.private import opaque
+from bridge.record import replay, transforms
 from bridge.tracing import value_of
-from torchfunc_jax import _args, _recording
+from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 
 _API = "jvp(f, primals, tangents)"
@@ -88,9 +89,9 @@ def jvp_with_argnums(
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
-    if _recording.on(func, trees.flatten((primals, tangents))[0]):
+    if transforms.on(func, trees.flatten((primals, tangents))[0]):
         done = _recorded_jvp(func, primals, flat_tangents, argnums, (strict, tied), has_aux)
-        if done is not _recording.NOT_RECORDED:
+        if done is not transforms.NOT_RECORDED:
             return done
     target = Differentiated(func, primals, {}, argnums, _API)
 
@@ -139,15 +140,15 @@ def _recorded_jvp(
 
     def record(recorder: Any) -> Any:
         positions = tuple(range(len(primals))) if argnums is None else _args.select(primals, argnums)[1]
-        leaves, spec, active = _recording.active_leaves(primals, {}, positions)
-        avals = _recording.avals_of(recorder, leaves, ())
+        leaves, spec, active = transforms.active_leaves(primals, {}, positions)
+        avals = transforms.avals_of(recorder, leaves, ())
 
         def finish(out: Any) -> Any:
             outs, out_spec, aux_tensors, aux_spec = _outputs(out, has_aux)
             return [*outs, *aux_tensors], (out_spec, len(outs), aux_spec)
 
         params = (active, *options)
-        tensors, (out_spec, n, aux_spec) = _recording.entered(recorder, func, "jvp", params, leaves, spec, avals, tangents, finish)
+        tensors, (out_spec, n, aux_spec) = transforms.entered(recorder, func, "jvp", params, leaves, spec, avals, tangents, finish)
         results = [recorder.aval(t) for t in tensors]
         outs = recorder.end(n, tensors, [a.like(a.shape) for a in (*results[:n], *results)])
 
@@ -157,7 +158,7 @@ def _recorded_jvp(
 
         return outs, build
 
-    return _recording.transform(func, record)
+    return transforms.transform(func, record)
 
 
 def _jvp_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
@@ -173,7 +174,7 @@ def _jvp_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
     return [*outs, *pushed, *aux], None
 
 
-_recording.TRANSFORMS["jvp"] = _jvp_again
+replay.TRANSFORMS["jvp"] = _jvp_again
 
 
 @opaque
@@ -199,9 +200,9 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         >>> push(torch.ones(2))
         tensor([1., 1.])
     """
-    if _recording.on(func, trees.flatten(primals)[0]):
+    if transforms.on(func, trees.flatten(primals)[0]):
         done = _recorded_linearize(func, primals)
-        if done is not _recording.NOT_RECORDED:
+        if done is not transforms.NOT_RECORDED:
             return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
     finish = _to_push
@@ -268,30 +269,30 @@ def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> A
     def record(recorder: Any) -> Any:
         leaves, spec = trees.flatten(primals)
         _args.differentiable(leaves, _LINEARIZE)
-        avals = _recording.avals_of(recorder, leaves, ())
-        tensors, (out_spec, n) = _recording.entered(
+        avals = transforms.avals_of(recorder, leaves, ())
+        tensors, (out_spec, n) = transforms.entered(
             recorder, func, "linearize", (), *trees.flatten((primals, {})), avals, (), _to_push
         )
         results = [recorder.aval(t) for t in tensors]
         outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = _recording.Kept(recorder, outs[0].ref)
+        kept = transforms.Kept(recorder, outs[0].ref)
         wanted = [(a.shape, a.device, a.dtype) for a in map(recorder.aval, leaves)]
 
         @opaque
         def jvp_fn(*tangents: Any) -> Any:
-            with _recording.unwatched():
+            with transforms.unwatched():
                 given = _tangent_leaves(tangents, spec, wanted)
-            done: Any = _recording.NOT_RECORDED
+            done: Any = transforms.NOT_RECORDED
             if not any(isinstance(t, jax.Array) for t in given):
                 done = kept.call(jvp_fn, given, [a.like(a.shape) for a in results], lambda pushed: trees.unflatten(out_spec, list(pushed)))
-            if done is _recording.NOT_RECORDED:
-                with _recording.off():
+            if done is transforms.NOT_RECORDED:
+                with transforms.off():
                     done = linearize(func, *primals)[1](*tangents)
             return done
 
         return outs, lambda outs: (trees.unflatten(out_spec, list(outs)), jvp_fn)
 
-    return _recording.transform(func, record, lasting=True)
+    return transforms.transform(func, record, lasting=True)
 
 
 def _linearize_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
@@ -299,4 +300,4 @@ def _linearize_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
     return list(outs), lambda tangents: list(push(*tangents))
 
 
-_recording.TRANSFORMS["linearize"] = _linearize_again
+replay.TRANSFORMS["linearize"] = _linearize_again

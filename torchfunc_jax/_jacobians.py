@@ -12,7 +12,8 @@ import torch
 from bridge import calls, dtypes, eager, trees
 from bridge.calls import Result, apply
 from bridge.private import opaque
-from torchfunc_jax import _args, _recording
+from bridge.record import replay, transforms
+from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums
 from torchfunc_jax._reverse import Differentiated
@@ -60,9 +61,9 @@ def jacrev(
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
-        if _recording.on(func, trees.flatten(args)[0]):
+        if transforms.on(func, trees.flatten(args)[0]):
             done = _recorded_jacrev(func, argnums, has_aux, chunk_size, args)
-            if done is not _recording.NOT_RECORDED:
+            if done is not transforms.NOT_RECORDED:
                 return done
         target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
@@ -94,13 +95,13 @@ def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chun
         diff, positions = _args.select(args, argnums)
         diff_leaves, diff_spec = trees.flatten(diff)
         _args.differentiable(diff_leaves, "vjp(f, *primals)")
-        leaves, spec, active = _recording.active_leaves(args, {}, positions)
-        avals = _recording.avals_of(recorder, leaves, active)
+        leaves, spec, active = transforms.active_leaves(args, {}, positions)
+        avals = transforms.avals_of(recorder, leaves, active)
 
         def finish(out: Any) -> Any:
             return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
-        tensors, (out_spec, n, aux_spec) = _recording.entered(
+        tensors, (out_spec, n, aux_spec) = transforms.entered(
             recorder, func, "jacrev", (active, chunk_size), leaves, spec, avals, (), finish
         )
         results, inputs = [recorder.aval(t) for t in tensors], [recorder.aval(x) for x in diff_leaves]
@@ -115,7 +116,7 @@ def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chun
 
         return outs, build
 
-    return _recording.transform(func, record)
+    return transforms.transform(func, record)
 
 
 def _jacrev_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
@@ -129,7 +130,7 @@ def _jacrev_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
     return [*[block for row in jacobian for block in row], *aux], None
 
 
-_recording.TRANSFORMS["jacrev"] = _jacrev_again
+replay.TRANSFORMS["jacrev"] = _jacrev_again
 
 
 def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:

@@ -16,7 +16,8 @@ from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
 from bridge.private import opaque
-from torchfunc_jax import _args, _recording
+from bridge.record import replay, transforms
+from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
 
@@ -157,9 +158,9 @@ def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
-    if _recording.on(func, trees.flatten((args, kwargs))[0]):
+    if transforms.on(func, trees.flatten((args, kwargs))[0]):
         done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
-        if done is not _recording.NOT_RECORDED:
+        if done is not transforms.NOT_RECORDED:
             return done
     target = Differentiated(func, args, kwargs, argnums, api)
 
@@ -192,10 +193,10 @@ def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
         diff, positions = _args.select(args, argnums)
         diff_leaves, diff_spec = trees.flatten(diff)
         _args.differentiable(diff_leaves, api)
-        leaves, spec, active = _recording.active_leaves(args, kwargs, positions)
-        avals = _recording.avals_of(recorder, leaves, active)
+        leaves, spec, active = transforms.active_leaves(args, kwargs, positions)
+        avals = transforms.avals_of(recorder, leaves, active)
         finish = functools.partial(_scalar, has_aux=has_aux, api=api)
-        tensors, aux_spec = _recording.entered(recorder, func, "grad", active, leaves, spec, avals, (), finish)
+        tensors, aux_spec = transforms.entered(recorder, func, "grad", active, leaves, spec, avals, (), finish)
         results = [recorder.aval(x) for x in diff_leaves] + [recorder.aval(t) for t in tensors]
         outs = recorder.end((), tensors, [a.like(a.shape) for a in results])
         n = len(diff_leaves)
@@ -206,7 +207,7 @@ def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
 
         return outs, build
 
-    return _recording.transform(func, record)
+    return transforms.transform(func, record)
 
 
 def _grad_again(body: Any, operands: list[Any], active: Any, _: Any) -> Any:
@@ -218,7 +219,7 @@ def _grad_again(body: Any, operands: list[Any], active: Any, _: Any) -> Any:
     return [*gradients, value, *aux], None
 
 
-_recording.TRANSFORMS["grad"] = _grad_again
+replay.TRANSFORMS["grad"] = _grad_again
 
 
 @opaque
@@ -252,9 +253,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
-    if _recording.on(func, trees.flatten(primals)[0]):
+    if transforms.on(func, trees.flatten(primals)[0]):
         done = _recorded_vjp(func, primals, argnums, has_aux, api)
-        if done is not _recording.NOT_RECORDED:
+        if done is not transforms.NOT_RECORDED:
             return done
     target = Differentiated(func, primals, {}, argnums, api)
 
@@ -302,25 +303,25 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
         diff, positions = (primals, tuple(range(len(primals)))) if argnums is None else _args.select(primals, argnums)
         diff_leaves, diff_spec = trees.flatten(diff)
         _args.differentiable(diff_leaves, api)
-        leaves, spec, active = _recording.active_leaves(primals, {}, positions)
-        avals = _recording.avals_of(recorder, leaves, active)
+        leaves, spec, active = transforms.active_leaves(primals, {}, positions)
+        avals = transforms.avals_of(recorder, leaves, active)
         finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
-        tensors, (out_spec, n, aux_spec) = _recording.entered(recorder, func, "vjp", active, leaves, spec, avals, (), finish)
+        tensors, (out_spec, n, aux_spec) = transforms.entered(recorder, func, "vjp", active, leaves, spec, avals, (), finish)
         results = [recorder.aval(t) for t in tensors]
         outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = _recording.Kept(recorder, outs[0].ref)
+        kept = transforms.Kept(recorder, outs[0].ref)
         inputs = [recorder.aval(x) for x in diff_leaves]
         shapes = [(tuple(a.shape), a.dtype) for a in results[:n]]
 
         @opaque
         def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-            with _recording.unwatched():
+            with transforms.unwatched():
                 leaves = _cotangent_leaves(cotangents, out_spec, shapes)
-            done: Any = _recording.NOT_RECORDED
+            done: Any = transforms.NOT_RECORDED
             if not any(isinstance(c, jax.Array) for c in leaves):
                 done = kept.call(vjp_fn, leaves, [a.like(a.shape) for a in inputs], lambda grads: trees.unflatten(diff_spec, list(grads)))
-            if done is _recording.NOT_RECORDED:
-                with _recording.off():
+            if done is transforms.NOT_RECORDED:
+                with transforms.off():
                     done = vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents)
             return done
 
@@ -330,7 +331,7 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
 
         return outs, build
 
-    return _recording.transform(func, record, lasting=True)
+    return transforms.transform(func, record, lasting=True)
 
 
 def _vjp_again(body: Any, operands: list[Any], active: Any, n: Any) -> Any:
@@ -342,7 +343,7 @@ def _vjp_again(body: Any, operands: list[Any], active: Any, n: Any) -> Any:
     return [*output, *aux], lambda cotangents: list(pull(tuple(cotangents)))
 
 
-_recording.TRANSFORMS["vjp"] = _vjp_again
+replay.TRANSFORMS["vjp"] = _vjp_again
 
 
 def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from bridge.calls import Call, Result, apply, code_of, is_array
 from bridge.levels import push, state
 from bridge.private import opaque
 from bridge.random import lane_key, source
-from torchfunc_jax import _recording
+from bridge.record import replay, transforms
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None
@@ -222,9 +222,9 @@ def _map(
     func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
     size: int,
 ) -> Any:
-    if _recording.on(func, [*leaves, *trees.flatten(kwargs)[0]]):
+    if transforms.on(func, [*leaves, *trees.flatten(kwargs)[0]]):
         done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-        if done is not _recording.NOT_RECORDED:
+        if done is not transforms.NOT_RECORDED:
             return done
     call = Call.of_flat(leaves, spec, kwargs)
     traceable = call.traceable(func)
@@ -296,7 +296,7 @@ def _recorded(
         def finish(out: Any) -> Any:
             return _check_outputs(out, out_dims, func), [isinstance(x, torch.Tensor) for x in trees.flatten(out)[0]]
 
-        (tensors, (out_spec, out_axes, static)), is_tensor = _recording.entered(
+        (tensors, (out_spec, out_axes, static)), is_tensor = transforms.entered(
             recorder, func, "vmap", params, every, trees.joined(spec, kwargs_spec), avals, (), finish
         )
         avals, placed = [], []
@@ -308,7 +308,7 @@ def _recorded(
         outs = recorder.end(tuple(placed), tensors, avals)
         return outs, lambda outs: rebuild(outs, out_spec, static, is_tensor)
 
-    return _recording.transform(func, record)
+    return transforms.transform(func, record)
 
 
 def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
@@ -317,7 +317,7 @@ def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
     return outs, None
 
 
-_recording.TRANSFORMS["vmap"] = _again
+replay.TRANSFORMS["vmap"] = _again
 
 
 def _by_lanes(

@@ -5,10 +5,13 @@ that stand on it, and does not record all that they run yet.  What it does not r
 outermost vjp and linearize, functionalize, jax.Arrays, autograd.Function, checkpoint and control flow, torch.autograd.grad and hooks
 inside, shapes by value (``x[mask]``), generators, autocast, modes of the user's, and tensors that are not on the CPU.
 
+- ``transforms``: a call of a transform: whether it is recorded, how its function runs meanwhile, its result.
 - ``recorder``: torch's functions, with their static arguments and the operands' shapes, become entries; a transform is a begin and an end.
 - ``tensor``: what the user's function gets in the place of tensors.
-- ``loops``: steps that repeat are traced and compiled once.
+- ``functions``, ``checkpointing``: torch.autograd.Function and torch.utils.checkpoint as parts of a record.
+- ``programs``: records compiled, which are kept for calls whose record is the same.
 - ``replay``: the entries as a function that JAX traces, through the public transforms.
+- ``loops``: steps that repeat are traced and compiled once.
 - ``tiers``: a program is compiled fast at first, and well in a thread when it has been used for a while.
 - ``disk``: compiled programs in the user's cache folder, for the next process.
 """

@@ -138,7 +138,7 @@ def run(loop: Loop, replay: Any) -> None:
     def step(carry: Sequence[Any], repetition: Any) -> tuple[list[Any], None]:
         with push("loop") as level:
             arguments = [wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
-            inner = type(replay)(replay.transforms, python_numbers.in_repetition(numbers, loop.numbers, repetition))
+            inner = type(replay)(python_numbers.in_repetition(numbers, loop.numbers, repetition))
             for what, operands, first in loop.entries:
                 found = [
                     replay.env[x] if type(x) is int else arguments[x[1]] if x[0] == "carried" else inner.env[x[1]] for x in operands

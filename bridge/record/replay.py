@@ -14,6 +14,9 @@ from bridge.record import loops
 from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
 
+#: How a transform is run again, by its kind: of (its function, operands, parameters of its begin, of its end), (results, what pulls back).
+TRANSFORMS: dict[str, Callable[..., Any]] = {}
+
 
 class Block:
     """A transform of the record, or all of it: entries, and the numbers of what goes in and comes out."""
@@ -67,8 +70,7 @@ def parsed(trace: Sequence[Any], results: Sequence[int]) -> tuple[Block, list[in
 class Run:
     """One run of a record: the values by their numbers."""
 
-    def __init__(self, transforms: dict[str, Callable[..., Any]], numbers: Sequence[Any]) -> None:
-        self.transforms = transforms
+    def __init__(self, numbers: Sequence[Any]) -> None:
         self.env: dict[Any, Any] = {}
         self.numbers, self.used = numbers, 0
         self.pulls: dict[int, Any] = {}
@@ -124,7 +126,7 @@ class Run:
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
-            outs, pull = self.transforms[block.begin.kind](body, operands, block.begin.params, block.end.params)
+            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)

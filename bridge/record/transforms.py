@@ -1,0 +1,195 @@
+"""Transforms as parts of a record: when one is recorded, how its function runs meanwhile, and what it leaves to be called later."""
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import autograd, private, saved_tensors, trees
+from bridge import functions as intercepted
+from bridge.calls import code_of, refuse_recording
+from bridge.levels import state
+from bridge.record.programs import run
+from bridge.record.recorder import Recorder, local
+from bridge.record.tensor import Aval, Unrecordable, escaped
+
+_on = os.environ.get("TORCHFUNC_JAX_RECORD", "0") == "1"
+_unrecordable: set[Any] = set()
+_why: list[str] = []  # for looking into while the old engine is there
+NOT_RECORDED = object()
+
+
+def on(func: Any, leaves: Sequence[Any], outermost: bool = True) -> bool:
+    """Whether a transform of func called with these leaves is to be recorded."""
+    if not _on or state.level is not None or _off.entered:
+        return False
+    if local.recorder is not None:
+        return True
+    if not outermost or code_of(func) in _unrecordable or any(isinstance(x, jax.Array) for x in leaves):
+        return False
+    return not (private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled() or private.saved_tensor_pack())
+
+
+def transform(
+    func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]], lasting: bool = False
+) -> Any:
+    """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
+
+    lasting: the record, if one is made, will be repeated.
+    """
+    recorder = local.recorder
+    if recorder is not None:
+        mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
+        try:
+            if mode is not recorder:
+                raise Unrecordable("a torch function mode of the user's")
+            outs, build = record(recorder)
+            return build(outs)
+        finally:
+            private.enter_function_mode(mode)
+    refuse_recording()
+    recorder = local.recorder = Recorder(run)
+    recorder.lasting = lasting
+    try:
+        with intercepted.intercepted():
+            outs, build = record(recorder)
+        local.recorder = None
+        if lasting and recorder.written:
+            raise Unrecordable("a function that writes, and is called again")
+        return build(run(recorder, [t.ref for t in outs], True))
+    except Unrecordable as reason:
+        _unrecordable.add(code_of(func))
+        _why.append(f"{getattr(func, '__qualname__', func)}: {reason}")
+        return NOT_RECORDED
+    finally:
+        local.recorder = None
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """While entered, the record in progress, if there is one, does not write down what is done."""
+    if local.recorder is None:
+        yield
+        return
+    mode = private.leave_function_mode()
+    try:
+        yield
+    finally:
+        private.enter_function_mode(mode)
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """While entered, nothing is recorded on this thread."""
+    before, _off.entered = _off.entered, True
+    try:
+        yield
+    finally:
+        _off.entered = before
+
+
+class _Off(threading.local):
+    entered = False
+
+
+_off = _Off()
+
+
+def entered(
+    recorder: Recorder, func: Callable[..., Any], kind: str, params: Any, leaves: Sequence[Any], spec: Any, avals: Sequence[Aval],
+    more: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]],
+) -> tuple[list[Any], Any]:
+    """Run func on the arguments of a transform that begins; the tensors among its results, and finish's other result.
+
+    Args:
+        leaves, spec: the flattened (args, kwargs).
+        avals: of the tensors among them, as the function sees them.
+        more: further operands of the transform.
+    """
+    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    arguments = recorder.begin(kind, params, [*[leaves[i] for i in where], *more], avals)
+    filled = list(leaves)
+    for i, t in zip(where, arguments, strict=True):
+        filled[i] = t
+    try:
+        args, kwargs = trees.unflatten(spec, filled)
+        private.enter_function_mode(recorder)
+        try:
+            if kind in ("grad", "jacrev", "vjp"):
+                with torch.enable_grad(), saved_tensors.without_hooks():
+                    out = func(*args, **kwargs)
+            else:
+                out = func(*args, **kwargs)
+        finally:
+            private.leave_function_mode()
+        return finish(out)
+    except BaseException:
+        recorder.leave()
+        raise
+
+
+class Kept:
+    """A transform whose record has a function of it that is called later: that of vjp pulls back, that of linearize pushes forward.
+
+    Args:
+        recorder: the record, in which the transform has just ended.
+        first: the number of the transform's first result.
+        outermost: whether the record ends with it, and has to be repeated for each call.
+    """
+
+    def __init__(self, recorder: Recorder, first: int) -> None:
+        self.recorder, self.first, self.level = recorder, first, recorder.level
+        self.outermost = recorder.lasting and recorder.level is None
+        self.versions = []
+        if self.outermost:  # what is written to a tensor after the call changes no later one, unless torch's autograd has to see it
+            self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
+            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
+
+    def call(self, func: Any, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
+        """Its results; NOT_RECORDED where they cannot be written down.  func: whose code is remembered if it cannot be."""
+
+        def record(recorder: Recorder) -> Any:
+            if recorder is self.recorder:
+                if self.level is not None and not self.level.open:
+                    raise escaped()
+                first = self.first
+            elif self.outermost:
+                first = recorder.repeat(self.recorder)[self.first]
+            else:
+                raise escaped()
+            return recorder.pull(first, operands, avals), build
+
+        if not self.outermost and local.recorder is not self.recorder:
+            raise escaped()
+        autograd.check_unchanged(self.versions)
+        return transform(func, record)
+
+
+def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
+    """The flattened (args, kwargs); and which of the tensors among the leaves belong to the arguments at these positions."""
+    leaves, spec = trees.flatten((args, kwargs))
+    starts = [0]
+    for a in args:
+        starts.append(starts[-1] + (1 if isinstance(a, torch.Tensor) else len(trees.flatten(a)[0])))
+    order, k = {}, 0
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor):
+            order[i] = k
+            k += 1
+    return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
+
+
+def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
+    """Of the tensors among the leaves, those that are differentiated requiring grad."""
+    found = [recorder.aval(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
+    for k in active:
+        found[k] = found[k].with_grad(True)
+    return found
+
+
+__all__ = ["NOT_RECORDED", "Kept", "active_leaves", "avals_of", "entered", "off", "on", "transform", "unwatched"]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import eager, private, sharing, tensors, tracing
+from bridge import private, sharing, tensors, tracing
 from bridge.errors import reworded
 from bridge.linked import depends, flow
 
@@ -36,11 +36,9 @@ class _Recorded:
     """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
 
     def __init__(
-        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None,
-        code: Any = None,
+        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None
     ) -> None:
         self.compute, self.leaves, self.known, self.key, self.again = compute, leaves, known, key, kinds
-        self.code = code  # by which it is remembered whether a tape can follow it; None: not to be tried
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
@@ -99,7 +97,7 @@ def inexact_dtype(dtype: torch.dtype) -> bool:
 
 
 def differentiable(
-    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, code: Any = None
+    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
@@ -108,14 +106,13 @@ def differentiable(
         leaves: its arguments.
         known: captured tensors that require grad, or may do so.
         key: the JAX key random operators draw from; None: from torch's generator.
-        code: of the user's function, for a computation that a tape can follow (``eager.recorded``).
 
     Returns:
         (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
     """
     from bridge.calls import torch_device
 
-    recorded = _Recorded(compute, leaves, known, key, code=code)
+    recorded = _Recorded(compute, leaves, known, key)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
@@ -149,7 +146,7 @@ class _Border(Untransformed):
     def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
-            outs, pull, rest = eager.recorded(recorded, actives, recorded.code)
+            outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
         floats, others = iter(outs), iter(rest)
         avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
         held = addresses(pull)
@@ -200,8 +197,6 @@ class _Border(Untransformed):
 
 def _reached(pull: Any, given: Sequence[bool], count: int) -> list[bool]:
     """Which of the inputs, so many, the outputs depend on whose cotangents are given: PyTorch gives the others None, and not zeros."""
-    if isinstance(pull, eager.Pull):
-        return pull.reached(given)
     jaxpr = private.linear_program(pull)
     if jaxpr is None or len(jaxpr.outvars) != len(given):
         return [True] * count
@@ -252,7 +247,7 @@ def addresses(pull: Any) -> set[int]:
 
 def _held(pull: Any) -> list[Any]:
     """The arrays that a pullback reads."""
-    return pull.arrays() if isinstance(pull, eager.Pull) else jax.tree_util.tree_leaves(pull)
+    return jax.tree_util.tree_leaves(pull)
 
 
 def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ import torch
 
 from bridge import autograd, capture, compiling, eager, operands, private, sharing, tensors, tracing, trees
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
-from bridge.eager import Untaped
 from bridge.errors import reworded
 from bridge.levels import Level, push, state
 from bridge.nodes import Geometry, Node, read, write
@@ -128,8 +127,7 @@ class Traceable:
 
 @private.opaque
 def apply(
-    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False, taped: bool = False,
-    mapped: bool = False,
+    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False
 ) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
@@ -138,17 +136,12 @@ def apply(
         leaves: torch tensors (also traced ones) and jax.Arrays.
         fn: the user's function, under which tensors captured by closure are remembered.
         lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
-        mapped: the computation is a vmap and nothing else, which a tape can follow outside of compilation.
-        taped: the computation differentiates by ``eager.vjp`` and does nothing else, so that it can be done for all lanes at once.
 
     Returns:
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
     """
     if state.level is not None:
         level = state.level
-        lanes = level.lanes
-        if level.tape is not None or (lanes is not None and not taped):
-            raise Untaped  # JAX must see through the transform inside
         values = [value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         met_before, level.met = level.met, {}
         try:
@@ -158,8 +151,6 @@ def apply(
         finally:
             met, level.met = level.met, met_before
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        if lanes is not None and result.written:
-            raise Untaped
         if result.written:
             sharing.refuse(result, leaves, [(t, tracing.node_of(t)) for t in met.values()], inside=True)
         met_before.update((key, t) for key, t in met.items() if tracing.node_of(t).level is not level)
@@ -174,7 +165,7 @@ def apply(
         raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)
-    return _outermost(compute, leaves, fn, lasting, code_of(fn) if mapped else None)
+    return _outermost(compute, leaves, fn, lasting)
 
 
 def _outputs(result: Result) -> list[Any]:
@@ -220,7 +211,7 @@ def refuse_recording() -> None:
         raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
 
 
-def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool, code: Any) -> tuple[list[Any], Any]:
+def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
     refuse_recording()
     eager.called(code_of(fn), leaves)
     if not torch.is_grad_enabled():
@@ -232,7 +223,7 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bo
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key, writes = autograd.differentiable(compute, leaves, known, key, code)
+            outs, meta, met, key, writes = autograd.differentiable(compute, leaves, known, key)
         else:
             outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]

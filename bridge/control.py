@@ -18,7 +18,7 @@ from bridge import private, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp
 from bridge.levels import push, state
 from bridge.record import recorder
-from bridge.tracing import Traced, value_of, without_lanes, wrap
+from bridge.tracing import Traced, value_of, wrap
 
 _UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
 
@@ -66,7 +66,6 @@ def _known(pred: Any) -> bool | None:
     """A predicate's value; None where it is not known."""
     if not isinstance(pred, torch.Tensor):
         return bool(pred)
-    without_lanes()
     value = value_of(pred)
     if not isinstance(value, jax.core.Tracer):
         return bool(value)

@@ -7,7 +7,7 @@ from bridge import private
 from bridge.errors import NoLoweringError, at_line
 from bridge.kernels import Plan
 from bridge.lowering.registry import LOWERINGS
-from bridge.tracing import lane_wise, traced_python
+from bridge.tracing import traced_python
 
 
 def can_fall_back(func: Any) -> bool:
@@ -19,7 +19,6 @@ def fallback(func: Any) -> Plan:
     table = private.decompositions()
     if private.is_composite(func):
 
-        @lane_wise
         def composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with traced_python():
                 return func.decompose(*args, **kwargs)
@@ -28,7 +27,6 @@ def fallback(func: Any) -> Plan:
     decomposition = table.get(func)
     if decomposition is not None:
 
-        @lane_wise
         def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with traced_python():
                 return decomposition(*args, **kwargs)

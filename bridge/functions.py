@@ -21,7 +21,6 @@ from torch.nn.modules._functions import BackwardHookFunction
 from bridge import autograd, hooks, operands, private, trees
 from bridge.autograd import Untransformed, conj, inexact
 from bridge.closed import Closed, followed
-from bridge.eager import Untaped
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.linked import stopped_by_torch
@@ -261,8 +260,6 @@ class _Call:
     def run(self, values: Sequence[Any], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; written into those of ``out``, where the forward has run before."""
         level = state.level
-        if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
-            raise Untaped
         innermost: Level | None = level
         while innermost is not None and innermost.kind not in ("grad", "jvp"):
             innermost = innermost.parent

@@ -15,7 +15,6 @@ import torch
 from bridge import private
 from bridge.autograd import conj, in_place_of
 from bridge.closed import Closed, followed
-from bridge.eager import Untaped
 from bridge.errors import at_line
 from bridge.levels import Level, push, state
 from bridge.nodes import read
@@ -23,7 +22,7 @@ from bridge.tracing import resumed, value_of, wrap
 
 
 def _followed(values: Sequence[Any]) -> None:
-    """A tape cannot follow a hook: JAX differentiates instead; and it knows no tangents of what has a hook.
+    """Refuse a hook where a forward-mode transform differentiates: JAX knows no tangents of what has one.
 
     Raises:
         NotImplementedError: the innermost transform that differentiates is a forward-mode one.
@@ -37,8 +36,6 @@ def _followed(values: Sequence[Any]) -> None:
             "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
             f"what has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
         )
-    if level.lanes is not None or any(t is not None and t.tracks(values) for t in (level.tape, level.root.recording)):
-        raise Untaped
 
 
 def _differentiated() -> bool:

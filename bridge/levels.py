@@ -30,7 +30,6 @@ class Level:
         randomness: for vmap: "error", "same" or "different".
         key: the JAX key random operators of this level draw from; None: the parent's.
         writes: nodes of outer levels written to in here, with the values they had before.
-        tape: in a grad level outside of compilation: records what runs, to differentiate it.
         staged: in the root: the trace is of a whole program to be compiled.
         captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
         live: in the root: ids of those among them that were used while torch's grad mode was on.
@@ -41,9 +40,8 @@ class Level:
     """
 
     __slots__ = (
-        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lanes", "lasting", "live", "met",
-        "next_tape", "operator", "outer", "overrides", "parent", "probe", "randomness", "recorded", "recording", "root", "seeds",
-        "staged", "tape", "with_history", "writes",
+        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lasting", "live", "met", "operator",
+        "outer", "overrides", "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "with_history", "writes",
     )
 
     def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
@@ -65,12 +63,8 @@ class Level:
         self.behind: set[int] = set()
         self.with_history: set[int] = set()
         self.recorded = False
-        self.recording: Any = None  # in the root: bridge.eager.Tape, where one differentiates the computation for torch's autograd
         self.lasting = False
-        self.tape: Any = None  # bridge.eager.Tape, where one differentiates this level
         self.lane: Any = None  # in a vmap with randomness="different": the number of the lane
-        self.lanes: Any = None  # bridge.eager.Lanes, where they stand for this vmap
-        self.next_tape: Any = None  # the tape of the grad level about to be entered
         self.operator: Any = None
         self.outer: dict[int, Any] = {}  # tensors of levels around this one that require grad and were read in here
         self.met: dict[int, Any] = {}  # tensors from around this level that were read or written to in here
@@ -103,13 +97,6 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
     """Enter a level.  On exit, writes to outer levels' tensors are undone; the caller repeats them one level up with the new values."""
     parent = state.level
     level = Level(kind, parent, randomness, key)
-    if parent is not None:
-        if parent.tape is not None or (parent.lanes is not None and parent.next_tape is None):
-            from bridge.eager import Untaped  # no other transform inside one of these: JAX must see through it
-
-            raise Untaped
-        level.tape, parent.next_tape = parent.next_tape, None
-        level.lanes = parent.lanes
     state.level = level
     try:
         yield level

@@ -17,7 +17,6 @@ from jax import lax
 from jax.extend.core import Literal
 
 from bridge import private
-from bridge.eager import Unread, copied
 from bridge.levels import state
 from bridge.lowering.registry import of_this_torch
 
@@ -50,10 +49,7 @@ def stopped_by_torch(value: Any) -> Any:
 
 
 def depends(value: Any) -> bool:
-    """Whether an array is one that JAX differentiates, at whatever level, or the tape of torch's autograd."""
-    recording = state.level.root.recording
-    if recording is not None:
-        return recording.tracks([value])
+    """Whether an array is one that JAX differentiates, at whatever level."""
     while isinstance(value, jax.core.Tracer):
         below = private.batched_value(value)
         if below is None:
@@ -64,19 +60,12 @@ def depends(value: Any) -> bool:
 
 def tie(func: Any, out: Any, values: Any) -> Any:
     """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none."""
-    root = state.level.root
-    if root.recording is not None:
-        fresh = range(len(out) if isinstance(out, tuple | list) else 1) if func in _FRESH else _FRESH_OUTPUTS.get(func, ())
-        if isinstance(out, jax.Array):
-            return copied(out, state.level.lanes) if 0 in fresh else out
-        return type(out)(copied(v, state.level.lanes) if i in fresh else v for i, v in enumerate(out)) if fresh else out
     if func in _FRESH:
         return out
-    if root.staged:  # the question is asked of the program
+    if state.level.root.staged:  # the question is asked of the program
         fresh = _FRESH_OUTPUTS.get(func, ())
         return type(out)(stopped_by_torch(v) if i in fresh else v for i, v in enumerate(out)) if fresh else out
-    arrays = [v.root if type(v) is Unread else v for v in jax.tree_util.tree_leaves(values)]
-    linked = [v for v in arrays if isinstance(v, jax.Array) and depends(v)]
+    linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
     if not linked:
         return out
     fresh = _FRESH_OUTPUTS.get(func, ())

@@ -107,27 +107,6 @@ def _hashable(x: Any) -> Any:
     return tuple(_hashable(v) for v in x) if isinstance(x, list | tuple) else x
 
 
-def unread(node: Node, level: Any) -> eager.Unread | None:
-    """A view that was not computed yet, with its operators in order; None where it was, or where its operators take keywords."""
-    if node.parent is None or node.seen == node.root.version:
-        return None
-    views = []
-    while node.parent is not None and node.seen != node.root.version:
-        if node.view.kwargs:
-            return None
-        views.append(node.view)
-        node = node.parent
-    first, start = node, tuple(reversed(views))
-
-    def compute() -> Any:
-        value = read(first, level)
-        for view in start:
-            value = view.forward(value)
-        return value
-
-    return eager.Unread(read(first, level), start, compute)
-
-
 def read(node: Node, level: Any) -> Any:
     """The node's value now, as seen from a trace level."""
     if node.parent is None:

@@ -14,7 +14,6 @@ import torch.distributed
 from bridge import private
 from bridge.errors import at_line
 from bridge.kernels import Plan
-from bridge.tracing import lane_wise
 
 #: Collectives that write each tensor of their first argument with what all processes have in its place.
 _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_")
@@ -30,7 +29,6 @@ def opaque_plan(func: Any) -> Plan | None:
 
 
 def _mark(func: Any) -> Plan:
-    @lane_wise
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = private.marked_distributed()
         if module is not None:
@@ -60,7 +58,6 @@ def _local_forward(module: Any, entered: bool) -> None:
 
 
 def _collective(func: Any) -> Plan:
-    @lane_wise
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, group = args[:2]
         if private.processes(group) > 1:

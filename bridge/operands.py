@@ -13,8 +13,7 @@ from bridge import eager, linked, private, saved_tensors
 from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import Level, state
-from bridge.nodes import read, unread
-from bridge.tracing import Traced, lane_wise, unknown_value, value_of, wrap
+from bridge.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
 
@@ -27,15 +26,6 @@ def value_in(x: Any) -> Any:
     if kind is list or kind is tuple:
         return [value_in(v) for v in x]
     return value_of(x) if isinstance(x, torch.Tensor) else x
-
-
-def _operand(t: Traced) -> Any:
-    """A traced tensor's value, or, outside of compilation, the view that it is and nobody has read."""
-    node = t.node
-    if node.parent is None or node.level is not state.level:
-        return value_in(t)
-    found = unread(node, state.level)
-    return read(node, state.level) if found is None else found
 
 
 def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
@@ -68,10 +58,8 @@ def wrap_all(out: Any, device: torch.device) -> Any:
 def pure(func: Any, lower: Callable[..., Any]) -> Plan:
     """An operator that only computes."""
 
-    @lane_wise
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        staged = state.level.root.staged
-        values = [value_in(x) if staged or type(x) is not Traced else _operand(x) for x in args]
+        values = [value_in(x) for x in args]
         try:
             out = eager.run(func, lower, values, {k: value_in(v) for k, v in kwargs.items()} if kwargs else kwargs)
         except Exception as error:
@@ -139,13 +127,9 @@ def reverse_only() -> bool:
 
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
-    level = state.level
-    if level.root.staged and isinstance(value, jax.core.Tracer):
+    if state.level.root.staged and isinstance(value, jax.core.Tracer):
         return linked.stopped_by_torch(value)
-    if isinstance(value, jax.core.Tracer) or (level.tape is level.root.recording is level.lanes is None):
-        return lax.stop_gradient(value)
-    tape = level.tape or level.root.recording
-    return eager.copied(value, level.lanes) if tape is not None and tape.tracks([value]) else value
+    return lax.stop_gradient(value)
 
 
 def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:

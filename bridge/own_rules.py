@@ -17,7 +17,7 @@ from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operands import constant, device_of, pure, stop, value_in, wrap_all
 from bridge.overlaps import refuse_overlap
 from bridge.packed_sequences import pack_plan
-from bridge.tracing import Traced, assign, concrete, lane_wise, plan_of, shape_of, unknown_value, value_of, wrap
+from bridge.tracing import Traced, assign, concrete, plan_of, unknown_value, value_of, wrap
 from bridge.viewing import as_strided, detach, split_plan
 from bridge.writing import resize_, store
 
@@ -28,7 +28,6 @@ def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return concrete(args[0], "item()").item()
 
 
-@lane_wise
 def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     refuse_overlap(aten.copy_.default, [target], [source])
@@ -37,7 +36,7 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = jnp.asarray(value, dtypes.to_jax(target.dtype))
     if value.dtype != dtypes.to_jax(target.dtype):
         value = eager.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
-    if shape_of(value) != tuple(target.shape):
+    if value.shape != tuple(target.shape):
         try:
             value = eager.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
         except ValueError:
@@ -48,7 +47,6 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@lane_wise
 def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     if type(t) is Traced or t.is_meta:  # torch 2.15 asks for the default device by making a tensor
@@ -86,7 +84,6 @@ def _observe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap_all(tuple(out[:2] if torch.is_grad_enabled() else stop(out[:2])), device_of(args, kwargs))
 
 
-@lane_wise
 def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return tuple(args[0].shape) == tuple(args[1].shape)
 
@@ -128,12 +125,10 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     raise unknown_value("torch.equal")
 
 
-@lane_wise
 def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return args[0].numel() == args[1].numel()
 
 
-@lane_wise
 def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     other = args[1]
     return wrap(jnp.zeros(tuple(other.shape), dtypes.to_jax(other.dtype)), other.device)
@@ -149,7 +144,6 @@ def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@lane_wise
 def _linalg_errors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Looks at values where they are known, so it is never part of a compiled piece."""
     return LOWERINGS[aten._linalg_check_errors.default](value_in(args[0]), *args[1:], **kwargs)
@@ -159,7 +153,6 @@ def _determinant(func: Any) -> Plan:
     """PyTorch's backward of a determinant reads factors of A or of A^T, depending on the strides of A, which arrays do not have."""
     run = pure(func, LOWERINGS[func])
 
-    @lane_wise
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run(args, {**kwargs, "contiguous": args[0].is_contiguous()})
 

@@ -12,18 +12,12 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.levels import state
-from bridge.tracing import concrete, lane_wise, traced_python, value_of, wrap
+from bridge.tracing import concrete, traced_python, wrap
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
     """A tensor's values in memory; DataDependentError if they are not known."""
-    lanes = None if state.level is None else state.level.lanes
-    value = value_of(t)
-    if lanes is not None and not lanes.tracks([value]):
-        found = jax.device_get(value)  # the same for every lane
-    else:
-        found = concrete(t, what)
+    found = concrete(t, what)
     with private.below_python():
         return torch.from_numpy(found.copy())
 
@@ -70,7 +64,6 @@ def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func(*args, **kwargs)
 
 
-@lane_wise
 def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The plan of the operator itself, which runs if both tensors come from outside the trace."""
     with traced_python():

@@ -13,7 +13,7 @@ from bridge import hooks, viewing
 from bridge.checks import refuse
 from bridge.errors import at_line
 from bridge.packed_sequences import FUNCTIONS
-from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of, without_lanes
+from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -93,7 +93,6 @@ def _assert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     condition = given["condition"]
     if condition.numel() != 1:
         return func(*args, **kwargs)  # PyTorch's own error
-    without_lanes()
     refuse(value_of(condition).reshape(()) == 0, str(given["message"]), AssertionError)
     return None
 

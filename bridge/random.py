@@ -50,8 +50,6 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
         if walk.kind == "vmap" and walk.randomness == "error":
             raise RuntimeError(_ERROR)
         walk = walk.parent
-    if level.lanes is not None and level.randomness == "different":
-        raise eager.Untaped
     return _draw(source(level), generator)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from bridge import compiling, dtypes, guards, private, python_numbers, tensors
-from bridge.eager import Untaped
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
 from bridge.nodes import Node, read, write
@@ -106,7 +105,7 @@ def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) ->
     except KeyError:
         dtype = dtypes.to_torch(value.dtype)
     level = level or state.level
-    t: Traced = _make(Traced, shape_of(value, level), dtype=dtype, device=device)
+    t: Traced = _make(Traced, value.shape, dtype=dtype, device=device)
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t
@@ -117,12 +116,6 @@ def alias(t: Traced) -> Traced:
     other: Traced = _make(Traced, t.shape, strides=t.stride(), storage_offset=t.storage_offset(), dtype=t.dtype, device=t.device)
     other.node = t.node
     return other
-
-
-def shape_of(value: Any, level: Level | None = None) -> tuple[int, ...]:
-    """The shape of a value as the function sees it: without the dimension of the lanes."""
-    lanes = (level or state.level).lanes
-    return value.shape[1:] if lanes is not None and id(value) in lanes.known else value.shape
 
 
 def value_of(t: torch.Tensor) -> Any:
@@ -198,7 +191,6 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
 
 def concrete(t: torch.Tensor, what: str) -> np.ndarray:
     """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
-    without_lanes()
     value = value_of(t)
     try:
         return np.asarray(jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value)
@@ -208,21 +200,13 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; RuntimeError in torch's words if a transform differentiates it: an array of numbers would end the derivative."""
-    without_lanes()
-    value, level = value_of(t), state.level
-    tapes = [tape for tape in (level.tape, level.root.recording) if tape is not None]
-    if t.requires_grad or any(tape.tracks([value]) for tape in tapes) or private.differentiates(value):
+    value = value_of(t)
+    if t.requires_grad or private.differentiates(value):
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
             f"with it would have no derivative either{at_line()}"
         )
     return t
-
-
-def without_lanes() -> None:
-    """Where values are looked at as one lane sees them: lanes cannot show that, JAX's vmap can."""
-    if state.level is not None and state.level.lanes is not None:
-        raise Untaped
 
 
 def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
@@ -279,8 +263,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     level.operator = func
     args, kwargs = python_numbers.own(args, kwargs)
     plan = _plans.get(func) or plan_of(func)
-    if level.lanes is not None and not hasattr(plan, "lane_wise"):
-        raise Untaped
     return plan(args, kwargs)
 
 
@@ -295,12 +277,6 @@ def plan_of(func: Any) -> Any:
 
         found = _plans[func] = operators.plan(func)
     return found
-
-
-def lane_wise(plan: Any) -> Any:
-    """Marks a plan that touches values only by way of ``eager.run``, which knows about lanes."""
-    plan.lane_wise = True
-    return plan
 
 
 @contextlib.contextmanager
@@ -363,7 +339,6 @@ def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
     """A traced tensor's values as a plain tensor, mapped dimensions in front; any other tensor as it is."""
     if type(t) is not Traced:
         return t
-    without_lanes()
     value = private.innermost_removed(value_of(t), recurse)
     if isinstance(value, jax.core.Tracer):
         return wrap(value, t.device)

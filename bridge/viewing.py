@@ -13,7 +13,7 @@ from bridge.levels import state
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Geometry, Node, OutsideOfView, View
 from bridge.operands import constant, stop
-from bridge.tracing import Traced, lane_wise, node_of, value_of
+from bridge.tracing import Traced, node_of, value_of
 
 aten = torch.ops.aten
 _make = private.make_wrapper
@@ -36,7 +36,6 @@ def view_plan(func: Any) -> Plan:
     """An operator whose result shares its input's memory: computed when it is first read."""
     lower = LOWERINGS[func]
 
-    @lane_wise
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
         meta = func(meta_of(base), *rest, **kwargs)
@@ -50,7 +49,6 @@ def view_plan(func: Any) -> Plan:
     return run_view
 
 
-@lane_wise
 def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
@@ -75,13 +73,12 @@ def detach_in_place(t: Traced) -> None:
     level: Any = state.level
     while level is not None and level.kind != "grad":
         level = level.parent
-    t.node = _detached_node(t, constant if level is None or level.tape is not None else lambda v: private.stop_at(v, level.probe))
+    t.node = _detached_node(t, constant if level is None else lambda v: private.stop_at(v, level.probe))
 
 
 def split_plan(func: Any) -> Plan:
     """Several views at once, each a slice or select of its own so that reading one computes one."""
 
-    @lane_wise
     def run_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = args[0]
         dim = int(kwargs.get("dim", args[-1] if len(args) == 3 or (func is aten.unbind.int and len(args) == 2) else 0))

@@ -18,7 +18,7 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node
 from bridge.operands import meta_tree, pure, reverse_only
 from bridge.overlaps import refuse_overlap
-from bridge.tracing import Traced, assign, lane_wise, plan_of, shape_of, value_of
+from bridge.tracing import Traced, assign, plan_of, value_of
 from bridge.viewing import meta_of
 
 aten = torch.ops.aten
@@ -27,7 +27,6 @@ aten = torch.ops.aten
 def _becomes_view(func: Any, functional: Any) -> Plan:
     """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
 
-    @lane_wise
     def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         t, rest = args[0], args[1:]
         if type(t) is not Traced:
@@ -52,7 +51,7 @@ def store(target: torch.Tensor, value: Any, func: Any) -> None:
             names = [NAMES.get(d, str(d)) for d in (source, target.dtype)]
             raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
         value = eager.run("cast", cast, (value, dtype), {})
-    shape = shape_of(value)
+    shape = value.shape
     if shape != target.shape:
         raise RuntimeError(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
@@ -87,7 +86,6 @@ def write_plan(func: Any) -> Plan:
     is_out = any(a.is_out for a in func._schema.arguments)
     of_dtype = is_out and _is_factory(functional)
 
-    @lane_wise
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         targets = [given[name] for name in written]

@@ -89,10 +89,9 @@ def jvp_with_argnums(
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
-    if transforms.on(func, trees.flatten((primals, tangents))[0]):
-        done = _recorded_jvp(func, primals, flat_tangents, argnums, (strict, tied), has_aux)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    done = _recorded_jvp(func, primals, flat_tangents, argnums, (strict, tied), has_aux)
+    if done is not transforms.NOT_RECORDED:
+        return done
     target = Differentiated(func, primals, {}, argnums, _API)
 
     def finish(out: Any) -> tuple[list[Any], Any]:
@@ -158,7 +157,7 @@ def _recorded_jvp(
 
         return outs, build
 
-    return transforms.transform(func, record)
+    return transforms.transform(func, [*trees.flatten(primals)[0], *tangents], record)
 
 
 def _jvp_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
@@ -200,10 +199,9 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         >>> push(torch.ones(2))
         tensor([1., 1.])
     """
-    if transforms.on(func, trees.flatten(primals)[0]):
-        done = _recorded_linearize(func, primals)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    done = _recorded_linearize(func, primals)
+    if done is not transforms.NOT_RECORDED:
+        return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
     finish = _to_push
     pushes: list[Any] = []
@@ -275,16 +273,14 @@ def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> A
         )
         results = [recorder.aval(t) for t in tensors]
         outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = transforms.Kept(recorder, outs[0].ref)
+        kept = transforms.Kept(func, recorder, outs[0].ref)
         wanted = [(a.shape, a.device, a.dtype) for a in map(recorder.aval, leaves)]
 
         @opaque
         def jvp_fn(*tangents: Any) -> Any:
             with transforms.unwatched():
                 given = _tangent_leaves(tangents, spec, wanted)
-            done: Any = transforms.NOT_RECORDED
-            if not any(isinstance(t, jax.Array) for t in given):
-                done = kept.call(jvp_fn, given, [a.like(a.shape) for a in results], lambda pushed: trees.unflatten(out_spec, list(pushed)))
+            done = kept.call(given, [a.like(a.shape) for a in results], lambda pushed: trees.unflatten(out_spec, list(pushed)))
             if done is transforms.NOT_RECORDED:
                 with transforms.off():
                     done = linearize(func, *primals)[1](*tangents)
@@ -292,7 +288,7 @@ def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> A
 
         return outs, lambda outs: (trees.unflatten(out_spec, list(outs)), jvp_fn)
 
-    return transforms.transform(func, record, lasting=True)
+    return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
 
 
 def _linearize_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import calls, dtypes, eager, trees
+from bridge import dtypes, trees
 from bridge.calls import Result, apply
 from bridge.private import opaque
 from bridge.record import replay, transforms
@@ -61,10 +61,9 @@ def jacrev(
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
-        if transforms.on(func, trees.flatten(args)[0]):
-            done = _recorded_jacrev(func, argnums, has_aux, chunk_size, args)
-            if done is not transforms.NOT_RECORDED:
-                return done
+        done = _recorded_jacrev(func, argnums, has_aux, chunk_size, args)
+        if done is not transforms.NOT_RECORDED:
+            return done
         target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
         def finish(out: Any) -> tuple[list[Any], Any]:
@@ -73,7 +72,7 @@ def jacrev(
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-            outs, pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
+            outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
             result = found[0]
             shift = len(blocks) - len(outs)
@@ -116,7 +115,7 @@ def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chun
 
         return outs, build
 
-    return transforms.transform(func, record)
+    return transforms.transform(func, trees.flatten(args)[0], record)
 
 
 def _jacrev_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
@@ -144,7 +143,7 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
 
     def rows(first: int, n: int) -> tuple[Any, ...]:
         basis = jnp.eye(n, size, first, dtype=out.dtype).reshape(n, *out.shape)
-        return pull.rows(k, basis) if isinstance(pull, eager.Pull) else jax.vmap(row)(basis)
+        return jax.vmap(row)(basis)
 
     step = size if chunk_size is None else min(chunk_size, size)
     if size == 0:

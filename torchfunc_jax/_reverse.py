@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import autograd, calls, eager, private, saved_tensors, trees
+from bridge import autograd, private, saved_tensors, trees
 from bridge.autograd import conj
 from bridge.calls import Call, Result, Traceable, apply, is_array
 from bridge.levels import push
@@ -158,10 +158,9 @@ def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
-    if transforms.on(func, trees.flatten((args, kwargs))[0]):
-        done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
+    if done is not transforms.NOT_RECORDED:
+        return done
     target = Differentiated(func, args, kwargs, argnums, api)
 
     finish = functools.partial(_scalar, has_aux=has_aux, api=api)
@@ -169,7 +168,7 @@ def _grad_and_value(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda _: 1)
-        (out,), pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
+        (out,), pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
         if jnp.issubdtype(out.dtype, jnp.inexact):
             grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
         else:
@@ -178,7 +177,7 @@ def _grad_and_value(
         n = len(grads)
         return Result([*grads, out, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
-    outs, aux_spec = apply(compute, target.call.arrays, func, taped=True)
+    outs, aux_spec = apply(compute, target.call.arrays, func)
     n = len(target.active)
     gradients = trees.unflatten(target.diff_spec, outs[:n])
     if has_aux:
@@ -207,7 +206,7 @@ def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
 
         return outs, build
 
-    return transforms.transform(func, record)
+    return transforms.transform(func, trees.flatten((args, kwargs))[0], record)
 
 
 def _grad_again(body: Any, operands: list[Any], active: Any, _: Any) -> Any:
@@ -253,10 +252,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
-    if transforms.on(func, trees.flatten(primals)[0]):
-        done = _recorded_vjp(func, primals, argnums, has_aux, api)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    done = _recorded_vjp(func, primals, argnums, has_aux, api)
+    if done is not transforms.NOT_RECORDED:
+        return done
     target = Differentiated(func, primals, {}, argnums, api)
 
     finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
@@ -265,11 +263,11 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-        outs, pull, rest = eager.vjp(body, *target.split(values), code=calls.code_of(func))
+        outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
         pulls[:] = [pull]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True, taped=True)
+    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True)
     primals_out = outs[:n]
     pull = pulls.pop()
     shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
@@ -289,7 +287,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
             _, again, _ = jax.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
             return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
 
-        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func, taped=isinstance(pull, eager.Pull))
+        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
         return trees.unflatten(target.diff_spec, grads)
 
     output = trees.unflatten(out_spec, primals_out)
@@ -309,7 +307,7 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
         tensors, (out_spec, n, aux_spec) = transforms.entered(recorder, func, "vjp", active, leaves, spec, avals, (), finish)
         results = [recorder.aval(t) for t in tensors]
         outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = transforms.Kept(recorder, outs[0].ref)
+        kept = transforms.Kept(func, recorder, outs[0].ref)
         inputs = [recorder.aval(x) for x in diff_leaves]
         shapes = [(tuple(a.shape), a.dtype) for a in results[:n]]
 
@@ -317,9 +315,7 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
         def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
             with transforms.unwatched():
                 leaves = _cotangent_leaves(cotangents, out_spec, shapes)
-            done: Any = transforms.NOT_RECORDED
-            if not any(isinstance(c, jax.Array) for c in leaves):
-                done = kept.call(vjp_fn, leaves, [a.like(a.shape) for a in inputs], lambda grads: trees.unflatten(diff_spec, list(grads)))
+            done = kept.call(leaves, [a.like(a.shape) for a in inputs], lambda grads: trees.unflatten(diff_spec, list(grads)))
             if done is transforms.NOT_RECORDED:
                 with transforms.off():
                     done = vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents)
@@ -331,7 +327,7 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
 
         return outs, build
 
-    return transforms.transform(func, record, lasting=True)
+    return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
 
 
 def _vjp_again(body: Any, operands: list[Any], active: Any, n: Any) -> Any:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import eager, trees
-from bridge.calls import Call, Result, apply, code_of, is_array
+from bridge import trees
+from bridge.calls import Call, Result, apply, is_array
 from bridge.levels import push, state
 from bridge.private import opaque
 from bridge.random import lane_key, source
@@ -222,10 +222,9 @@ def _map(
     func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
     size: int,
 ) -> Any:
-    if transforms.on(func, [*leaves, *trees.flatten(kwargs)[0]]):
-        done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
+    if done is not transforms.NOT_RECORDED:
+        return done
     call = Call.of_flat(leaves, spec, kwargs)
     traceable = call.traceable(func)
     traceable.as_given(call.arrays)
@@ -260,12 +259,6 @@ def _map(
             found.append(result)
             return result.values
 
-        if not lane_axis:
-            by_lanes = _by_lanes(traceable, values, in_axes, size, randomness, finish, code_of(func))
-            if by_lanes is not None:
-                return by_lanes
-            if state.level.root.recording is not None:
-                raise eager.Untaped
         inputs = list(values) + ([lax.iota("int32", size)] if lane_axis else [])
         try:
             mapped = jax.vmap(body, in_axes=in_axes + lane_axis, out_axes=out_axes, axis_size=size)(*inputs)
@@ -273,7 +266,7 @@ def _map(
             raise _unmapped(error, name, found) from error
         return Result(mapped, found[0].meta, found[0].written)
 
-    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func, mapped=not lane_axis)
+    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func)
     return rebuild(outs, out_spec, static, is_tensor)
 
 
@@ -308,7 +301,7 @@ def _recorded(
         outs = recorder.end(tuple(placed), tensors, avals)
         return outs, lambda outs: rebuild(outs, out_spec, static, is_tensor)
 
-    return transforms.transform(func, record)
+    return transforms.transform(func, [*leaves, *trees.flatten(kwargs)[0]], record)
 
 
 def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
@@ -318,33 +311,6 @@ def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
 
 
 replay.TRANSFORMS["vmap"] = _again
-
-
-def _by_lanes(
-    traceable: Any, values: list[Any], in_axes: list[int | None], size: int, randomness: str, finish: Any, code: Any
-) -> Result | None:
-    """The map outside of compilation, operator by operator; None where it takes JAX's vmap."""
-    found: list[Result] = []
-
-    def body(lanes: Any, *lane_values: Any) -> list[Any]:
-        with push("vmap", randomness) as level:
-            level.lanes = lanes
-            result = traceable.run(level, lane_values, finish)
-        if result.written or any(d is None for d in result.meta[1]):
-            raise eager.Untaped
-        found.append(result)
-        return result.values
-
-    done = eager.vmap(body, values, in_axes, size, code)
-    if done is None:
-        return None
-    (result,), (outs, axes) = found, done
-    wanted = [d if d >= 0 else d + v.ndim + (a is None) for d, v, a in zip(result.meta[1], outs, axes, strict=True)]
-    placed = [
-        v if a == d == 0 else eager.run("lanes placed", eager.place_lanes, (v, a, d, size), {})
-        for v, a, d in zip(outs, axes, wanted, strict=True)
-    ]
-    return Result(placed, result.meta)
 
 
 def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:

@@ -17,8 +17,9 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     options = ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
     kwargs = {name: x for name, x in kwargs.items() if name not in options}
 
+    leaves, spec = trees.flatten((args, kwargs))
+
     def record(recorder: Recorder) -> Any:
-        leaves, spec = trees.flatten((args, kwargs))
         avals = [recorder.aval(x) for x in leaves if isinstance(x, torch.Tensor)]
         out, _ = entered(recorder, function, "checkpoint", (), leaves, spec, avals, (), lambda out: (out, None))
         outs, out_spec = trees.flatten(out)
@@ -29,7 +30,7 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             outs[i] = t
         return ended, lambda _: trees.unflatten(out_spec, outs)
 
-    return transform(function, record)
+    return transform(function, leaves, record)
 
 
 def _checkpoint_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:

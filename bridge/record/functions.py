@@ -38,7 +38,7 @@ def _function(cls: Any, recording: bool) -> Callable[..., Any]:
         args = given if new_style else given[1:]
         if not any(isinstance(a, torch.Tensor) for a in args):
             return cls.forward(*given)
-        out = transform(cls, lambda recorder: (_applied(recorder, cls, args, recording, new_style), lambda found: found[0]))
+        out = transform(cls, args, lambda recorder: (_applied(recorder, cls, args, recording, new_style), lambda found: found[0]))
         if new_style:
             private.skip_setup_context(cls)
         return out

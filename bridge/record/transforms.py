@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,41 +18,48 @@ from bridge.record.programs import run
 from bridge.record.recorder import Recorder, local
 from bridge.record.tensor import Aval, Unrecordable, escaped
 
-_on = os.environ.get("TORCHFUNC_JAX_RECORD", "0") == "1"
-_unrecordable: set[Any] = set()
-_why: list[str] = []  # for looking into while the old engine is there
 NOT_RECORDED = object()
-
-
-def on(func: Any, leaves: Sequence[Any], outermost: bool = True) -> bool:
-    """Whether a transform of func called with these leaves is to be recorded."""
-    if not _on or state.level is not None or _off.entered:
-        return False
-    if local.recorder is not None:
-        return True
-    if not outermost or code_of(func) in _unrecordable or any(isinstance(x, jax.Array) for x in leaves):
-        return False
-    return not (private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled() or private.saved_tensor_pack())
+_log = logging.getLogger("torchfunc_jax")
+_unrecordable: set[Any] = set()
 
 
 def transform(
-    func: Any, record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]], lasting: bool = False
+    func: Any, leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]], lasting: bool = False
 ) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
-    lasting: the record, if one is made, will be repeated.
+    Args:
+        func: the user's function.
+        leaves: of its arguments.
+        record: writes the transform down; gives the tensors among its results, and what builds the results of tensors.
+        lasting: the record, if one is made, will be repeated.
+
+    Returns:
+        What is built; NOT_RECORDED if JAX has to run the function operator by operator.
     """
+    if state.level is not None or _off.entered:
+        return NOT_RECORDED
+    in_jax = any(isinstance(x, jax.Array) for x in leaves)
     recorder = local.recorder
-    if recorder is not None:
-        mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
-        try:
-            if mode is not recorder:
-                raise Unrecordable("a torch function mode of the user's")
-            outs, build = record(recorder)
-            return build(outs)
-        finally:
-            private.enter_function_mode(mode)
+    if recorder is None:
+        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
+    if in_jax:
+        raise Unrecordable("a jax.Array")
+    mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
+    try:
+        if mode is not recorder:
+            raise Unrecordable("a torch function mode of the user's")
+        outs, build = record(recorder)
+        return build(outs)
+    finally:
+        private.enter_function_mode(mode)
+
+
+def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> Any:
     refuse_recording()
+    key = (code_of(func), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
+    if key in _unrecordable or _ambient():
+        return NOT_RECORDED
     recorder = local.recorder = Recorder(run)
     recorder.lasting = lasting
     try:
@@ -63,11 +70,18 @@ def transform(
             raise Unrecordable("a function that writes, and is called again")
         return build(run(recorder, [t.ref for t in outs], True))
     except Unrecordable as reason:
-        _unrecordable.add(code_of(func))
-        _why.append(f"{getattr(func, '__qualname__', func)}: {reason}")
+        _unrecordable.add(key)
+        _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
         return NOT_RECORDED
     finally:
         local.recorder = None
+
+
+def _ambient() -> bool:
+    """Whether modes are entered that change what torch functions do."""
+    return (
+        private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
+    )
 
 
 @contextlib.contextmanager
@@ -137,12 +151,14 @@ class Kept:
     """A transform whose record has a function of it that is called later: that of vjp pulls back, that of linearize pushes forward.
 
     Args:
+        func: the user's function.
         recorder: the record, in which the transform has just ended.
         first: the number of the transform's first result.
         outermost: whether the record ends with it, and has to be repeated for each call.
     """
 
-    def __init__(self, recorder: Recorder, first: int) -> None:
+    def __init__(self, func: Any, recorder: Recorder, first: int) -> None:
+        self.func = func
         self.recorder, self.first, self.level = recorder, first, recorder.level
         self.outermost = recorder.lasting and recorder.level is None
         self.versions = []
@@ -150,8 +166,8 @@ class Kept:
             self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
 
-    def call(self, func: Any, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
-        """Its results; NOT_RECORDED where they cannot be written down.  func: whose code is remembered if it cannot be."""
+    def call(self, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
+        """Its results; NOT_RECORDED if they cannot be written down."""
 
         def record(recorder: Recorder) -> Any:
             if recorder is self.recorder:
@@ -167,7 +183,7 @@ class Kept:
         if not self.outermost and local.recorder is not self.recorder:
             raise escaped()
         autograd.check_unchanged(self.versions)
-        return transform(func, record)
+        return transform(self.func, operands, record)
 
 
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
@@ -192,4 +208,4 @@ def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -
     return found
 
 
-__all__ = ["NOT_RECORDED", "Kept", "active_leaves", "avals_of", "entered", "off", "on", "transform", "unwatched"]
+__all__ = ["NOT_RECORDED", "Kept", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]

@@ -19,10 +19,9 @@ import jax
 import numpy as np
 import torch
 
-from bridge import checks, private
+from bridge import checks, private, python_numbers
 from bridge.keys import Same
 from bridge.levels import state
-from bridge.python_numbers import is_input
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
 _WINDOW, _NEWEST = 16, 2  # calls with other shapes in which shapes are expected to come again, and how many are kept of those that do not
@@ -241,7 +240,7 @@ def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
             if isinstance(x, jax.core.Tracer):
                 return lower(*args, **kwargs)
             size += x.size
-        elif is_input(x):
+        elif python_numbers.is_input(x):
             return lower(*args, **kwargs)
         elif type(x) in (list, tuple) and x:
             if isinstance(x[0], int):
@@ -250,7 +249,7 @@ def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
                 return lower(*args, **kwargs)
             else:
                 size += sum(v.size for v in x if isinstance(v, jax.Array))
-    if size > _FOLDED or any(isinstance(v, jax.Array) or is_input(v) for v in kwargs.values()):
+    if size > _FOLDED or any(isinstance(v, jax.Array) or python_numbers.is_input(v) for v in kwargs.values()):
         return lower(*args, **kwargs)
     try:
         with jax.ensure_compile_time_eval():

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +18,14 @@ from bridge.jit.compiled import Compiled
 from bridge.jit.program import trace
 from bridge.keys import identical
 from bridge.python_numbers import Inputs, Misfit
-from bridge.record import disk, replay
+from bridge.record import disk, lanes, replay
 from bridge.record.recorder import Begin, Recorder, local
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
 
-_families: dict[Any, list[_Program]] = {}
-_lock = threading.RLock()
-_LIMIT = 256
+_ONCE, _OFTEN = 32, 256  # records whose programs are kept: of those that came once, at first, and of the others
+_STATIC = 8  # programs of one record, which differ in numbers that are no inputs
 
 
 class _Program:
@@ -119,36 +119,86 @@ def _not_there(*_: Any) -> Any:
     raise _NotStored
 
 
+class _Kept:
+    """The programs of this process by their records; those used least recently go, first of all those used once.
+
+    At most ``_ONCE`` programs are kept that were used once, so that shapes that never come again do not fill the memory; more of
+    them if one comes again that has gone.
+    """
+
+    def __init__(self) -> None:
+        self.once: OrderedDict[Any, list[_Program]] = OrderedDict()
+        self.often: OrderedDict[Any, list[_Program]] = OrderedDict()
+        self.gone: OrderedDict[int, None] = OrderedDict()  # hashes of records whose programs have gone
+        self.limit = _ONCE
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.often or key in self.once
+
+    def of(self, key: Any) -> list[_Program]:
+        """The programs of a record, which differ in the numbers that are static in them."""
+        found = self.often.get(key)
+        if found is None:
+            found = self.once.pop(key, None)
+            if found is None:
+                return []
+            self.often[key] = found
+            if len(self.often) > _OFTEN:
+                self.often.popitem(last=False)
+        self.often.move_to_end(key)
+        return found
+
+    def add(self, key: Any, program: _Program) -> None:
+        if key in self:
+            family = self.of(key)
+            family.append(program)
+            del family[:-_STATIC]
+            return
+        if self.gone.pop(hash(key), self) is None:
+            self.limit = min(2 * self.limit, _OFTEN)
+        self.once[key] = [program]
+        if len(self.once) > self.limit:
+            self.gone[hash(self.once.popitem(last=False)[0])] = None
+            if len(self.gone) > _OFTEN:
+                self.gone.popitem(last=False)
+
+
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
     """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
     key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), eager.local_generation())
     numbers = recorder.numbers
-    for found in _families.get(key, ()):
+    if final and key not in _kept:
+        wide = lanes.wide(recorder, refs)
+        if wide is not None and _widths.pays(wide, key):
+            start = time.perf_counter()
+            outs = run(wide.record(), refs, True)
+            _widths.ran(wide, key, time.perf_counter() - start)
+            return wide.narrow(refs, outs)
+    family = _kept.of(key)
+    for found in reversed(family):
         if all(identical(numbers[k]) == value for k, value in found.static) and all(g.hold() for g in found.guards):
             try:
                 return _called(found, recorder, final)
             except (Misfit, _NotStored):
                 continue
     path = disk.path_of(recorder.trace, refs, key[2:4])
-    if path is not None and not any(p.path == path for p in _families.get(key, ())):
+    if path is not None and not any(p.path == path for p in family):
         stored = _loaded(path, recorder)
         if stored is not None:
             stored.path = path
-            _families.setdefault(key, []).append(stored)
             try:
-                return _called(stored, recorder, final)
+                outs = _called(stored, recorder, final)
+                _kept.add(key, stored)
+                return outs
             except (Misfit, _NotStored):
-                _families[key].remove(stored)
+                pass
     with _lock:
         try:
             program = _made(recorder, refs, frozenset())
             program.numbers.evaluated(numbers)
         except Misfit:
             program = _made(recorder, refs, frozenset(range(len(numbers))))
-        del_key = next(iter(_families)) if len(_families) >= _LIMIT else None
-        if del_key is not None:
-            _families.pop(del_key)
-        _families.setdefault(key, []).append(program)
+        _kept.add(key, program)
         program.path = path
         program.compiled.changed = program.save
     return _called(program, recorder, final)
@@ -216,4 +266,7 @@ def _rules(cls: Any) -> list[Any]:
     return [rule for rule in found if not rule.__module__.startswith("torch.")]
 
 
+_kept = _Kept()
+_widths = lanes.Widths()
+_lock = threading.RLock()
 __all__ = ["run"]

@@ -79,9 +79,8 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
 
 def _ambient() -> bool:
     """Whether modes are entered that change what torch functions do."""
-    return (
-        private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
-    )
+    modes = private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled()
+    return modes or private.saved_tensor_pack() is not None
 
 
 @contextlib.contextmanager

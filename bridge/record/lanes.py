@@ -1,0 +1,179 @@
+"""Vmaps of any number of lanes by the programs of a few numbers: lanes are independent, so 17 of them run as 24.
+
+A program is compiled for one number of lanes, which takes up to a second; code whose batch size changes from call to call would wait
+at each new one.  From the second number of lanes on, the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... is compiled instead, and used for all
+numbers below it.  The lanes that fill up repeat the last one.  Its cotangent is shared among the copies: zeros for them would
+not do, because zero times an infinite derivative is NaN.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge.autograd import Untransformed
+from bridge.record.recorder import Begin, End, Input, Recorder, interned, values_of
+from bridge.record.tensor import aval_of
+
+_BYTES = 2**28  # mapped inputs larger than this are not copied
+_LIMIT = 256
+
+
+class Wide:
+    """A record that is a vmap and nothing else, with more lanes.
+
+    Attributes:
+        family: what all records have in common that differ in the number of lanes alone.
+        lanes, size: the number of lanes in the record, and in the wider one.
+    """
+
+    def __init__(self, recorder: Recorder, mapped: dict[int, int], placed: dict[int, int | None], lanes: int) -> None:
+        self.recorder, self.mapped, self.placed, self.lanes, self.size = recorder, mapped, placed, lanes, _size_for(lanes)
+        self.family = tuple([
+            (_without(what.aval, mapped[number]), ()) if type(what) is Input and number in mapped else (what, refs)
+            for number, what, refs in _numbered(recorder.trace)
+        ])  # fmt: skip
+
+    def record(self) -> Recorder:
+        """The wider record."""
+        wide = Recorder(self.recorder.execute)
+        wide.numbers, wide.count = self.recorder.numbers, self.recorder.count
+        inputs = iter(self.recorder.inputs)
+        for number, what, refs in _numbered(self.recorder.trace):
+            if type(what) is Input:
+                t = next(inputs)
+                if number in self.mapped:
+                    t = _filled_up(t, self.mapped[number], self.size)
+                    what = interned(Input, aval_of(t))
+                wide.inputs.append(t)
+            wide.trace.append((what, refs))
+        return wide
+
+    def narrow(self, refs: Sequence[int], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The wider record's results, with these numbers, without the lanes that fill up."""
+        return [t if (dim := self.placed[r]) is None else _narrowed(t, dim, self.lanes) for r, t in zip(refs, outs, strict=True)]
+
+
+class Widths:
+    """Which records run by a wider program: those of a family that was met with several numbers of lanes, until one pays for its own."""
+
+    def __init__(self) -> None:
+        self.met: dict[Any, None] = {}
+        self.cost: dict[Any, float] = {}  # by family and size: the seconds that the wider program took to be made
+        self.wasted: dict[Any, float] = {}  # by record: the seconds that lanes took which fill up
+
+    def pays(self, wide: Wide, record: Any) -> bool:
+        """Whether the record, known by any hashable, is to run by the wider program."""
+        met = wide.family in self.met
+        if not met:
+            for kept in (self.met, self.cost, self.wasted):
+                if len(kept) >= _LIMIT:
+                    kept.clear()
+            self.met[wide.family] = None
+        if not met or wide.size == wide.lanes:
+            return False
+        cost = self.cost.get((wide.family, wide.size))
+        return cost is None or self.wasted.get(record, 0.0) < cost
+
+    def ran(self, wide: Wide, record: Any, seconds: float) -> None:
+        """The wider program has run for the record; the first time it was made."""
+        width = (wide.family, wide.size)
+        if width in self.cost:
+            self.wasted[record] = self.wasted.get(record, 0.0) + seconds * (wide.size - wide.lanes) / wide.size
+        else:
+            self.cost[width] = seconds
+
+
+def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
+    """The record with more lanes; None if it is more than one vmap, draws, writes, or uses a mapped input in another way too."""
+    if recorder.written or recorder.lasting:
+        return None
+    begin: Any = None
+    depth = 0
+    placed: dict[int, int | None] = {}
+    used: set[int] = set()
+    inputs: list[int] = []
+    for number, what, operands in _numbered(recorder.trace):
+        kind = type(what)
+        if kind is Input:
+            inputs.append(number)
+            continue
+        if kind is Begin:
+            if depth == 0:
+                if begin is not None or what.kind != "vmap" or what.params[1] != "error":
+                    return None
+                begin = (what, operands)
+            else:
+                used.update(operands)
+            depth += 1
+            continue
+        if depth == 0:
+            return None
+        used.update(operands)
+        if kind is End:
+            depth -= 1
+            if depth == 0:
+                placed = dict(zip(range(number, number + what.outs), what.params, strict=True))
+    if begin is None or depth or not set(refs) <= set(placed):
+        return None
+    of_input = dict(zip(inputs, recorder.inputs, strict=True))
+    mapped: dict[int, int] = {}
+    for number, dim in zip(begin[1], begin[0].params[0], strict=True):
+        if mapped.get(number, dim) != dim or (dim is not None and (number in used or number not in of_input)):
+            return None
+        if dim is None:
+            used.add(number)
+        else:
+            mapped[number] = dim
+    if not mapped or not used.isdisjoint(mapped):
+        return None
+    lanes = {of_input[number].shape[dim] for number, dim in mapped.items()}
+    if len(lanes) > 1 or 0 in lanes or sum(of_input[number].nbytes for number in mapped) > _BYTES:
+        return None
+    return Wide(recorder, mapped, placed, lanes.pop())
+
+
+def _numbered(trace: Sequence[Any]) -> Any:
+    """The entries of a record, each with the number of its first value."""
+    count = 0
+    for what, refs in trace:
+        yield count, what, refs
+        count += values_of(what)
+
+
+def _without(aval: Any, dim: int) -> tuple[Any, ...]:
+    return (aval.shape[:dim], aval.shape[dim + 1 :], aval.dtype, aval.device, aval.requires_grad)
+
+
+def _size_for(lanes: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below."""
+    power = 1 << (lanes - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and lanes <= power * 3 // 4 else power
+
+
+def _filled_up(t: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    lanes = t.shape[dim]
+    last = t.narrow(dim, lanes - 1, 1)
+    return torch.cat([t, last.expand([size - lanes if d == dim else -1 for d in range(t.dim())])], dim)
+
+
+def _narrowed(t: torch.Tensor, dim: int, lanes: int) -> torch.Tensor:
+    return _Narrowed.apply(t, dim, lanes) if t.requires_grad else t.narrow(dim, 0, lanes).clone()
+
+
+class _Narrowed(Untransformed):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, dim: int, lanes: int) -> torch.Tensor:
+        ctx.dim, ctx.copies = dim, t.shape[dim] - lanes + 1
+        return t.narrow(dim, 0, lanes).clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        lanes = cotangent.shape[ctx.dim]
+        last = cotangent.narrow(ctx.dim, lanes - 1, 1) / ctx.copies
+        copies = last.expand([ctx.copies if d == ctx.dim else -1 for d in range(cotangent.dim())])
+        return torch.cat([cotangent.narrow(ctx.dim, 0, lanes - 1), copies], ctx.dim), None, None
+
+
+__all__ = ["Wide", "Widths", "wide"]

@@ -1,6 +1,7 @@
-"""What un-jitted code remembers of an operator that could not be compiled as one piece: that use, and no other."""
+"""What un-jitted code remembers of a call that could not be recorded or compiled: that kind of call, and no other."""
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -8,31 +9,34 @@ import torch
 from agreement import same
 
 from bridge import eager
+from bridge.record import transforms
 from torchfunc_jax import grad, vmap
 
 
 @pytest.fixture(autouse=True)
 def _nothing_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_never", {})
-    monkeypatch.setattr(eager, "_untapeable", set())
+    monkeypatch.setattr(transforms, "_unrecordable", set())
 
 
-def test_indexing_by_a_mask_does_not_bar_indexing_by_integers() -> None:
+def test_indexing_by_a_mask_does_not_bar_indexing_by_integers(caplog: pytest.LogCaptureFixture) -> None:
     x, index = torch.randn(5), torch.tensor([0, 2])
 
-    def by_integers(x: torch.Tensor) -> torch.Tensor:
-        return x[index].square().sum()
+    def at(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return x[place].square().sum()
 
-    expected = torch.func.grad(by_integers)(x)
     for _ in range(3):
-        grad(lambda x: x[x > 0].sum())(x)
-        same(grad(by_integers)(x), expected)
-    assert by_integers.__code__ not in eager._untapeable
+        same(grad(at)(x, x > 0), torch.func.grad(at)(x, x > 0))
+    with caplog.at_level(logging.INFO, "torchfunc_jax"):
+        for _ in range(3):
+            same(grad(at)(x, index), torch.func.grad(at)(x, index))
+    assert not caplog.messages
 
 
-def test_a_function_in_c_that_cannot_be_followed_bars_no_other() -> None:
+def test_a_function_in_c_that_cannot_be_followed_bars_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError):
         vmap(torch.bincount)(torch.tensor([[1, 2], [0, 3]]))
     x: Any = torch.randn(3, 2)
-    same(vmap(torch.sin)(x), x.sin())
-    assert torch.sin not in eager._untapeable
+    with caplog.at_level(logging.INFO, "torchfunc_jax"):
+        same(vmap(torch.sin)(x), x.sin())
+    assert not caplog.messages

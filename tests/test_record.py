@@ -1,7 +1,8 @@
-"""Records of un-jitted code (bridge/record), an engine that is switched off until it can replace the one in bridge/eager.py."""
+"""Records of un-jitted code (bridge/record)."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,19 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 @pytest.fixture(autouse=True)
-def _switched_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
+def unrecorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Fails if something was not recorded; gives, and forgets, what was not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(transforms, "_on", True)
-    monkeypatch.setattr(transforms, "_why", reasons := [])
-    yield reasons
-    assert not reasons, f"not recorded: {reasons}"
+    monkeypatch.setattr(transforms, "_unrecordable", set())
+    caplog.set_level(logging.INFO, "torchfunc_jax")
+
+    def take() -> list[str]:
+        found = list(caplog.messages)
+        caplog.clear()
+        return found
+
+    yield take
+    assert not take()
 
 
 def _layer() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -126,7 +134,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-def test_functions_with_derivatives_of_their_own(name: str, way: str, _switched_on: list[str]) -> None:
+def test_functions_with_derivatives_of_their_own(name: str, way: str) -> None:
     weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
     def call(x: torch.Tensor) -> Any:

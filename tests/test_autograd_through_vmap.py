@@ -1,7 +1,6 @@
-"""torch's autograd through a vmap outside of compilation, which a tape over all lanes records: beside torch.vmap."""
+"""torch's autograd through a vmap outside of compilation, beside torch.vmap."""
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torchfunc_jax
-from bridge import eager
 from torchfunc_jax import stack_module_state, vmap
 
 
@@ -75,16 +73,8 @@ def test_backward_of_a_vmap(name: str, dims: tuple[int | None, int | None]) -> N
     if name == "in place" and dims[0] is None:
         dims = (0, 0)  # torch.func writes no mapped value into one that is not
     expected = run(torch.func)
-    for _ in range(2):  # the second time pieces are compiled
+    for _ in range(2):
         same(run(torchfunc_jax), expected)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_whether_it_is_the_tape_that_records(name: str) -> None:
-    w, fn = floats(3), FUNCTIONS[name]
-    eager._untapeable.discard(fn.__code__)
-    vmap(functools.partial(fn, torchfunc_jax), (0, None))(floats(4, 3), w)
-    assert (fn.__code__ in eager._untapeable) == (name in ("vmap in vmap", "grad in vmap", "jvp in vmap", "a Function"))
 
 
 def test_a_captured_tensor_changed_since() -> None:

@@ -5,8 +5,9 @@
     python benchmarks/overhead.py --json             the results as JSON on stdout
     python benchmarks/overhead.py --operators 10,50 --only grad
 
-The operators are element-wise, on 16 numbers, so that next to nothing is spent on computing. Results are compared with
-torch.func's, and are written to benchmarks/results/, a file per machine.
+The operators are element-wise, on 16 numbers, so that next to nothing is spent on computing. A Python float in them is another one
+at each call, as a learning rate or a time is. Results are compared with torch.func's, and are written to benchmarks/results/, a file
+per machine.
 """
 from __future__ import annotations
 
@@ -31,24 +32,24 @@ PAGE = HERE.parent / "docs" / "overhead.md"
 SYSTEMS = {"plain": "plain PyTorch", "torch.func": "torch.func", "eager": "torchfunc_jax", "jit": "torchfunc_jax.jit"}
 
 
-def chain(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of ``count`` operators."""
-    cycle = (torch.sin, lambda x: x * 1.01, lambda x: x + 0.1, torch.tanh)
+def chain(count: int) -> Callable[[torch.Tensor, float], torch.Tensor]:
+    """A function of ``count`` operators, and of a number."""
+    cycle = (lambda x, rate: x.sin(), lambda x, rate: x * rate, lambda x, rate: x + 0.1, lambda x, rate: x.tanh())
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x: torch.Tensor, rate: float) -> torch.Tensor:
         for i in range(count - 1):
-            x = cycle[i % 4](x)
+            x = cycle[i % 4](x, rate)
         return x.sum()
 
     return function
 
 
 PROGRAMS: dict[str, Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = {
-    "vmap": lambda api, f: api.vmap(f),
+    "vmap": lambda api, f: api.vmap(f, (0, None)),
     "grad": lambda api, f: api.grad(f),
-    "vmap(grad)": lambda api, f: api.vmap(api.grad(f)),
-    "jvp": lambda api, f: lambda x: api.jvp(f, (x,), (torch.ones_like(x),)),
-    "backward of vmap": lambda api, f: api.vmap(f),  # and torch's own backward() through it
+    "vmap(grad)": lambda api, f: api.vmap(api.grad(f), (0, None)),
+    "jvp": lambda api, f: lambda x, rate: api.jvp(lambda x: f(x, rate), (x,), (torch.ones_like(x),)),
+    "backward of vmap": lambda api, f: api.vmap(f, (0, None)),  # and torch's own backward() through it
 }
 BACKWARD = "backward of vmap"
 
@@ -56,7 +57,7 @@ BACKWARD = "backward of vmap"
 def program(name: str, api: Any, function: Callable[..., Any], compiled: Callable[..., Any] = lambda f: f) -> Callable[..., Any]:
     """A transform by its name, of torch.func or torchfunc_jax, of the function; what is compiled leaves torch's own backward outside."""
     transformed = compiled(PROGRAMS[name](api, function))
-    return (lambda x: torch.autograd.grad(transformed(x).sum(), x)[0]) if name == BACKWARD else transformed
+    return (lambda x, rate: torch.autograd.grad(transformed(x, rate).sum(), x)[0]) if name == BACKWARD else transformed
 
 
 def inputs(name: str) -> torch.Tensor:
@@ -68,27 +69,28 @@ def measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]
     """System -> median milliseconds and microseconds per operator, the systems taking turns."""
     function, x = chain(count), inputs(name)
     calls = {
-        "plain": lambda: function(x),
-        "torch.func": lambda f=program(name, torch.func, function): f(x),
-        "eager": lambda f=program(name, torchfunc_jax, function): f(x),
-        "jit": lambda f=program(name, torchfunc_jax, function, torchfunc_jax.jit): f(x),
+        "plain": function,
+        "torch.func": program(name, torch.func, function),
+        "eager": program(name, torchfunc_jax, function),
+        "jit": program(name, torchfunc_jax, function, torchfunc_jax.jit),
     }
     firsts = {}
     for system, call in calls.items():
         start = time.perf_counter()
-        result = call()
+        result = call(x, 1.01)
         firsts[system] = time.perf_counter() - start
         if system != "plain":
-            truth = calls["torch.func"]()
+            truth = calls["torch.func"](x, 1.01)
             words = f"{system}, {name} of {count} operators: "
             torch.testing.assert_close(result, truth, rtol=1e-3, atol=1e-5, msg=lambda m, words=words: words + m)
-        call()
+        call(x, 1.02)
     times: dict[str, list[float]] = {system: [] for system in calls}
     end = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < end or len(times["plain"]) < 3:
+        rate = 1.0 + 1e-4 * (len(times["plain"]) % 100)
         for system, call in calls.items():
             start = time.perf_counter()
-            call()
+            call(x, rate)
             times[system].append(time.perf_counter() - start)
     medians = {system: statistics.median(values) for system, values in times.items()}
     return {

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import overhead
 import readme
 import run
+import unjitted
 from workloads import WORKLOADS
 
 SLOW = {"many_params", "per_sample_cnn", "per_sample_gpt", "hessian_mlp", "ensemble_step"}
@@ -77,3 +78,11 @@ def test_overhead_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert all(f"| `{row['transform']}` | {row['operators']} |" in text for row in results["rows"])
+
+
+def test_programs_by_hand_in_jax_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    found = unjitted.main(["--only", "newton", "--calls", "2", "--shapes", "1", "--json"])
+    assert json.loads(capsys.readouterr().out) == found
+    assert set(found["programs"]["newton"]) == {"torchfunc_jax", "jax"}
+    with pytest.raises(SystemExit):
+        unjitted.main(["--only", "nothing"])

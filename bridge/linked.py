@@ -36,7 +36,7 @@ _FRESH = frozenset(
 #: Outputs that have no derivative beside others that do.
 _FRESH_OUTPUTS = of_this_torch({
     "aten.lu_unpack.default": (0,), "aten.linalg_lu.default": (0,), "aten.linalg_lstsq.default": (2, 3),
-    "aten.native_layer_norm.default": (1, 2), "aten.native_group_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2),
+    "aten.native_layer_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2),
     "aten._native_batch_norm_legit.default": (1, 2), "aten._native_batch_norm_legit.no_stats": (1, 2),
     "aten._batch_norm_with_update.default": (1, 2, 3),
 })

@@ -452,7 +452,8 @@ state("autocast's dtype", _setting(lambda d: torch.set_autocast_dtype("cpu", d),
 state("autocast's cache", _setting(torch.set_autocast_cache_enabled, False, True),
       lambda p, x, w: _within(torch.autocast("cpu"), p, x, w), rtol=0.03, atol=0.03)
 state("autocast's cache, asked for", _setting(torch.set_autocast_cache_enabled, False, True), _reads(torch.is_autocast_cache_enabled),
-      Other("differs", "Inside of what runs in JAX autocast keeps no copies of weights, and says so.", when="between"))
+      Other("differs", "Inside of what runs in JAX autocast keeps no copies of weights, and says so.", when="between",
+            ways="functionalize, jit, jit(grad)"))
 state("autocast, asked for", _autocast(), _reads(lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))),
       rtol=0.03, atol=0.03)
 

@@ -245,7 +245,7 @@ def test_forward_mode_names_the_function_that_has_no_jvp(name: str) -> None:
     with pytest.raises(NotImplementedError, match="You must implement the jvp function"), forward_ad.dual_level():
         Cube.apply(forward_ad.make_dual(x[0].clone().requires_grad_(), x[0]))
     for wrap in (lambda f: f, torchfunc_jax.jit):
-        if wrap is torchfunc_jax.jit and name == "jvp of grad":  # compiled, the tangent that would need it is not asked for
+        if name == "jvp of grad":  # the tangent that would need it is not asked for
             same(wrap(lambda a: call(torchfunc_jax, Cube.apply, a))(x[0]), call(torch.func, lambda a: a**3, x[0]))
         elif wrap is torchfunc_jax.jit or "scan" not in name:  # un-jitted its few steps just run
             with pytest.raises(NotImplementedError, match=rf"^{named}: You must implement the jvp function.*test_errors\.py:\d+"):

@@ -39,9 +39,8 @@ class Difference:
 
     Example:
         >>> import torch
-        >>> from bridge.tracing import Traced
         >>> from torchfunc_jax.testing import parity
-        >>> wrong = lambda x: x + 1 if type(x) is Traced else x
+        >>> wrong = lambda x: x if type(x) is torch.Tensor else x + 1
         >>> (check,) = parity(wrong, torch.zeros(2), transforms=["vmap"], jit=False)
         >>> check.details.kind, check.details.where, check.details.index, check.details.largest_absolute
         ('value', 'output', (0,), 1.0)

@@ -106,6 +106,8 @@ def path_of(trace: Sequence[Any], refs: Sequence[int], ambient: Any) -> Path | N
     place = _place()
     if place is None or OVERRIDDEN or jax.default_backend() != "cpu":
         return None
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # XLA cannot write down what JAX has loaded from there
+        return None
     try:
         words = "\n".join([f"{_words(what)}{numbers}" for what, numbers in trace])
         said = f"{words}|{tuple(refs)}|{_words(ambient)}|{place[1]}"
@@ -122,6 +124,12 @@ def load(path: Path) -> Any:
         return found
     except Exception:  # absent, cut off, or of another time: compiled anew
         return None
+
+
+def drop(path: Path) -> None:
+    """Remove what was saved there, which does not run."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def save(path: Path, what: Any) -> None:
@@ -156,4 +164,4 @@ def unpacked(data: Any) -> Any:
     return serialize_executable.deserialize_and_load(*data)
 
 
-__all__ = ["load", "packed", "path_of", "save", "unpacked"]
+__all__ = ["drop", "load", "packed", "path_of", "save", "unpacked"]

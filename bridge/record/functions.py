@@ -67,9 +67,10 @@ def _applied(recorder: Recorder, cls: Any, args: tuple[Any, ...], recording: boo
     try:
         private.enter_function_mode(recorder)
         try:
-            out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
-            if new_style:
-                cls.setup_context(ctx, tuple(filled), out)
+            with private.set_forward_mode_enabled(recorder.ambient.forward_mode):  # PyTorch has switched it off
+                out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
+                if new_style:
+                    cls.setup_context(ctx, tuple(filled), out)
         finally:
             private.leave_function_mode()
         leaves, spec = trees.flatten(out)

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from bridge import capture, eager, guards, python_numbers, random, tensors, tree
 from bridge.calls import Call, torch_device
 from bridge.checks import Bounds
 from bridge.jit.compiled import Compiled
-from bridge.jit.program import trace
+from bridge.jit.program import Program, trace
 from bridge.keys import identical
 from bridge.python_numbers import Inputs, Misfit
 from bridge.record import disk, lanes, replay
@@ -50,8 +51,10 @@ class _Program:
         except jax.errors.JaxRuntimeError:  # XLA cannot write down every program: one that sorts
             self.path = None
             return
-        program = dataclasses.replace(c.program, jaxpr=_Counts(len(c.program.jaxpr.jaxpr.invars), len(c.program.jaxpr.jaxpr.outvars)))
-        program.guards = program.out_spec = program.static = None
+        fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
+        jaxpr = c.program.jaxpr.jaxpr
+        fields.update(jaxpr=_Counts(len(jaxpr.invars), len(jaxpr.outvars)), guards=None, out_spec=None, static=None)
+        program = _Stored(**fields)
         slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
@@ -71,11 +74,20 @@ class _Counts:
         return self
 
 
+class _Stored(Program):
+    """A program that another process has stored; what is needed of it beside what it was compiled to is made again from the record."""
+
+    whole: Callable[[], Program]
+
+    def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
+        return self.whole().run(arguments, captured, seeds)
+
+
 class _NotStored(Exception):
     """Of a stored program, something is needed that was not compiled when it was stored."""
 
 
-def _loaded(path: Any, recorder: Recorder) -> _Program | None:
+def _loaded(path: Any, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
     """The program that another process has stored, for these numbers."""
     found = disk.load(path)
     if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
@@ -84,6 +96,8 @@ def _loaded(path: Any, recorder: Recorder) -> _Program | None:
         program = found["program"]
         program.out_spec = trees.flatten(tuple(range(program.count)))[1]
         program.static = [None] * program.count
+        alike = recorder.alike()
+        program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
         numbers = Inputs([0] * found["size"], found["size"])
         for kind, slots in found["slots"].items():
             numbers.slots[kind] = [python_numbers.stored(numbers, kind, *slot) for slot in slots]
@@ -94,7 +108,7 @@ def _loaded(path: Any, recorder: Recorder) -> _Program | None:
         compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
         compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
-        compiled.active, compiled.recorded = {}, _Stored()
+        compiled.active, compiled.recorded = {}, _StoredDerivatives()
         compiled.device, compiled.one_out = torch_device([*recorder.inputs]) or torch.device("cpu"), False
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
@@ -106,7 +120,7 @@ def _loaded(path: Any, recorder: Recorder) -> _Program | None:
         return None
 
 
-class _Stored(dict):
+class _StoredDerivatives(dict):
     """The derivatives that were stored."""
 
     def __contains__(self, key: object) -> bool:
@@ -183,7 +197,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 continue
     path = disk.path_of(recorder.trace, refs, key[2:4])
     if path is not None and not any(p.path == path for p in family):
-        stored = _loaded(path, recorder)
+        stored = _loaded(path, recorder, refs)
         if stored is not None:
             stored.path = path
             try:
@@ -192,12 +206,10 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 return outs
             except (Misfit, _NotStored):
                 pass
+            except jax.errors.JaxRuntimeError:  # XLA has written down less than it needs; what raises for another reason raises again
+                disk.drop(path)
     with _lock:
-        try:
-            program = _made(recorder, refs, frozenset())
-            program.numbers.evaluated(numbers)
-        except Misfit:
-            program = _made(recorder, refs, frozenset(range(len(numbers))))
+        program = _made_for(recorder, refs)
         _kept.add(key, program)
         program.path = path
         program.compiled.changed = program.save
@@ -226,6 +238,15 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     for tiered in compiled.jitted:
         tiered.ran(seconds)
     return outs
+
+
+def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:
+    try:
+        program = _made(recorder, refs, frozenset())
+        program.numbers.evaluated(recorder.numbers)
+        return program
+    except Misfit:  # a number was asked for in a way that makes it static
+        return _made(recorder, refs, frozenset(range(len(recorder.numbers))))
 
 
 def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:

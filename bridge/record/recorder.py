@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -163,6 +163,18 @@ _ops: dict[Any, Op] = {}
 _grad_mode = torch.is_grad_enabled
 
 
+class _Ambient(NamedTuple):
+    """What changes an operator and is not written down with it: it has to be the same for the whole record."""
+
+    dtype: torch.dtype
+    autocast: bool
+    forward_mode: bool
+
+
+def _ambient() -> _Ambient:
+    return _Ambient(torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), private.forward_mode_enabled())
+
+
 class Recorder(TorchFunctionMode):
     """The record of one call."""
 
@@ -177,6 +189,7 @@ class Recorder(TorchFunctionMode):
         self.level: Level | None = None
         self.written: set[int] = set()
         self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
+        self.ambient = _ambient()
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
@@ -237,6 +250,10 @@ class Recorder(TorchFunctionMode):
             for name, x in kwargs.items():
                 key.append(name)
                 key.append(self._static(func, x, refs))
+        ambient = _ambient()
+        if ambient != self.ambient:
+            raise Unrecordable("a mode that is entered inside")
+        key += ambient
         key.append(_grad_mode())
         whole = tuple(key)
         try:
@@ -303,7 +320,7 @@ class Recorder(TorchFunctionMode):
                 self.numbers.append(x)
                 return _INT
             return x
-        if kind is tuple or kind is list or kind is torch.Size:
+        if kind is list or isinstance(x, tuple):
             return (kind, *[self._static(func, v, refs) for v in x])
         if kind is slice:
             return (slice, self._static(func, x.start, refs), self._static(func, x.stop, refs), self._static(func, x.step, refs))
@@ -430,6 +447,15 @@ class Recorder(TorchFunctionMode):
             self.count += made
         return found
 
+    def alike(self) -> Recorder:
+        """A record that says the same of other tensors: it holds none of this one's."""
+        other = Recorder(self.execute)
+        other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
+        for t in self.inputs:
+            strided = torch.zeros(1, dtype=t.dtype).expand(t.shape) if t.numel() else torch.zeros(t.shape, dtype=t.dtype)
+            other.inputs.append(strided.requires_grad_(t.requires_grad))
+        return other
+
     def leave(self) -> None:
         """The innermost transform's function has raised."""
         assert self.level is not None
@@ -464,8 +490,8 @@ class _Template:
             return Number(self.count - 1)
         if kind is slice:
             return slice(self.of(x.start), self.of(x.stop), self.of(x.step))
-        if kind is tuple or kind is list:
-            return kind([self.of(v) for v in x])
+        if kind is list or isinstance(x, tuple):
+            return (list if kind is list else tuple)([self.of(v) for v in x])
         if kind is dict:
             return {k: self.of(v) for k, v in x.items()}
         return x
@@ -494,7 +520,7 @@ def _collect(x: Any, found: list[Any]) -> None:
     kind = type(x)
     if isinstance(x, torch.Tensor):
         found.append(x)
-    elif kind is tuple or kind is list:
+    elif kind is list or isinstance(x, tuple):
         for v in x:
             _collect(v, found)
     elif kind is dict:
@@ -508,8 +534,8 @@ def _replaced(x: Any, values: dict[int, Any]) -> Any:
     kind = type(x)
     if isinstance(x, torch.Tensor):
         return values[id(x)]
-    if kind is tuple or kind is list:
-        return kind([_replaced(v, values) for v in x])
+    if kind is list or isinstance(x, tuple):
+        return (list if kind is list else tuple)([_replaced(v, values) for v in x])
     if kind is dict:
         return {k: _replaced(v, values) for k, v in x.items()}
     return x

@@ -92,7 +92,7 @@ class Slots:
 
 
 class _Asked(Place):
-    """What an object that is there for that gives when it is asked: a context variable, a weak reference."""
+    """The answer of an object that is asked at each call: the value of a context variable, whether a weak reference is dead."""
 
     __slots__ = ("_ask",)
 
@@ -102,6 +102,18 @@ class _Asked(Place):
 
     def get(self) -> Any:
         return self._ask()
+
+
+class _Referent(Place):
+    """What a weak reference refers to; the place does not keep it alive."""
+
+    __slots__ = ()
+
+    def __init__(self, reference: weakref.ReferenceType[Any]) -> None:
+        super().__init__(reference, None, "the referent of a weak reference")
+
+    def get(self) -> Any:
+        return self.container()
 
 
 class _Edge:
@@ -342,14 +354,14 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
 class _Together(Place):
     """Two places; ``get()`` is whether one thing is at both."""
 
-    __slots__ = ("other",)
+    __slots__ = ("first", "other")
 
-    def __init__(self, place: Place, other: Place) -> None:
-        super().__init__(place.container, place.key, place.owner)
-        self.other = other
+    def __init__(self, first: Place, other: Place) -> None:
+        super().__init__(first.container, first.key, first.owner)
+        self.first, self.other = first, other
 
     def get(self) -> Any:
-        return super().get() is self.other.get()
+        return self.first.get() is self.other.get()
 
     def __str__(self) -> str:
         return f"whether one tensor is at {self.other} and at another place"
@@ -452,7 +464,10 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         ask = functools.partial(x.get, None)
         yield ask(), _Asked(x, ask, f"the context variable {x.name}")
     elif isinstance(x, weakref.ReferenceType):
-        yield x(), _Asked(x, x, "what a weak reference gives")
+        referent = x()
+        yield referent is None, _Asked(x, lambda: x() is None, "whether the referent of a weak reference is dead")
+        if referent is not None:
+            yield referent, _Referent(x)
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")

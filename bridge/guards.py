@@ -129,7 +129,8 @@ class Guards:
         self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
-        self.data = [(p, x, capture.entries(x), data) for p, data in found.data() if capture.frozen(x := _now(p)) == data]
+        data = [(p, _now(p), data) for p, data in found.data()]
+        self.data = [(p, *_with_entries(x), data) for p, x, data in data if capture.frozen(x) == data]
         self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
         self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
@@ -241,6 +242,12 @@ def _same(now: Any, before: Any) -> bool:
         return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
     except TypeError:  # a tuple of what has no key
         return False
+
+
+def _with_entries(container: Any) -> tuple[Any, Any]:
+    """A container and its entries, if they tell whether it is as it was; else it is not kept alive."""
+    entries = capture.entries(container)
+    return (None, None) if entries is None else (container, entries)
 
 
 def _holds(container: Any, entries: Any) -> bool:

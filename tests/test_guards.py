@@ -5,6 +5,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -477,6 +478,44 @@ def test_a_python_value_that_changes(name: Any) -> None:
         for _ in range(2):
             same(compiled(X), fn(X), rtol=1e-5, atol=1e-6)
     assert len(compiled.programs()) <= 3
+
+
+REFERENTS: dict[str, tuple[Callable[[], Any], Use]] = {
+    "an object": (lambda: Number(2.0), lambda r, x: x * r.value), "a tensor": (lambda: torch.full((3,), 2.0), lambda r, x: x * r),
+    "a module": (linear, lambda r, x: r(x)), "a set": (lambda: {2.0, 3.0}, lambda r, x: x * len(r)),
+    "a method": (lambda: OfClass().by_type, lambda r, x: r(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENTS)
+def test_a_weak_reference_keeps_nothing_alive_and_is_looked_at_when_it_dies(name: str) -> None:
+    make, use = REFERENTS[name]
+    referent = make()
+    reference: Any = weakref.WeakMethod(referent) if name == "a method" else weakref.ref(referent)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        found = reference()
+        return x - 5 if found is None else use(found, x)
+
+    compiled = jit(fn)
+    for _ in range(2):
+        same(compiled(X), fn(X), rtol=1e-5, atol=1e-6)
+    assert len(compiled.programs()) == 1
+    del referent
+    gc.collect()
+    assert reference() is None
+    same(compiled(X), X - 5)
+    assert len(compiled.programs()) == 2
+    assert "whether the referent of a weak reference is dead was False and now is True" in compiled.programs()[0].why
+
+
+def test_a_tensor_at_a_place_and_behind_a_weak_reference() -> None:
+    weight = torch.full((3,), 2.0)
+    reference, weights = weakref.ref(weight), [weight]
+    compiled = jit(lambda x: x * reference() + weights[0])  # type: ignore[operator]
+    same(compiled(X), X * 2 + 2)
+    weights[0] = torch.zeros(3)
+    same(compiled(X), X * 2)
 
 
 def test_equal_values_and_values_of_others_cost_no_programs() -> None:

@@ -25,7 +25,8 @@ from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.linked import stopped_by_torch
 from bridge.lowering.registry import LOWERINGS
-from bridge.nodes import Node, read
+from bridge.nodes import Node, OutsideOfView, read
+from bridge.random import SeededInside
 from bridge.record import recorder
 from bridge.tracing import Traced, alias, assign, dispatch, node_of, value_of, wrap
 
@@ -401,7 +402,14 @@ class _Call:
 
         forward_jaxpr = Closed(forward, *values)
         outs, residuals = forward_jaxpr.shapes
-        backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
+        backward_jaxpr: Closed | None = None
+        refused: Exception | None = None
+        try:
+            backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
+        except (OutsideOfView, SeededInside):
+            raise
+        except Exception as error:  # raised when JAX asks for the derivative, if it does: PyTorch runs no backward before that
+            refused = error
 
         @jax.custom_vjp
         def f(captured: Any, *values: Any) -> list[Any]:
@@ -414,11 +422,13 @@ class _Call:
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
             captured, residuals = given
+            if backward_jaxpr is None:
+                raise refused
             grads = iter(backward_jaxpr(captured[2], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
             return None, *[next(grads) if inexact(v) else None for v in values]
 
         f.defvjp(fwd, bwd)
-        return f, forward_jaxpr.captured, backward_jaxpr.captured
+        return f, forward_jaxpr.captured, [] if backward_jaxpr is None else backward_jaxpr.captured
 
     def _staged_with_jvp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
         kept: Any = None

@@ -72,3 +72,31 @@ def test_frames_of_an_error_can_be_looked_at(transform: Any) -> None:
         assert isinstance(frame.tb_frame.f_locals, object)
         frame = frame.tb_next
     assert "forward" in names
+
+
+class Refuses(torch.autograd.Function):
+    """x, and a backward that raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        raise LookupError("too late")
+
+
+@pytest.mark.parametrize("transform", [vmap, jit, lambda f: jit(vmap(f))], ids=["vmap", "jit", "jit of vmap"])
+def test_a_backward_that_raises_does_so_in_the_backward_pass(transform: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    out = transform(Refuses.apply)(x)
+    same(out, x)
+    with pytest.raises(LookupError, match="too late"):
+        out.sum().backward()
+    same(transform(Refuses.apply)(x.detach()), x.detach())

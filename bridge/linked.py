@@ -131,6 +131,25 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
     return sources(jaxpr.outvars)
 
 
+#: Primitives whose result holds the same numbers as their operand, or some of them, as a view does.
+_MOVING = frozenset({lax.broadcast_in_dim_p, lax.reshape_p, lax.slice_p, lax.squeeze_p, lax.transpose_p})
+
+
+def moved(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
+    """For each output of a jaxpr which input, of those given, it is, be it in another shape or a part of it; None: it is computed."""
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def inputs(variables: Sequence[Any]) -> list[int | None]:
+        return [None if isinstance(v, Literal) else found.get(v) for v in variables]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _MOVING:
+            found[eqn.outvars[0]] = inputs(eqn.invars)[0]
+        elif (inner := _followed(eqn)) is not None:
+            found.update(zip(eqn.outvars, moved(inner, inputs(eqn.invars)), strict=True))
+    return inputs(jaxpr.outvars)
+
+
 def _scanned(eqn: Any, given: list[int], behind: bool) -> list[int]:
     """The same for a loop: what it carries may take several steps to depend on an input."""
     jaxpr, consts, carried = private.scanned(eqn)
@@ -156,4 +175,4 @@ def _followed(eqn: Any) -> Any:
     return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
 
 
-__all__ = ["depends", "flow", "tie", "tie_tangents"]
+__all__ = ["depends", "flow", "moved", "tie", "tie_tangents"]

@@ -77,18 +77,12 @@ def test_backward_of_a_vmap(name: str, dims: tuple[int | None, int | None]) -> N
         same(run(torchfunc_jax), expected)
 
 
-def test_a_captured_tensor_changed_since() -> None:
-    """An error as in torch, or the gradient of what was there; never one of what is there now."""
+def test_a_captured_tensor_changed_since_is_an_error_as_in_torch() -> None:
     x, w = floats(4, 3), floats(3).detach()
-    before = w.clone()
     out = vmap(lambda a: a * w)(x)
     w.add_(1)
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        same(x.grad, before.expand(4, 3))
 
 
 def test_a_result_is_the_callers_to_change() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,22 @@ class ProgramInfo:
     calls: int
 
 
+class Pair(NamedTuple):
+    """A program compiled to be differentiated.
+
+    Attributes:
+        run: the forward pass, which keeps what the backward pass needs.
+        back: the backward pass.
+        kinds: of each output, whether it requires grad.
+        inputs: which of the arguments and then captured tensors the backward pass needs as they were, and has copies of.
+    """
+
+    run: Callable[..., Any]
+    back: Callable[..., Any]
+    kinds: list[bool]
+    inputs: list[int]
+
+
 class Changed(Exception):
     """A captured tensor has another shape or dtype than when the program was made."""
 
@@ -69,7 +85,7 @@ class Compiled:
         # jax.Arrays are computed while the caller goes on, and what they hold is checked no more than JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.forward = self._jit(forward(self.checked, self.packing))
-        self.recorded: dict[Any, Any] = {}
+        self.recorded: dict[Any, Pair] = {}
         self.active: dict[Any, Any] = {}
         self.device = self._device(call)
         self.one_out = (  # and it is a tensor on the CPU
@@ -95,7 +111,7 @@ class Compiled:
         # jax.Arrays may be those of a user's own jax.jit, inside of which JAX takes no options: a scope at each call says the same
         jitted: Any
         if self.tiered:
-            jitted = Tiered(function, self._changed)
+            jitted = Tiered(function, self._changed, **options)
         else:
             jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
@@ -190,7 +206,7 @@ class Compiled:
             recording = recording or t.requires_grad
         if recording and torch.is_grad_enabled() and self.torch_out:
             active = self._active(leaves, captured)
-            if any(self.pair(*active)[2]):
+            if any(self.pair(*active).kinds):
                 return self._recorded(leaves, captured, *active)
         seeds = program.seeds()
         if self.torch_out and compiling.options_suffice():
@@ -264,16 +280,18 @@ class Compiled:
         outs = ProgramNode.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
         return self._finish(list(outs), leaves, captured)
 
-    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:
-        """The compiled forward pass that keeps what the backward pass needs, the compiled backward pass, which outputs require grad."""
+    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> Pair:
+        """Forward pass and backward pass for these arguments and captured tensors, compiled when they are first called."""
         key = (active, active_captured)
-        if key not in self.recorded and self.tiered:
-            run, back = in_two(self.checked, active, active_captured)
-            self.recorded[key] = (self._kept(run), self._kept(back), self.program.kinds_for(active, active_captured))
         if key not in self.recorded:
-            run = self._kept(differentiated(self.checked, active, active_captured))
-            back = self._kept(functools.partial(pull_back))  # its own: JAX keeps what one function was compiled to
-            self.recorded[key] = (run, back, self.program.kinds_for(active, active_captured))
+            inputs: list[int] = []
+            if self.tiered:
+                run, back, inputs_in = in_two(self.checked, active, active_captured)
+                run = self._kept(run, traced=lambda jaxpr: inputs.extend(inputs_in(jaxpr)))
+            else:
+                run = self._kept(differentiated(self.checked, active, active_captured))
+                back = functools.partial(pull_back)  # its own: JAX keeps what one function was compiled to
+            self.recorded[key] = Pair(run, self._kept(back), self.program.kinds_for(active, active_captured), inputs)
         return self.recorded[key]
 
 

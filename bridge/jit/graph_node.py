@@ -24,7 +24,7 @@ class ProgramNode(torch.autograd.Function):
         ctx: Any, compiled: Any, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any,
         *diff: torch.Tensor,
     ) -> Any:
-        run, _, kinds = compiled.pair(active, active_captured)
+        run, _, kinds, copied = compiled.pair(active, active_captured)
         seeds = compiled.program.seeds()
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
@@ -39,8 +39,10 @@ class ProgramNode(torch.autograd.Function):
         ctx.compiled, ctx.arguments, ctx.captured, ctx.seeds, ctx.pull = compiled, arguments, captured, seeds, pull
         ctx.active, ctx.active_captured, ctx.kinds = active, active_captured, kinds
         written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in compiled.program.written}
-        read = [t for t in (*arguments, *captured) if id(t) not in written]
-        ctx.versions, ctx.every_version = autograd.kept_by(held, read), autograd.versions(read)
+        every = [*arguments, *captured]
+        read = [t for t in every if id(t) not in written]
+        ctx.versions = autograd.kept_by(held, read) + autograd.versions([every[k] for k in copied if id(every[k]) not in written])
+        ctx.every_version = autograd.versions(read)
         ctx.save_for_backward(*diff)
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, kinds, strict=True) if not kind])
         ctx.set_materialize_grads(False)
@@ -61,7 +63,7 @@ class ProgramNode(torch.autograd.Function):
             if any(c is None for c in given):
                 grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
         else:
-            _, back, _ = ctx.compiled.pair(ctx.active, ctx.active_captured)
+            back = ctx.compiled.pair(ctx.active, ctx.active_captured).back
             inputs = [tensors.to_jax(c) for c in cts]
             try:
                 with jax.enable_x64(True), compiling.at_call():

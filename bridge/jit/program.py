@@ -23,7 +23,7 @@ from bridge.checks import Bounds, ends
 from bridge.guards import Guards
 from bridge.jit import outer_products
 from bridge.levels import push
-from bridge.linked import flow
+from bridge.linked import flow, moved
 
 _TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -335,8 +335,13 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
     return run
 
 
-def in_two(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """``differentiated`` and ``pull_back``, with the arrays that the pullback holds between them, and nothing else."""
+def in_two(
+    program: Program, active: Sequence[int], active_captured: Sequence[int]
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], list[int]]]:
+    """``differentiated`` and ``pull_back``, with the arrays that the pullback holds between them, and nothing else.
+
+    The third result says of the first one's jaxpr which of (*arguments, *captured) the pullback holds, be it in another shape.
+    """
     both = differentiated(program, active, active_captured)
     tree: list[Any] = []
 
@@ -348,7 +353,11 @@ def in_two(program: Program, active: Sequence[int], active_captured: Sequence[in
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         return pull_back(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
 
-    return run, back
+    def inputs(jaxpr: Any) -> list[int]:
+        found = moved(jaxpr, range(len(jaxpr.invars)))
+        return sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
+
+    return run, back, inputs
 
 
 def pull_back(pull: Any, cotangents: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from bridge import capture, eager, guards, python_numbers, random, tensors, trees
 from bridge.calls import Call, torch_device
 from bridge.checks import Bounds
-from bridge.jit.compiled import Compiled
+from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
 from bridge.keys import identical
 from bridge.python_numbers import Inputs, Misfit
@@ -58,7 +58,7 @@ class _Program:
         slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
-            "kinds": {k: pair[2] for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
+            "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
             "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges, "one_out": c.one_out,
         })
 
@@ -112,9 +112,9 @@ def _loaded(path: Any, recorder: Recorder, refs: Sequence[int]) -> _Program | No
         compiled.device, compiled.one_out = torch_device([*recorder.inputs]) or torch.device("cpu"), False
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
-        for k, kinds in found["kinds"].items():
+        for k, (kinds, copied) in found["pairs"].items():
             if (k, 0) in made and (k, 1) in made:
-                dict.__setitem__(compiled.recorded, k, (made[k, 0], made[k, 1], kinds))
+                compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
         return _Program(compiled, numbers, found["static"], whole=False)
     except Exception:  # of another time
         return None

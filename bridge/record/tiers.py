@@ -23,11 +23,14 @@ _FAST = {
 class Tiered:
     """A function of arrays of fixed shapes, compiled when it is first called; again, and well, when it has run for as long as that took."""
 
-    __slots__ = ("_changed", "_function", "_lock", "_lowered", "_ran", "_run", "_took")
+    __slots__ = ("_changed", "_function", "_lock", "_lowered", "_ran", "_run", "_took", "_traced")
 
-    def __init__(self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: Any = None) -> None:
-        """changed: called when it has been compiled; run: what it was compiled to by another process."""
-        self._function, self._changed = function, changed
+    def __init__(
+        self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: Any = None,
+        traced: Callable[[Any], None] = lambda jaxpr: None,
+    ) -> None:
+        """changed: called when it has been compiled; run: what it was compiled to by another process; traced: called with its jaxpr."""
+        self._function, self._changed, self._traced = function, changed, traced
         self._lowered: Any = None
         self._run: Any = run
         self._lock = threading.Lock()
@@ -39,7 +42,9 @@ class Tiered:
                 if self._run is None:
                     start = time.perf_counter()
                     with compiling.correctly():
-                        self._lowered = jax.jit(self._function).lower(*args)
+                        traced = jax.jit(self._function).trace(*args)
+                        self._traced(traced.jaxpr.jaxpr)
+                        self._lowered = traced.lower()
                         cpu = jax.default_backend() == "cpu"
                         self._run = _quickly(self._lowered) if cpu else self._lowered.compile(compiling.options() or {})
                     self._took = time.perf_counter() - start

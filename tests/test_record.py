@@ -13,7 +13,7 @@ from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
-from bridge.record import loops, transforms
+from bridge.record import replay, transforms
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -284,8 +284,8 @@ AROUND: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Callab
 @pytest.mark.parametrize("steps", STEPS, ids=lambda f: f.__name__)
 def test_steps_that_repeat(steps: Any, around: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loops_run: list[int] = []
-    run = loops.run
-    monkeypatch.setattr(loops, "run", lambda loop, replay: (run(loop, replay), loops_run.append(loop.times)))
+    scan = replay.Run.scan
+    monkeypatch.setattr(replay.Run, "scan", lambda run, loop: (scan(run, loop), loops_run.append(loop.times)))
     for s in (0.7, 0.9, -0.4):
         x = X.double()
         got, expected = (AROUND[around](T, functools.partial(steps, s=s))(x) for T in (torchfunc_jax, torch.func))

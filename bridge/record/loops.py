@@ -1,21 +1,14 @@
-"""Stretches of a record that repeat, as loops: a program of thirty equal steps is traced, and compiled, as one step.
+"""Finds stretches of a record that repeat: as a loop, thirty equal steps are traced, and compiled, as one step.
 
 A step is a sequence of operators that comes again, several times without a gap, with the same static arguments and shapes.  What it
 takes is the same tensor in all of its repetitions, or comes from the one before (it is carried), or from itself; Python numbers may be
-others each time.  What cannot be a loop after all is run one by one.
+others each time.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
-from bridge import autograd, python_numbers
-from bridge.levels import in_loop, push
 from bridge.record.recorder import Op, Out
-from bridge.tracing import value_of, wrap
 
 _TIMES, _ENTRIES = 4, 48  # fewer repetitions, or fewer operators in all of them, are not worth a loop
 _PERIODS = 6  # how many lengths of a step are tried for one beginning
@@ -125,36 +118,4 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
     )  # fmt: skip
 
 
-def run(loop: Loop, replay: Any) -> None:
-    """Run a loop in a replay of its record (bridge/record/replay.py).
-
-    Raises:
-        Exception: it cannot be one; nothing is changed.
-    """
-    numbers = replay.numbers[replay.used : replay.used + loop.numbers * loop.times]
-    given = [replay.env[ref] for ref, _ in loop.carried]
-    devices = [t.device for t in given]
-
-    def step(carry: Sequence[Any], repetition: Any) -> tuple[list[Any], None]:
-        with push("loop") as level:
-            arguments = [wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
-            inner = type(replay)(python_numbers.in_repetition(numbers, loop.numbers, repetition))
-            for what, operands, first in loop.entries:
-                found = [
-                    replay.env[x] if type(x) is int else arguments[x[1]] if x[0] == "carried" else inner.env[x[1]] for x in operands
-                ]
-                inner.operator(what, found, first)
-            if level.writes:
-                raise in_loop("a write")
-            return [value_of(inner.env[ref]) for _, ref in loop.carried], None
-
-    outs, _ = lax.scan(step, [value_of(t) for t in given], jnp.arange(loop.times))
-    replay.used += loop.numbers * loop.times
-    for ref, value, t in zip(loop.last, outs, given, strict=True):
-        out = wrap(value, t.device)
-        if t.requires_grad:
-            out.requires_grad_()
-        replay.env[ref] = autograd.computed(out) if t.requires_grad else out
-
-
-__all__ = ["Loop", "rolled", "run"]
+__all__ = ["Loop", "rolled"]

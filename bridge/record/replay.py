@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 
-from bridge import compiling, dtypes, tracing
-from bridge.levels import push
+from bridge import autograd, compiling, dtypes, python_numbers, tracing
+from bridge.levels import in_loop, push
 from bridge.record import loops
 from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
@@ -90,10 +92,37 @@ class Run:
 
     def loop(self, loop: loops.Loop) -> None:
         try:
-            loops.run(loop, self)
-        except Exception:  # what raises for another reason raises again
+            self.scan(loop)
+        except Exception:  # it cannot be a loop, and nothing has changed; what raises for another reason raises again
             for what, refs, first in loop.plain:
                 self.operator(what, [self.env[r] for r in refs], first)
+
+    def scan(self, loop: loops.Loop) -> None:
+        """Run the steps of a loop as one ``lax.scan``."""
+        numbers = self.numbers[self.used : self.used + loop.numbers * loop.times]
+        given = [self.env[ref] for ref, _ in loop.carried]
+        devices = [t.device for t in given]
+
+        def step(carry: Sequence[Any], repetition: Any) -> tuple[list[Any], None]:
+            with push("loop") as level:
+                arguments = [tracing.wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
+                inner = Run(python_numbers.in_repetition(numbers, loop.numbers, repetition))
+                for what, operands, first in loop.entries:
+                    found = [
+                        self.env[x] if type(x) is int else arguments[x[1]] if x[0] == "carried" else inner.env[x[1]] for x in operands
+                    ]
+                    inner.operator(what, found, first)
+                if level.writes:
+                    raise in_loop("a write")
+                return [tracing.value_of(inner.env[ref]) for _, ref in loop.carried], None
+
+        outs, _ = lax.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))
+        self.used += loop.numbers * loop.times
+        for ref, value, t in zip(loop.last, outs, given, strict=True):
+            out = tracing.wrap(value, t.device)
+            if t.requires_grad:
+                out.requires_grad_()
+            self.env[ref] = autograd.computed(out) if t.requires_grad else out
 
     def operator(self, op: Op, operands: list[Any], first: int) -> None:
         count = op.numbers

@@ -312,6 +312,38 @@ def test_gradients_of_captured_tensors_go_through_a_loop(used: bool) -> None:
     same([g for g in got if g is not None], [g for g in expected if g is not None], rtol=1e-5, atol=1e-6)
 
 
+def _turned(t: torch.Tensor, times: int = 60) -> torch.Tensor:
+    for _ in range(times):
+        t = t.t()
+    return t
+
+
+def _write_to_the_last(x: torch.Tensor) -> torch.Tensor:
+    base = x.clone()
+    _turned(base).mul_(3)
+    return base * x
+
+
+def _write_to_the_base(x: torch.Tensor) -> torch.Tensor:
+    base = x.clone()
+    last = _turned(base)
+    base.mul_(3)
+    return last * x
+
+
+def _write_to_an_argument(x: torch.Tensor) -> torch.Tensor:
+    last = _turned(x)
+    last.add_(1)
+    return last * 2
+
+
+@pytest.mark.parametrize("f", [_write_to_the_last, _write_to_the_base, _write_to_an_argument], ids=lambda f: f.__name__)
+def test_views_of_views_that_are_written_to(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x, theirs = torch.arange(18.0).reshape(2, 3, 3), torch.arange(18.0).reshape(2, 3, 3)
+    same(torchfunc_jax.vmap(f)(x), torch.func.vmap(f)(theirs))
+    same(x, theirs)
+
+
 def test_random_numbers_are_others_in_each_step() -> None:
     def f(t: torch.Tensor) -> torch.Tensor:
         for _ in range(30):

@@ -32,9 +32,15 @@ class Loop:
         self.numbers = sum(what.numbers for what, _, _ in entries)
 
 
-def rolled(entries: list[Any], uses: dict[int, int]) -> list[Any]:
-    """The entries of a block with loops in the place of what repeats; uses: how often each value is used in the whole record."""
-    marks = [id(e[0]) if type(e) is tuple and _simple(e[0]) else -k for k, e in enumerate(entries, 1)]
+def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
+    """The entries of a block with loops in the place of what repeats.
+
+    Args:
+        entries: of the block.
+        uses: how often each value is used in the whole record.
+        since: the number of the first value that may be made in a loop.
+    """
+    marks = [id(e[0]) if type(e) is tuple and e[2] >= since and _simple(e[0]) else -k for k, e in enumerate(entries, 1)]
     places: dict[int, list[int]] = {}
     for at, mark in enumerate(marks):
         places.setdefault(mark, []).append(at)

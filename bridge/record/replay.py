@@ -36,26 +36,31 @@ class Block:
 def parsed(trace: Sequence[Any], results: Sequence[int]) -> tuple[Block, list[int]]:
     """The record as a tree; and the numbers of its inputs.  A transform that has not ended is entered as if it were none.
 
+    What stands before the last write to a tensor is in no loop: what comes out of one shares no memory with what goes in, as views do.
+
     results: the numbers of the values that are wanted.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
     whole = Block(None, (), 0)
-    stack, count, inputs = [whole], 0, []
+    stack, blocks, count, inputs = [whole], [whole], 0, []
+    written = 0  # the number that comes next after the last write
     for what, refs in trace:
         kind = type(what)
         if kind is Op:
             stack[-1].entries.append((what, refs, count))
             count += values_of(what)
+            if what.changed:
+                written = count
         elif kind is Input:
             inputs.append(count)
             count += 1
         elif kind is Begin:
             block = Block(what, refs, count)
             stack.append(block)
+            blocks.append(block)
             count += what.arguments
         elif kind is End:
             block = stack.pop()
-            block.entries = loops.rolled(block.entries, uses)
             block.end, block.results, block.first = what, refs, count
             stack[-1].entries.append(block)
             count += what.outs
@@ -65,7 +70,9 @@ def parsed(trace: Sequence[Any], results: Sequence[int]) -> tuple[Block, list[in
     while len(stack) > 1:
         block = stack.pop()
         stack[-1].entries.append(block)
-    whole.entries = loops.rolled(whole.entries, uses)
+    for block in blocks:
+        if block.end is not None or block is whole:
+            block.entries = loops.rolled(block.entries, uses, written)
     return whole, inputs
 
 

@@ -46,8 +46,10 @@ def _words(x: Any) -> str:
         return "{" + ",".join(f"{_words(k)}:{_words(v)}" for k, v in x.items()) + "}"
     if kind is slice:
         return f"slice({_words(x.start)},{_words(x.stop)},{_words(x.step)})"
-    if kind in (Ref, Number, Again):
+    if kind in (Ref, Again):
         return f"{kind.__name__}{x.k}"
+    if kind is Number:
+        return f"Number{x.k}:{x.kind.__name__}"
     if kind is Out:
         return f"Out({x.aval!r})"
     if kind is Aval:

@@ -35,12 +35,12 @@ class Ref:
 
 
 class Number:
-    """The place of a Python number that is an input of the program."""
+    """The place of a Python number, a float or an int, that is an input of the program."""
 
-    __slots__ = ("k",)
+    __slots__ = ("k", "kind")
 
-    def __init__(self, k: int) -> None:
-        self.k = k
+    def __init__(self, k: int, kind: type) -> None:
+        self.k, self.kind = k, kind
 
 
 class Out:
@@ -487,7 +487,7 @@ class _Template:
                 return x
             self.count += 1
             self.first = len(self.total.numbers) - self.count
-            return Number(self.count - 1)
+            return Number(self.count - 1, kind)
         if kind is slice:
             return slice(self.of(x.start), self.of(x.stop), self.of(x.step))
         if kind is list or isinstance(x, tuple):

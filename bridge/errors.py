@@ -23,6 +23,10 @@ class EscapedTensorError(RuntimeError):
     """A tensor that belongs to a transform was used after the transform had returned."""
 
 
+class NotInLoopError(RuntimeError):
+    """The steps of a loop cannot do this as one step that runs several times; they run one by one."""
+
+
 def is_users(filename: str) -> bool:
     """Whether code of this file is the user's own: neither ours, nor the standard library's or an installed package's."""
     return not filename.startswith(_OURS) and not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen")

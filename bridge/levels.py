@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridge.errors import NotInLoopError
+
 if TYPE_CHECKING:
     from bridge.nodes import Node
 
@@ -109,20 +111,12 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
             parent.met.update(_still_open(level.met))
 
 
-class NotInLoopError(RuntimeError):
-    """What a loop cannot do in each of its steps, so that its steps have to run one by one."""
-
-
-def in_loop(what: str) -> NotInLoopError:
-    return NotInLoopError(f"{what} in a loop")
-
-
 def refuse_in_loop(what: str) -> None:
     """Raise NotInLoopError in a step of a loop: its values are not known outside of it."""
     level = state.level
     while level is not None:
         if level.kind == "loop":
-            raise in_loop(what)
+            raise NotInLoopError(f"{what}, in a loop")
         level = level.parent
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from jax import lax
 
+from bridge.errors import NotInLoopError
 from bridge.keys import identical
-from bridge.levels import in_loop
 from bridge.lowering.pointwise import number as as_number
 from bridge.lowering.promotion import cast
 
@@ -70,36 +70,36 @@ class Inputs:
         from bridge.tracing import value_of
 
         if type(number) is _Row:
-            return self.array_of(number, dtype)
+            value = self._row(number, dtype)
+        else:
+            at = self._slot(number, dtype)
+            if at is None:
+                return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
+            value = lax.index_in_dim(value_of(self._vectors[number.kind]), at, 0, keepdims=False)
+        return value if dtype is None else cast(value, dtype)
+
+    def _row(self, row: _Row, dtype: Any) -> Any:
+        """The number of the repetition in progress."""
+        from bridge.tracing import value_of
+
+        places = [self._slot(n, dtype) for n in row.numbers]
+        if None in places:
+            raise NotInLoopError("a number that is no input, in a loop")
+        at = lax.dynamic_index_in_dim(np.asarray(places), row.repetition, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(value_of(self._vectors[row.kind]), at, 0, keepdims=False)
+
+    def _slot(self, number: _Number, dtype: Any) -> int | None:
+        """Where in the inputs of its kind the number is, put there if it is not; None if it does not fit."""
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
         if not number.takes(number.value, dtype) or at == self.size:
-            return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
+            return None
         if at == len(slots):
             self._where[number.kind, number.rule] = at
             slots.append(number)
         if dtype is not None:
             slots[at].limits.add(np.dtype(dtype))
-        value = lax.index_in_dim(value_of(self._vectors[number.kind]), at, 0, keepdims=False)
-        return value if dtype is None else cast(value, dtype)
-
-    def array_of(self, row: _Row, dtype: Any = None) -> Any:
-        """The number of the repetition in progress, as ``array`` gives one."""
-        from bridge.tracing import value_of
-
-        slots = self.slots[row.kind]
-        at = self._where.get((row.kind, row.rule), len(slots))
-        if not all(row.takes(v, dtype) for v in row.values) or at + len(row.values) > self.size:
-            raise in_loop("a number that is no input")
-        if at == len(slots):
-            self._where[row.kind, row.rule] = at
-            for k, value in zip(row.rule[1], row.values, strict=True):
-                slots.append(_Number(self, row.kind, ("input", k), value, frozenset((k,))))
-        if dtype is not None:
-            for number in slots[at : at + len(row.values)]:
-                number.limits.add(np.dtype(dtype))
-        value = lax.dynamic_index_in_dim(value_of(self._vectors[row.kind]), at + row.repetition, 0, keepdims=False)
-        return value if dtype is None else cast(value, dtype)
+        return at
 
     def evaluated(self, values: Sequence[float | int]) -> tuple[np.ndarray, np.ndarray]:
         """The program's inputs for these numbers; Misfit where there are none."""
@@ -196,18 +196,17 @@ class _Number:
 
 
 class _Row(_Number):
-    """A number of a step that repeats, another one in each repetition."""
+    """A number of a step that repeats, another input in each repetition."""
 
-    __slots__ = ("repetition", "values")
+    __slots__ = ("numbers", "repetition")
 
     def __init__(self, numbers: Sequence[_Number], repetition: Any) -> None:
         first = numbers[0]
-        rule = "row", tuple([n.rule[1] for n in numbers])
-        super().__init__(first.inputs, first.kind, rule, None, frozenset())
-        self.values, self.repetition = [n.value for n in numbers], repetition
+        super().__init__(first.inputs, first.kind, ("row",), None, frozenset())
+        self.numbers, self.repetition = numbers, repetition
 
     def asked(self) -> Any:
-        raise in_loop("a number whose value is asked for")
+        raise NotInLoopError("a number whose value is asked for, in a loop")
 
 
 def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[Any]:
@@ -224,7 +223,7 @@ def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[An
         if all(is_input(x) and x.node.rule[0] == "input" for x in rows):
             found.append(_made(_Row([x.node for x in rows], repetition)))
         elif any(map(is_input, rows)) or len({identical(x) for x in rows}) > 1:
-            raise in_loop("a number that is another one each time")
+            raise NotInLoopError("a number that is another one each time, in a loop")
         else:
             found.append(rows[0])
     return found
@@ -252,6 +251,8 @@ def _plain(x: Any) -> Any:
 
 def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
     """An operation on numbers: written down; done at once when the trace is over."""
+    if any(type(o) is _Row for o in operands):
+        raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
     numbers = [o for o in operands if type(o) is _Number]
     value = rule(*[o.value if type(o) is _Number else o for o in operands])
     if all(n.inputs.closed for n in numbers):

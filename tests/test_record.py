@@ -13,7 +13,10 @@ from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
-from bridge.record import replay, transforms
+from bridge import python_numbers
+from bridge.errors import NotInLoopError
+from bridge.python_numbers import Inputs
+from bridge.record import disk, programs, replay, transforms
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -342,6 +345,46 @@ def test_views_of_views_that_are_written_to(f: Callable[[torch.Tensor], torch.Te
     x, theirs = torch.arange(18.0).reshape(2, 3, 3), torch.arange(18.0).reshape(2, 3, 3)
     same(torchfunc_jax.vmap(f)(x), torch.func.vmap(f)(theirs))
     same(x, theirs)
+
+
+def test_numbers_of_a_loop_are_inputs_in_their_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are tried as a loop, and then run one by one, take the same places for their numbers."""
+    made: list[Inputs] = []
+    evaluated = Inputs.evaluated
+    monkeypatch.setattr(Inputs, "evaluated", lambda self, values: made.append(self) or evaluated(self, values))
+
+    at = torch.tensor([2, 0, 1])
+
+    def f(t: torch.Tensor, s: float) -> torch.Tensor:
+        for i in range(8):
+            t = 0.1 * t.sin() + t * (s + 0.01 * i)
+            t = t + 0.1 * t.index_select(0, at)  # an index is looked at, which the steps of a loop cannot do
+        for i in range(24):
+            t = t.cos() * (s + 0.01 * i)
+        return t
+
+    for s in (0.5, 0.25, -0.5):
+        x = X.double()
+        same(torchfunc_jax.vmap(functools.partial(f, s=s))(x), torch.func.vmap(functools.partial(f, s=s))(x), rtol=1e-9, atol=1e-10)
+    assert len(set(map(id, made))) == 1
+    keys = [number.rule for number in made[0].slots[float]]
+    assert len(keys) == len(set(keys))
+
+
+def test_arithmetic_with_a_number_of_a_loop_is_refused() -> None:
+    inputs = Inputs([1.0, 2.0])
+    (number,) = python_numbers.in_repetition([inputs.number(0), inputs.number(1)], 1, 0)
+    for compute in (lambda: 1 - number, lambda: number + number, lambda: -number, lambda: number * inputs.number(0), lambda: number > 0):
+        with pytest.raises(NotInLoopError):
+            compute()
+
+
+def test_a_stored_program_takes_numbers_of_the_type_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(disk, "_place", lambda: (tmp_path, ""))
+    for number in (2, 2.5, 3, 3.5):
+        monkeypatch.setattr(programs, "_families", {})  # as in another process
+        same(torchfunc_jax.vmap(lambda x, s=number: (x * s).sin())(X), (X * number).sin())
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_random_numbers_are_others_in_each_step() -> None:

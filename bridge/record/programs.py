@@ -252,7 +252,7 @@ def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:
 def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:
     whole, inputs = replay.parsed(recorder.trace, refs)
     numbers = recorder.numbers
-    size = max(2 * len(numbers), 1)  # twice: of a stretch that turns out to be no loop both ways are traced
+    size = len(numbers) + python_numbers.SLOTS  # one for each, and some for what lowerings compute of them
     numbers_in = Inputs(numbers, size)
     count = len(recorder.inputs)
 

@@ -11,7 +11,8 @@ import torch
 from jax import lax
 
 from bridge import autograd, compiling, dtypes, python_numbers, tracing
-from bridge.levels import in_loop, push
+from bridge.errors import NotInLoopError
+from bridge.levels import push
 from bridge.record import loops
 from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
@@ -120,7 +121,7 @@ class Run:
                     ]
                     inner.operator(what, found, first)
                 if level.writes:
-                    raise in_loop("a write")
+                    raise NotInLoopError("a write, in a loop")
                 return [tracing.value_of(inner.env[ref]) for _, ref in loop.carried], None
 
         outs, _ = lax.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))

@@ -1,11 +1,13 @@
 """Records of un-jitted code (bridge/record)."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 import torch
 from agreement import same
@@ -380,11 +382,56 @@ def test_arithmetic_with_a_number_of_a_loop_is_refused() -> None:
 
 
 def test_a_stored_program_takes_numbers_of_the_type_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(disk, "_place", lambda: (tmp_path, ""))
-    for number in (2, 2.5, 3, 3.5):
-        monkeypatch.setattr(programs, "_families", {})  # as in another process
-        same(torchfunc_jax.vmap(lambda x, s=number: (x * s).sin())(X), (X * number).sin())
+    with stored(monkeypatch, tmp_path):
+        for number in (2, 2.5, 3, 3.5):
+            monkeypatch.setattr(programs, "_kept", programs._Kept())  # as in another process
+            same(torchfunc_jax.vmap(lambda x, s=number: (x * s).sin())(X), (X * number).sin())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_stored_program_is_made_again_for_what_was_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def gradients(T: Any) -> Any:
+        x = X.clone().requires_grad_()
+        out = T.vmap(lambda r: (r * 1.5).sin().prod())(x)
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return first, torch.autograd.grad((first**2).sum(), x)
+
+    with stored(monkeypatch, tmp_path):
+        for _ in range(2):
+            monkeypatch.setattr(programs, "_kept", programs._Kept())
+            same(gradients(torchfunc_jax), gradients(torch.func), rtol=1e-4, atol=1e-5)
+
+
+def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def broken(_: Any) -> Any:
+        def run(*_: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: Function dot_general.1_kernel not found")
+
+        return run
+
+    with stored(monkeypatch, tmp_path):
+        call = torchfunc_jax.vmap(lambda r: (r @ r) * r)
+        same(call(X), torch.func.vmap(lambda r: (r @ r) * r)(X))
+        (file,) = tmp_path.iterdir()
+        before = file.read_bytes()
+        file.write_bytes(before)
+        written = file.stat().st_mtime_ns
+        monkeypatch.setattr(programs, "_kept", programs._Kept())
+        monkeypatch.setattr(disk, "unpacked", broken)
+        same(call(X), torch.func.vmap(lambda r: (r @ r) * r)(X))
+        assert file.stat().st_mtime_ns > written
+
+
+@contextlib.contextmanager
+def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
+    """Programs are stored in the folder; JAX's own cache, which the tests use elsewhere, is off."""
+    monkeypatch.setattr(disk, "_place", lambda: (folder, ""))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_random_numbers_are_others_in_each_step() -> None:

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from bridge import eager
-from bridge.lowering.promotion import cast
+from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import of_this_torch
 
 

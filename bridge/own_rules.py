@@ -12,7 +12,7 @@ from bridge import dtypes, eager, private, tensors
 from bridge.checks import refuse
 from bridge.errors import DataDependentError, at_line
 from bridge.kernels import Plan
-from bridge.lowering.promotion import cast
+from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operands import constant, device_of, pure, stop, value_in, wrap_all
 from bridge.overlaps import refuse_overlap

@@ -22,8 +22,8 @@ from jax import lax
 
 from bridge.errors import NotInLoopError
 from bridge.keys import identical
-from bridge.lowering.pointwise import number as as_number
-from bridge.lowering.promotion import cast
+from bridge.lowering.common.builders import number as as_number
+from bridge.lowering.common.promotion import cast
 
 SLOTS = 64  # numbers of one kind that a program can take
 _INT = np.iinfo(np.int64)

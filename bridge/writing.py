@@ -13,7 +13,7 @@ from bridge.errors import at_line
 from bridge.fallback import can_fall_back, fallback
 from bridge.kernels import NAMES, Plan
 from bridge.levels import state
-from bridge.lowering.promotion import cast
+from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import Node
 from bridge.operands import meta_tree, pure, reverse_only

@@ -1,6 +1,6 @@
-"""Lowerings, one ATen operator each, a file per family.  Importing this package fills the registry."""
+"""Lowerings, one ATen operator each, a folder per family.  Importing this package fills the registry."""
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -1,0 +1,57 @@
+"""Element-wise comparison, logic and bits.  Selection by a mask (where, masked_fill) is in masking.py."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.common.builders import align, binary, fused, number
+from bridge.lowering.registry import lowering
+
+_COMPARISONS: dict[str, Callable] = {"eq": lax.eq, "ge": lax.ge, "gt": lax.gt, "le": lax.le, "lt": lax.lt, "ne": lax.ne}
+for _name, _fn in _COMPARISONS.items():
+    lowering(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(binary(_fn, boolean=True, primitive=True))
+
+
+# -- logic: operands keep their own dtypes, only their truth counts ---------------------------------------------------
+def _logical(fn: Callable) -> Callable:
+    @fused
+    def mixed(a: Any, b: Any) -> Any:
+        return fn(*align(*(x if x.dtype == np.bool_ else lax.ne(x, number(0, x.dtype)) for x in (a, b))))
+
+    return mixed
+
+
+for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}.items():
+    lowering(f"aten.logical_{_name}")(_logical(_fn))
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+def _integral(name: str, fn: Callable, bools: bool = True) -> Callable:
+    def checked(a: Any, b: Any) -> Any:
+        if a.dtype.kind not in ("iub" if bools else "iu"):
+            raise NotImplementedError(f"self, other: {name} is not defined for {a.dtype}; expected integers" + " or bools" * bools)
+        return fn(a, b)
+
+    return binary(checked)
+
+
+for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}.items():
+    _names = [f"aten.bitwise_{_name}.{kind}" for kind in ("Tensor", "Scalar", "Scalar_Tensor")]
+    lowering(*_names)(_integral(f"bitwise_{_name}", _fn))
+
+
+def _shift_right(a: Any, b: Any) -> Any:
+    # unsigned types shift in zeros, signed ones the sign; counts beyond the width (negative ones too) shift everything out
+    return (lax.shift_right_logical if a.dtype.kind == "u" else lax.shift_right_arithmetic)(a, b)
+
+
+for _name, _fn in {"left": lax.shift_left, "right": _shift_right}.items():
+    _names = [f"aten.bitwise_{_name}_shift.{kind}" for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")]
+    _names += [f"aten.__{_name[0]}shift__.{kind}" for kind in ("Tensor", "Scalar")]
+    lowering(*_names)(_integral(f"bitwise_{_name}_shift", _fn, bools=False))
+lowering("aten.gcd")(_integral("gcd", jnp.gcd, bools=False))
+lowering("aten.lcm")(_integral("lcm", jnp.lcm, bools=False))

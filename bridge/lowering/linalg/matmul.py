@@ -1,0 +1,172 @@
+"""Matrix products: mm, bmm, addmm and their kin, as dot_general.
+
+einsum, linear, matmul, tensordot and bilinear reach this file already decomposed by PyTorch into these operators.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from bridge import dtypes, private
+from bridge.lowering.common.promotion import cast, opmath
+from bridge.lowering.registry import lowering
+
+_MM = (((1,), (0,)), ((), ()))
+_BMM = (((2,), (1,)), ((0,), (0,)))
+_SUM_BMM = (((0, 2), (0, 1)), ((), ()))
+_DOT = (((0,), (0,)), ((), ()))
+
+# "highest" asks for true float32 products: TF32 on a GPU and bfloat16 passes on a TPU are what the other two allow
+_PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
+_OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU have the precision of float32 whatever they are asked
+_SINGLE = (jnp.dtype("float32"), jnp.dtype("complex64"))
+
+
+def precision(dtype: Any) -> lax.Precision | None:
+    """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision, or the setting for CUDA, as it stands now."""
+    if dtype not in _SINGLE:
+        return None
+    found = private.float32_precision()
+    return _PRECISION[found] if isinstance(found, str) else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
+
+
+def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any = None) -> Any:
+    """dot_general with torch's checks; the caller puts a TypeError in torch's own words.
+
+    float16 and bfloat16 products are summed in float32 by XLA without being asked.
+    """
+    if a.dtype != b.dtype:
+        raise TypeError(f"expected both operands of the product to have the same dtype, but got {a.dtype} and {b.dtype}")
+    if (a.ndim, b.ndim) != ndims:
+        raise TypeError(f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} and {b.shape}")
+    return lax.dot_general(a, b, dims, precision(a.dtype), out_dtype)
+
+
+def _added(self: Any, a: Any, b: Any, dims: Any, ndims: tuple[int, int], beta: Any, alpha: Any) -> Any:
+    """beta * self + alpha * (a @ b), for half types in float32 and rounded once, as PyTorch's kernels do."""
+    wide = opmath(a.dtype)
+    if wide == a.dtype:
+        return _combine(self, _product(a, b, dims, ndims), beta, alpha)
+    if self.dtype != a.dtype:
+        raise RuntimeError(f"expected self to have the dtype of the product, {a.dtype}, but got {self.dtype}")
+    return cast(_combine(cast(self, wide), _product(a, b, dims, ndims, wide), beta, alpha), a.dtype)
+
+
+def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
+    """beta * self + alpha * product; self is not read (its NaNs do not spread) where beta is 0.
+
+    Of whole numbers beta and alpha are, cut off as in PyTorch.
+    """
+    if product.dtype.kind in "iu":
+        beta, alpha = int(beta), int(alpha)
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product
+    if self.dtype != product.dtype:
+        raise RuntimeError(f"expected self to have the dtype of the product, {product.dtype}, but got {self.dtype}")
+    if beta != 1:
+        self = self * beta
+    if self.shape != product.shape:
+        shift = product.ndim - self.ndim
+        if any(n not in (1, m) for n, m in zip(self.shape, product.shape[shift:])) or shift < 0:
+            raise RuntimeError(f"The expanded size of the tensor {product.shape} must match the existing size {self.shape}")
+        keep = [i for i, n in enumerate(self.shape) if n == product.shape[shift + i]]
+        self = lax.reshape(self, [self.shape[i] for i in keep])
+        self = lax.broadcast_in_dim(self, product.shape, [shift + i for i in keep])
+    return lax.add(self, product)
+
+
+def _addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    """mat1 @ mat2 (+ self).  One row is a vector: what vmap makes of it then has no axis of size 1 for XLA to loop over."""
+    if mat1.ndim == 2 and mat1.shape[0] == 1 and (self is None or self.ndim == 1):
+        product = _product(lax.reshape(mat1, mat1.shape[1:]), mat2, _DOT, (1, 2))
+        return lax.expand_dims(product if self is None else _combine(self, product, beta, alpha), (0,))
+    product = _product(mat1, mat2, _MM, (2, 2))
+    return product if self is None else _combine(self, product, beta, alpha)
+
+
+@lowering("aten.mm")
+def aten_mm(self, mat2):
+    """mm(Tensor self, Tensor mat2) -> Tensor"""
+    return _addmm(None, self, mat2)
+
+
+@lowering("aten.mm.dtype")
+def aten_mm_dtype(self, mat2, out_dtype):
+    """mm.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"""
+    return _product(self, mat2, _MM, (2, 2), dtypes.to_jax(out_dtype))
+
+
+@lowering("aten._int_mm")
+def aten_int_mm(self, mat2):
+    """_int_mm(Tensor self, Tensor mat2) -> Tensor"""
+    return _product(self, mat2, _MM, (2, 2), jnp.int32)
+
+
+@lowering("aten.bmm")
+def aten_bmm(self, mat2):
+    """bmm(Tensor self, Tensor mat2) -> Tensor"""
+    return _product(self, mat2, _BMM, (3, 3))
+
+
+@lowering("aten.bmm.dtype")
+def aten_bmm_dtype(self, mat2, out_dtype):
+    """bmm.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"""
+    return _product(self, mat2, _BMM, (3, 3), dtypes.to_jax(out_dtype))
+
+
+@lowering("aten.mv")
+def aten_mv(self, vec):
+    """mv(Tensor self, Tensor vec) -> Tensor"""
+    return _product(self, vec, _MM, (2, 1))
+
+
+@lowering("aten.dot")
+def aten_dot(self, tensor):
+    """dot(Tensor self, Tensor tensor) -> Tensor"""
+    return _product(self, tensor, _DOT, (1, 1))
+
+
+@lowering("aten.vdot")
+def aten_vdot(self, other):
+    """vdot(Tensor self, Tensor other) -> Tensor"""
+    return _product(lax.conj(self) if jnp.iscomplexobj(self) else self, other, _DOT, (1, 1))
+
+
+@lowering("aten.addmm")
+def aten_addmm(self, mat1, mat2, *, beta=1, alpha=1):
+    """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _addmm(self, mat1, mat2, beta, alpha)
+
+
+@lowering("aten.baddbmm")
+def aten_baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _added(self, batch1, batch2, _BMM, (3, 3), beta, alpha)
+
+
+@lowering("aten.addbmm")
+def aten_addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _added(self, batch1, batch2, _SUM_BMM, (3, 3), beta, alpha)
+
+
+@lowering("aten.addmv")
+def aten_addmv(self, mat, vec, *, beta=1, alpha=1):
+    """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _added(self, mat, vec, _MM, (2, 1), beta, alpha)
+
+
+@lowering("aten._trilinear")
+def aten_trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3, int[] sumdim, int unroll_dim=1) -> Tensor"""
+    ndim = i1.ndim + len(expand1)
+    subscripts = []
+    for expand in (expand1, expand2, expand3):
+        subscripts.append("".join(chr(97 + d) for d in range(ndim) if d not in expand))
+    out = "".join(chr(97 + d) for d in range(ndim) if d not in sumdim)
+    product = jnp.einsum(f"{','.join(subscripts)}->{out}", i1, i2, i3, precision=precision(i1.dtype))
+    return cast(product, i1.dtype)

@@ -1,0 +1,115 @@
+"""What the factorizations share: checks of matrices, error reports, transposes and the like; and the matrix exponential."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge.checks import Range, check
+from bridge.lowering.common.promotion import cast, concrete, opmath
+from bridge.lowering.registry import lowering
+
+#: derivatives and solves never run in TF32, whatever torch.set_float32_matmul_precision says of mm
+matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+_NUMERIC = ("float32", "float64", "complex64", "complex128")
+
+
+def check_matrix(x: Any, name: str, square: bool = False) -> None:
+    """Raise as torch.linalg does unless x is a batch of (square) matrices of a dtype that LAPACK knows."""
+    if str(x.dtype) not in _NUMERIC:
+        low = str(x.dtype) in ("float16", "bfloat16")
+        expected = "Low precision dtypes not supported." if low else "Expected a floating point or complex tensor as input."
+        raise RuntimeError(f"{name}: {expected} Got {x.dtype}")
+    if x.ndim < 2:
+        raise RuntimeError(f"{name}: The input tensor A must have at least 2 dimensions.")
+    if square and x.shape[-1] != x.shape[-2]:
+        raise RuntimeError(f"{name}: A must be batches of square matrices, but they are {x.shape[-2]} by {x.shape[-1]} matrices")
+
+
+def mT(x: Any) -> Any:
+    """Transpose of each matrix."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def mH(x: Any) -> Any:
+    """Conjugate transpose of each matrix."""
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def diagonal(x: Any) -> Any:
+    """Diagonal of each matrix."""
+    return jnp.diagonal(x, axis1=-2, axis2=-1)
+
+
+def skew_diagonal(x: Any) -> Any:
+    """Each matrix with all but the imaginary part of its diagonal made zero (zeros for a real matrix)."""
+    if not jnp.iscomplexobj(x):
+        return jnp.zeros_like(x)
+    return jnp.where(jnp.eye(x.shape[-2], x.shape[-1], dtype=bool), lax.complex(jnp.zeros_like(x.real), x.imag), 0)
+
+
+def broadcast_batch(*xs: Any) -> list[Any]:
+    """The matrices with their leading dimensions broadcast to one another."""
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in xs))
+    return [x if x.shape[:-2] == batch else jnp.broadcast_to(x, batch + x.shape[-2:]) for x in xs]
+
+
+def with_cotangent(x: Any, change: Any) -> Any:
+    """x, whose cotangent passes through change.  For the arguments that PyTorch takes to be Hermitian or triangular: a tangent
+    of theirs is used as it comes, and a gradient of theirs is projected.  A linear solve is the one public primitive of JAX
+    that takes a transpose of its own and can be batched; here it solves x = x."""
+    return lax.custom_linear_solve(lambda y: y, x, solve=lambda _, b: b, transpose_solve=lambda _, ct: change(ct))
+
+
+def hermitian_part(x: Any) -> Any:
+    """(x + x^H) / 2."""
+    return (x + mH(x)) / 2
+
+
+# as in PyTorch, the reason is chosen by what the name of the function contains; the first match counts
+_REASONS = {
+    "inv": "The diagonal element {0} is zero, the inversion could not be completed because the input matrix is singular.",
+    "solve": "The solver failed because the input matrix is singular.",
+    "cholesky": "The factorization could not be completed because the input is not positive-definite "
+    "(the leading minor of order {0} is not positive-definite).",
+    "svd": "The algorithm failed to converge because the input matrix contained non-finite values (error code: {0}).",
+    "eig": "The algorithm failed to converge because the input matrix contained non-finite values (error code: {0}).",
+    "lstsq": "The least squares solution could not be computed because the input matrix does not have full rank (error code: {0}).",
+    "lu_factor": "U[{0},{0}] is zero and using it on lu_solve would result in a division by zero.",
+    "": "The algorithm failed (error code: {0}).",
+}
+
+
+def report(info: Any, name: str, is_matrix: bool) -> None:
+    """Raise LinAlgError where info, now or when the program has run, holds the code of a failure."""
+    reason = next(text for key, text in _REASONS.items() if key in name)
+    try:
+        values = concrete(info).reshape(-1)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        if info.size:
+            check(info, Range(0, 1, f"{name}: {reason.replace('{0}', '{index}')}", torch.linalg.LinAlgError))
+        return
+    failed = values.nonzero()[0]
+    if not failed.size:
+        return
+    reason = reason.format(values[failed[0]])
+    raise torch.linalg.LinAlgError(f"{name}: {'' if is_matrix else f'(Batch element {failed[0]}): '}{reason}")
+
+
+@lowering("aten._linalg_check_errors")
+def aten_linalg_check_errors(info, api_name, *, is_matrix):
+    """_linalg_check_errors(Tensor info, str api_name, *, bool is_matrix) -> ()"""
+    report(info, api_name, is_matrix)
+
+
+@lowering("aten.linalg_matrix_exp")
+def aten_linalg_matrix_exp(self):
+    """linalg_matrix_exp(Tensor self) -> Tensor"""
+    matrix = cast(self, opmath(self.dtype))  # the one linear algebra operator that takes half types
+    check_matrix(matrix, "linalg.matrix_exp", square=True)
+    return cast(jax.scipy.linalg.expm(matrix), self.dtype)

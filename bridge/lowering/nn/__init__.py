@@ -1,0 +1,1 @@
+"""Operators of neural networks: layers, activation functions, losses."""

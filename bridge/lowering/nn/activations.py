@@ -1,0 +1,280 @@
+"""Activation functions and softmaxes.
+
+Each is written so that JAX's derivative is PyTorch's: the branch PyTorch takes at a kink, and no NaN from the branch not taken.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.dtypes import to_jax
+from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
+from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
+from bridge.lowering.registry import lowering
+from bridge.lowering.tensors.creation import number
+
+Array = jax.Array
+
+
+def _widened(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn computed in PyTorch's internal dtype (float32 for float16 and bfloat16) and rounded once, at the end."""
+
+    @functools.wraps(fn)
+    def run(x: Array, *args: Any, **kwargs: Any) -> Array:
+        require_inexact(x, fn.__name__.removeprefix("aten_"))
+        return cast(fn(cast(x, opmath(x.dtype)), *args, **kwargs), x.dtype)
+
+    return run
+
+
+@lowering("aten.gelu")
+@fused("approximate")
+@_widened
+def aten_gelu(x: Array, *, approximate: str = "none") -> Array:
+    """gelu(Tensor self, *, str approximate='none') -> Tensor"""
+    if approximate == "none":
+        return 0.5 * x * (1 + lax.erf(x * 0.7071067811865476))
+    if approximate == "tanh":
+        return 0.5 * x * (1 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    raise RuntimeError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
+
+
+@lowering("aten.silu")
+@fused()
+@_widened
+def aten_silu(x: Array) -> Array:
+    """silu(Tensor self) -> Tensor"""
+    return x * lax.logistic(x)
+
+
+@lowering("aten.mish")
+@fused()
+@_widened
+def aten_mish(x: Array) -> Array:
+    """mish(Tensor self) -> Tensor"""
+    return x * jnp.tanh(jax.nn.softplus(x))
+
+
+@lowering("aten.elu")
+@fused("alpha", "scale", "input_scale")
+@_widened
+def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Array:
+    """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
+    # exponentials of large positive inputs overflow, and their derivative with them: keep them out of the branch
+    below = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale) * (alpha * scale)
+    return jnp.where(x > 0, x * scale, below)
+
+
+@lowering("aten.celu")
+@fused("alpha")
+@_widened
+def aten_celu(x: Array, alpha: float = 1.0) -> Array:
+    """celu(Tensor self, Scalar alpha=1.0) -> Tensor"""
+    if alpha == 0:
+        raise RuntimeError("alpha: ZeroDivisionError, alpha cannot be 0 for CELU")
+    return jnp.where(x > 0, x, jnp.expm1(jnp.where(x > 0, 0, x) / alpha) * alpha)
+
+
+@lowering("aten.selu")
+def aten_selu(x: Array) -> Array:
+    """selu(Tensor self) -> Tensor"""
+    return aten_elu(x, alpha=1.6732632423543772848170429916717, scale=1.0507009873554804934193349852946)
+
+
+@lowering("aten.leaky_relu")
+@fused("negative_slope")
+@_widened
+def aten_leaky_relu(x: Array, negative_slope: float = 0.01) -> Array:
+    """leaky_relu(Tensor self, Scalar negative_slope=0.01) -> Tensor"""
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+@lowering("aten._prelu_kernel")
+@fused()
+def aten__prelu_kernel(x: Array, weight: Array) -> Array:
+    """_prelu_kernel(Tensor self, Tensor weight) -> Tensor"""
+    return jnp.where(x > 0, x, x * weight)
+
+
+@lowering("aten.softplus")
+@fused("beta", "threshold")
+@_widened
+def aten_softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
+    """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
+    linear = x * beta > threshold
+    return jnp.where(linear, x, jnp.log1p(jnp.exp(jnp.where(linear, 0, x) * beta)) / beta)
+
+
+@lowering("aten.log_sigmoid_forward")
+@fused()
+def aten_log_sigmoid_forward(x: Array) -> tuple[Array, Array]:
+    """log_sigmoid_forward(Tensor self) -> (Tensor output, Tensor buffer)"""
+    require_inexact(x, "log_sigmoid")
+    wide = cast(x, opmath(x.dtype))
+    return cast(0 - jax.nn.softplus(-wide), x.dtype), cast(jnp.exp(-jnp.abs(wide)), x.dtype)
+
+
+def _need_numbers(name: str, x: Array) -> None:
+    if x.dtype == np.bool_:
+        raise NotImplementedError(f"{name}: not implemented for 'Bool'; expected a tensor of numbers")
+
+
+@lowering("aten.hardtanh")
+@fused("min_val", "max_val")
+def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
+    """hardtanh(Tensor self, Scalar min_val=-1, Scalar max_val=1) -> Tensor"""
+    _need_numbers("hardtanh", x)
+    if not BOUNDS_NEED_NOT_FIT and x.dtype.kind == "u" and min(min_val, max_val) < 0:
+        raise RuntimeError("cannot do hardtanh on an unsigned type with negative limits")
+    low, high = bound(min_val, x.dtype, True), bound(max_val, x.dtype, False)
+    held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))  # at the bounds x itself: -0.0 stays
+    return jnp.where((x <= low) | (x >= high), held, x)  # constant there: the gradient is 0
+
+
+@lowering("aten.relu6")
+def aten_relu6(x: Array) -> Array:
+    """relu6(Tensor self) -> Tensor"""
+    return aten_hardtanh(x, 0, 6)
+
+
+@lowering("aten.hardsigmoid")
+@fused()
+@_widened
+def aten_hardsigmoid(x: Array) -> Array:
+    """hardsigmoid(Tensor self) -> Tensor"""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, (x + 3) / 6))
+
+
+@lowering("aten.hardswish")
+@fused()
+@_widened
+def aten_hardswish(x: Array) -> Array:
+    """hardswish(Tensor self) -> Tensor"""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
+@lowering("aten.threshold")
+@fused("threshold", "value")
+def aten_threshold(x: Array, threshold: float, value: float) -> Array:
+    """threshold(Tensor self, Scalar threshold, Scalar value) -> Tensor"""
+    _need_numbers("threshold", x)
+    return jnp.where(x <= number(threshold, x.dtype), number(value, x.dtype), x)
+
+
+@lowering("aten.hardshrink")
+@fused("lambd")
+def aten_hardshrink(x: Array, lambd: float = 0.5) -> Array:
+    """hardshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    return jnp.where((x >= -lambd) & (x <= lambd), 0, x)
+
+
+@lowering("aten.softshrink")
+@fused("lambd")
+def aten_softshrink(x: Array, lambd: float = 0.5) -> Array:
+    """softshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    if lambd < 0:
+        raise RuntimeError(f"lambd: expected a number greater than or equal to 0, got {lambd}")
+    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, x * 0))
+
+
+@lowering("aten.hardshrink_backward", "aten.softshrink_backward")
+def aten_hardshrink_backward(grad: Array, x: Array, lambd: float) -> Array:
+    """hardshrink_backward(Tensor grad_out, Tensor self, Scalar lambd) -> Tensor"""
+    return jnp.where((x >= -lambd) & (x <= lambd), 0, grad)
+
+
+@lowering("aten.glu")
+@fused("dim")
+def aten_glu(x: Array, dim: int = -1) -> Array:
+    """glu(Tensor self, int dim=-1) -> Tensor"""
+    if x.ndim == 0:
+        raise RuntimeError("glu does not support 0-dimensional tensors")
+    dim = wrap_dim(dim, x.ndim)
+    if x.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
+    a, b = jnp.split(cast(x, opmath(x.dtype)), 2, axis=dim)
+    return cast(a * lax.logistic(b), x.dtype)
+
+
+# -- softmaxes --------------------------------------------------------------------------------------------------------
+# Derivatives are written from the output, so that one array is kept for the backward pass instead of three.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def softmax(x: Array, axis: int) -> Array:
+    """Softmax along an axis, in the dtype of x."""
+    e = jnp.exp(x - jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
+    return e / jnp.sum(e, axis, keepdims=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def safe_softmax(x: Array, axis: int) -> Array:
+    """Softmax where a slice that is all -inf gives zeros, not NaN."""
+    top = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    e = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
+    total = jnp.sum(e, axis, keepdims=True)
+    return e / jnp.where(total == 0, 1, total)
+
+
+def _softmax_jvp(of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    y = of(*primals, axis)
+    dy = y * tangents[0]
+    return y, dy - y * jnp.sum(dy, axis, keepdims=True)
+
+
+softmax.defjvp(functools.partial(_softmax_jvp, softmax))
+safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def log_softmax(x: Array, axis: int) -> Array:
+    """Logarithm of the softmax along an axis, in the dtype of x."""
+    shifted = x - jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis, keepdims=True))
+
+
+@log_softmax.defjvp
+def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    y = log_softmax(*primals, axis)
+    (dx,) = tangents
+    return y, dx - jnp.sum(jnp.exp(y) * dx, axis, keepdims=True)
+
+
+def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: Any) -> Array:
+    """fn along dim in PyTorch's internal dtype, given as dtype; a 0-dim array counts as one element."""
+    require_inexact(x, fn.__name__)
+    dim = wrap_dim(dim, x.ndim)
+    wide = cast(x, opmath(x.dtype))
+    y = fn(wide, dim) if x.ndim else fn(wide[None], 0)[0]
+    return cast(y, dtype)
+
+
+@lowering("aten._softmax")
+@fused("dim", "half_to_float")
+def aten__softmax(x: Array, dim: int, half_to_float: bool) -> Array:
+    """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    return _along(softmax, x, dim, jnp.float32 if half_to_float else x.dtype)
+
+
+@lowering("aten._log_softmax")
+@fused("dim", "half_to_float")
+def aten__log_softmax(x: Array, dim: int, half_to_float: bool) -> Array:
+    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    return _along(log_softmax, x, dim, jnp.float32 if half_to_float else x.dtype)
+
+
+@lowering("aten._safe_softmax")
+def aten__safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
+    """_safe_softmax(Tensor self, int dim, ScalarType? dtype=None) -> Tensor"""
+    return _safe_softmax(x if dtype is None else cast(x, to_jax(dtype)), dim)
+
+
+@fused("dim")
+def _safe_softmax(x: Array, dim: int) -> Array:
+    return _along(safe_softmax, x, dim, x.dtype)

@@ -1,0 +1,1 @@
+"""Operators that reduce dimensions or run along them: sums, norms, cumulative sums, sorting, counting."""

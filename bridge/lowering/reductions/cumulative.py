@@ -1,0 +1,107 @@
+"""Running reductions along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin with indices.
+
+diff, trapezoid and the backward operators of scans are compositions of these and arrive as such.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.common.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
+from bridge.lowering.reductions.reductions import need_order, pick_along
+from bridge.lowering.registry import lowering
+
+
+def _scan(x: Any, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Any:
+    """The running reduction in the accumulation dtype; a 0-dim array is its own."""
+    axis = wrap_dim(dim, x.ndim)
+    x = cast(x, opmath(out))
+    return cast(scan(x, axis) if x.ndim else x, out)
+
+
+@lowering("aten.cumsum")
+def aten_cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum)
+
+
+@lowering("aten.cumprod")
+def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod)
+
+
+@lowering("aten.logcumsumexp", "aten._logcumsumexp")
+def aten_logcumsumexp(self: Any, dim: int) -> Any:
+    """logcumsumexp(Tensor self, int dim) -> Tensor"""
+    return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else _running_logsumexp)
+
+
+@fused("axis")
+def _running_logsumexp(x: Any, axis: int) -> Any:
+    """By the running maximum m and the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
+
+    Only the sum is differentiated: m is a scale, and the logarithm is the same for any.
+    """
+    info = jnp.finfo(x.dtype)
+    shift = jnp.where(jnp.isnan(x), info.min, jnp.clip(lax.stop_gradient(x), info.min, info.max))
+
+    def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        (m, s), (n, t) = a, b
+        top = lax.max(m, n)
+        return top, s * jnp.exp(m - top) + t * jnp.exp(n - top)
+
+    top, total = lax.associative_scan(join, (shift, jnp.exp(x - shift)), axis=axis)
+    nothing = total == 0  # only -inf so far, which has no derivative: 0, as of logsumexp
+    return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
+
+
+@fused("axis")
+def _running_complex_logsumexp(x: Any, axis: int) -> Any:
+    """One element after the other, as PyTorch: the imaginary part is counted on from that of the larger one, not wrapped into a turn."""
+
+    def join(before: Any, new: Any) -> tuple[Any, Any]:
+        later = lax.real(new) >= lax.real(before)
+        big, small = jnp.where(later, new, before), jnp.where(later, before, new)
+        endless = jnp.isinf(lax.real(big))
+        joined = big + jnp.log1p(jnp.exp(jnp.where(endless, 0, small - big)))
+        both = lax.real(big) == lax.real(small)
+        joined = jnp.where(endless, jnp.where(lax.real(big) < 0, -jnp.inf, jnp.where(both, complex(jnp.inf, jnp.nan), big)), joined)
+        joined = jnp.where(jnp.isnan(before) | jnp.isnan(new), complex(jnp.nan, jnp.nan), joined)
+        return joined, joined
+
+    moved = jnp.moveaxis(x, axis, 0)
+    _, running = lax.scan(join, jnp.full(moved.shape[1:], -jnp.inf, x.dtype), moved)
+    return jnp.moveaxis(running, 0, axis)
+
+
+def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, Any]:
+    """The running extremum and where it stands: at the last of equal elements, at the last NaN once there is one."""
+    axis = wrap_dim(dim, x.ndim)
+    need_order(x, scan.__name__)
+    if not x.ndim:
+        return x, jnp.zeros((), np.int64)
+    fixed = lax.stop_gradient(x)
+    keys = cast(fixed, np.uint8) if x.dtype == np.bool_ else fixed
+    hit = keys == scan(keys, axis)
+    if is_floating(x):
+        hit = hit | jnp.isnan(keys)
+    places = jnp.where(hit, lax.broadcasted_iota(np.int32, x.shape, axis), 0)
+    index = lax.cummax(places, axis)
+    return pick_along(x, index, axis), cast(index, np.int64)
+
+
+@lowering("aten.cummax")
+def aten_cummax(self: Any, dim: int) -> tuple[Any, Any]:
+    """cummax(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
+    return _running_extremum(self, dim, lax.cummax)
+
+
+@lowering("aten.cummin")
+def aten_cummin(self: Any, dim: int) -> tuple[Any, Any]:
+    """cummin(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
+    return _running_extremum(self, dim, lax.cummin)

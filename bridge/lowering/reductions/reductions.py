@@ -1,0 +1,399 @@
+"""Reductions over dimensions: sums, products, extrema and their positions, any/all, variance, logsumexp.
+
+Low precision is accumulated in float32 and integer sums in int64, as PyTorch does.  Norms and distances live in norms.py,
+order statistics in sorting.py, cumulative ones in cumulative.py.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.lowering.common.promotion import (
+    cast,
+    concrete,
+    float_dtype,
+    is_complex,
+    is_floating,
+    is_integral,
+    jdtype,
+    opmath,
+    real_dtype,
+    wrap_dim,
+    wrap_dims,
+)
+from bridge.lowering.registry import lowering
+
+
+def restore(result: Any, axes: tuple[int, ...], keepdim: bool) -> Any:
+    """The reduced dimensions put back with size one where keepdim asks for them."""
+    return lax.expand_dims(result, axes) if keepdim and axes else result
+
+
+def size_of(x: Any, axes: tuple[int, ...]) -> int:
+    """How many elements a reduction over these axes folds into one."""
+    return math.prod(x.shape[a] for a in axes)
+
+
+def total(x: Any, axes: tuple[int, ...]) -> Any:
+    """Sum over axes in the array's own dtype."""
+    return lax.reduce_sum(x, axes) if axes else x
+
+
+def pick(x: Any, index: Any, axis: int) -> Any:
+    """x[..., index[...], ...]: one element along axis for each position of the other dimensions, which index has alone."""
+    others = tuple(a for a in range(x.ndim) if a != axis)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
+        operand_batching_dims=others, start_indices_batching_dims=tuple(range(x.ndim - 1)),
+    )  # fmt: skip
+    start = lax.expand_dims(index, (index.ndim,))
+    return lax.gather(x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def pick_along(x: Any, index: Any, axis: int) -> Any:
+    """take_along_axis for indices known to be in bounds: index has x's shape but for its length along axis."""
+    others = tuple(a for a in range(x.ndim) if a != axis)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
+        operand_batching_dims=others, start_indices_batching_dims=others,
+    )  # fmt: skip
+    start = lax.expand_dims(index, (index.ndim,))
+    return lax.gather(x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _with_ties(x: Any, value: Any, axes: tuple[int, ...]) -> Any:
+    return value
+
+
+@_with_ties.defjvp
+def _with_ties_jvp(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x, value), (tangent, _) = primals, tangents
+    full = lax.expand_dims(value, axes)
+    hit = (x == full) | (jnp.isnan(x) & jnp.isnan(full))
+    return value, total(jnp.where(hit, tangent, 0), axes) / total(cast(hit, x.dtype), axes)
+
+
+def spread_ties(x: Any, value: Any, axes: tuple[int, ...]) -> Any:
+    """value, an extremum or median of x over axes, with its derivative shared evenly by the elements equal to it (NaN to NaN)."""
+    return _with_ties(x, lax.stop_gradient(value), axes) if is_floating(x) else value
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _peak(x: Any, axes: tuple[int, ...], largest: bool) -> Any:
+    """The extremum, with its derivative shared evenly by the elements equal to it; a NaN equals none, and every share is NaN."""
+    return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
+
+
+@_peak.defjvp
+def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    value = _peak(x, axes, largest)
+    full = lax.expand_dims(value, axes)
+    hit = cast(x == full, opmath(x.dtype))
+    # 0 / 0 would do, but XLA makes a choice of a product with what was a bool, and 0 of 0 * NaN
+    share = jnp.where(jnp.isnan(full), jnp.nan, hit / lax.expand_dims(total(hit, axes), axes))
+    return value, total(tangent * cast(share, x.dtype), axes)
+
+
+def need_elements(x: Any, axes: tuple[int, ...], name: str) -> None:
+    """Refuse a reduction without identity over no elements, in PyTorch's words."""
+    for a in axes:
+        if x.shape[a] == 0:
+            raise IndexError(f"{name}(): Expected reduction dim {a} to have non-zero size.")
+
+
+def need_any_element(x: Any, name: str) -> None:
+    """The same for a reduction over all of x."""
+    if x.size == 0:
+        raise RuntimeError(
+            f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
+        )
+
+
+def _sum_dtype(x: Any, dtype: Any) -> np.dtype:
+    return jdtype(dtype, np.int64 if is_integral(x) else x.dtype)
+
+
+@lowering("aten.sum", "aten.sum.dim_IntList")
+def aten_sum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
+    if out == np.bool_:
+        return restore(lax.reduce_or(cast(self, out), axes), axes, keepdim)
+    return restore(cast(total(cast(self, opmath(out)), axes), out), axes, keepdim)
+
+
+@lowering("aten.mean", "aten.mean.dim")
+def aten_mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    out, axes = jdtype(dtype, self.dtype), wrap_dims(dim, self.ndim)
+    if is_integral(out):
+        what = "Input dtype" if dtype is None else "Optional dtype"
+        raise RuntimeError(
+            f"mean(): could not infer output dtype. {what} must be either a floating point or complex dtype. Got: {out}"
+        )
+    summed = total(cast(self, opmath(out)), axes)
+    return restore(cast(summed / float(size_of(self, axes)), out), axes, keepdim)
+
+
+@lowering("aten.prod", "aten.prod.dim_int")
+def aten_prod(self: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
+    if out == np.bool_:
+        return restore(lax.reduce_and(cast(self, out), axes), axes, keepdim)
+    x = cast(self, opmath(out))
+    if axes:
+        x = lax.reduce_prod(x, axes) if is_integral(x) else _product(x, axes)
+    return restore(cast(x, out), axes, keepdim)
+
+
+def _product(x: Any, axes: tuple[int, ...]) -> Any:
+    """Product over axes.  Where no factor is 0, its derivative is to PyTorch the result over each factor: a NaN makes all of it NaN."""
+    out = lax.reduce_prod(x, axes)
+    spoilt = lax.stop_gradient(jnp.isnan(out) & jnp.all(x != 0))
+    return jnp.where(spoilt, total(x, axes) * jnp.where(spoilt, np.nan, 0).astype(x.dtype), out)
+
+
+def need_order(x: Any, name: str) -> None:
+    """Refuse complex numbers, which have no order."""
+    if is_complex(x):
+        raise RuntimeError(f"{name}(): does not support complex input, got {x.dtype}")
+
+
+def _extremum(x: Any, dim: Any, keepdim: bool, name: str) -> Any:
+    axes = wrap_dims(dim, x.ndim)
+    if len(axes) == x.ndim and not dim and dim != 0:
+        need_any_element(x, name)
+    need_elements(x, axes, name)
+    need_order(x, name)
+    return restore(_peak(x, axes, name == "amax") if axes else x, axes, keepdim)
+
+
+@lowering("aten.amax")
+def aten_amax(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
+    return _extremum(self, dim, keepdim, "amax")
+
+
+@lowering("aten.amin")
+def aten_amin(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
+    return _extremum(self, dim, keepdim, "amin")
+
+
+@lowering("aten.aminmax")
+def aten_aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
+    axes = wrap_dims(dim, self.ndim)
+    if dim is None and self.size == 0:
+        raise RuntimeError("aminmax(): cannot compute aminmax over an empty dimension as the operation has no identity.")
+    need_elements(self, axes, "aminmax")
+    return _extremum(self, axes, keepdim, "amin"), _extremum(self, axes, keepdim, "amax")
+
+
+def _full_extremum(x: Any, name: str) -> Any:
+    need_any_element(x, name)
+    need_order(x, name)
+    axes = tuple(range(x.ndim))
+    reduce = lax.reduce_max if name == "max" else lax.reduce_min
+    # unlike amax, whose derivative is NaN at a NaN, max() passes it to the NaNs
+    return spread_ties(x, reduce(lax.stop_gradient(x), axes), axes) if axes else x
+
+
+@lowering("aten.max")
+def aten_max(self: Any) -> Any:
+    """max(Tensor self) -> Tensor"""
+    return _full_extremum(self, "max")
+
+
+@lowering("aten.min")
+def aten_min(self: Any) -> Any:
+    """min(Tensor self) -> Tensor"""
+    return _full_extremum(self, "min")
+
+
+def _position(x: Any, axis: int, largest: bool) -> Any:
+    """Index (int32) of the first extremum along axis; the first NaN where there is one."""
+    if x.dtype == np.bool_:
+        x = cast(x, np.uint8)
+    return (lax.argmax if largest else lax.argmin)(x, axis, np.int32)
+
+
+def _extremum_dim(x: Any, dim: int, keepdim: bool, name: str) -> tuple[Any, Any]:
+    need_order(x, name)
+    axis = wrap_dim(dim, x.ndim)
+    if not x.ndim:
+        return x, jnp.zeros((), np.int64)
+    need_elements(x, (axis,), name)
+    index = _position(x, axis, name == "max")
+    return restore(pick(x, index, axis), (axis,), keepdim), restore(cast(index, np.int64), (axis,), keepdim)
+
+
+@lowering("aten.max.dim")
+def aten_max_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return _extremum_dim(self, dim, keepdim, "max")
+
+
+@lowering("aten.min.dim")
+def aten_min_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return _extremum_dim(self, dim, keepdim, "min")
+
+
+def _arg_extremum(x: Any, dim: int | None, keepdim: bool, name: str) -> Any:
+    need_order(x, name)
+    if dim is None:
+        if x.size == 0:
+            raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
+        index = _position(lax.reshape(x, (x.size,)), 0, name == "argmax")
+        return restore(cast(index, np.int64), tuple(range(x.ndim)), keepdim)
+    axis = wrap_dim(dim, x.ndim)
+    if not x.ndim:
+        return jnp.zeros((), np.int64)
+    need_elements(x, (axis,), name)
+    return restore(cast(_position(x, axis, name == "argmax"), np.int64), (axis,), keepdim)
+
+
+@lowering("aten.argmax")
+def aten_argmax(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    return _arg_extremum(self, dim, keepdim, "argmax")
+
+
+@lowering("aten.argmin")
+def aten_argmin(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    return _arg_extremum(self, dim, keepdim, "argmin")
+
+
+def truth(x: Any) -> Any:
+    """Each element as bool."""
+    return x if x.dtype == np.bool_ else x != 0
+
+
+def _logical(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
+    # an empty list of dims means none here, not all: any.dims(x, []) is x as bool
+    axes = () if isinstance(dim, list | tuple) and not dim else wrap_dims(dim, x.ndim)
+    result = restore(reduce(truth(x), axes) if axes else truth(x), axes, keepdim)
+    return cast(result, np.uint8) if x.dtype == np.uint8 else result
+
+
+@lowering("aten.any", "aten.any.dim", "aten.any.dims")
+def aten_any(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    return _logical(self, dim, keepdim, lax.reduce_or)
+
+
+@lowering("aten.all", "aten.all.dim", "aten.all.dims")
+def aten_all(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    return _logical(self, dim, keepdim, lax.reduce_and)
+
+
+@lowering("aten._is_any_true")
+def aten_is_any_true(self: Any) -> Any:
+    """_is_any_true(Tensor self) -> Tensor"""
+    return aten_any(self)
+
+
+@lowering("aten.allclose")
+def aten_allclose(self: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool equal_nan=False) -> bool"""
+    mine, theirs = (concrete(cast(x, opmath(x.dtype))) for x in (self, other))
+    return bool(np.allclose(mine, theirs, rtol, atol, equal_nan))
+
+
+@lowering("aten.count_nonzero", "aten.count_nonzero.dim_IntList")
+def aten_count_nonzero(self: Any, dim: Any = None) -> Any:
+    """count_nonzero.dim_IntList(Tensor self, int[] dim) -> Tensor"""
+    return total(cast(truth(self), np.int64), wrap_dims(dim, self.ndim))
+
+
+@lowering("aten.hash_tensor")
+def aten_hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+    """hash_tensor(Tensor self, int[1] dim=[], *, bool keepdim=False, int mode=0) -> Tensor"""
+    if mode != 0:
+        raise RuntimeError(f"hash_tensor: unknown mode {mode}; 0, for xor, is the only one")
+    if not dim and dim != 0:
+        need_any_element(self, "hash_tensor")
+    axes = wrap_dims(dim, self.ndim)
+    need_elements(self, axes, "hash_tensor")
+    wide = cast(lax.stop_gradient(self), np.int64 if is_integral(self) else np.float64)
+    return restore(lax.reduce_xor(lax.bitcast_convert_type(wide, np.uint64), axes), axes, keepdim)
+
+
+def sqrt_or_zero(x: Any) -> Any:
+    """Square root whose derivative at 0 is 0 (PyTorch's subgradient of std and of norms), at every order."""
+    zero = x == 0
+    return jnp.where(zero, x, lax.sqrt(jnp.where(zero, 1, x)))
+
+
+def abs_square(x: Any) -> Any:
+    """|x|^2 as a real array."""
+    return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if is_complex(x) else lax.square(x)
+
+
+def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Any, Any]:
+    """Variance and mean in the accumulation dtype, by two passes: mean, then the mean square of what is left."""
+    if is_integral(x):
+        raise RuntimeError(f"std and var only support floating point and complex dtypes, got {x.dtype}")
+    axes = wrap_dims(dim, x.ndim)
+    x = cast(x, opmath(x.dtype))
+    count = size_of(x, axes)
+    mean = restore(total(x, axes) / float(count), axes, True)
+    freedom = max(count - (1 if correction is None else correction), 0)
+    variance = total(abs_square(x - mean), axes) / float(freedom)
+    return restore(variance, axes, keepdim), mean if keepdim or not axes else lax.squeeze(mean, axes)
+
+
+@lowering("aten.var.correction")
+def aten_var(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return aten_var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@lowering("aten.std.correction")
+def aten_std(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return cast(sqrt_or_zero(_moments(self, dim, correction, keepdim)[0]), real_dtype(self.dtype))
+
+
+@lowering("aten.var_mean.correction")
+def aten_var_mean(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    variance, mean = _moments(self, dim, correction, keepdim)
+    if self.size == 0:  # over no elements it is NaN, a constant
+        variance = lax.stop_gradient(variance)
+    return cast(variance, real_dtype(self.dtype)), cast(mean, self.dtype)
+
+
+@lowering("aten.std_mean.correction")
+def aten_std_mean(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    variance, mean = _moments(self, dim, correction, keepdim)
+    return cast(sqrt_or_zero(variance), real_dtype(self.dtype)), cast(mean, self.dtype)
+
+
+@lowering("aten.logsumexp")
+def aten_logsumexp(self: Any, dim: Any, keepdim: bool = False) -> Any:
+    """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
+    out, axes = float_dtype(self.dtype), wrap_dims(dim, self.ndim)
+    x = cast(self, opmath(out))
+    if not axes and not is_complex(x):  # a complex one comes back with its imaginary part within (-pi, pi]
+        return cast(self, out)
+    if size_of(x, axes) == 0:
+        return restore(cast(lax.log(total(x, axes)), out), axes, keepdim)
+    # the shift cancels in exact arithmetic, so that no derivative goes through it; an infinite one would make NaN of inf - inf
+    peak = lax.stop_gradient(lax.reduce_max(lax.real(x) if is_complex(x) else x, axes))
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    summed = total(lax.exp(x - lax.expand_dims(peak, axes)), axes)
+    return restore(cast(lax.log(summed) + peak, out), axes, keepdim)

@@ -1,0 +1,1 @@
+"""Special functions: error functions, the gamma family, Bessel functions, orthogonal polynomials."""

@@ -1,0 +1,1 @@
+"""Operators that make tensors, copy them or change their shape."""

@@ -1,0 +1,64 @@
+"""Copies, casts, fills and the operators that only pass values on (clone, detach, conj and neg bits resolved)."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from bridge import dtypes
+from bridge.lowering.common.builders import expand
+from bridge.lowering.common.promotion import cast, is_array
+from bridge.lowering.registry import lowering
+from bridge.lowering.tensors import creation
+
+
+@lowering("aten._to_copy")
+def aten_to_copy(
+    self: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> Any:
+    """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    if dtype is None:
+        return self
+    target = dtypes.to_jax(dtype)
+    return self if self.dtype == target else cast(self, target)
+
+
+@lowering("aten.clone", "aten.positive", "aten.resolve_conj", "aten.resolve_neg")
+def aten_clone(self: Any, *, memory_format: Any = None) -> Any:
+    """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
+    return self
+
+
+@lowering("aten.detach", "aten.detach_copy")
+def aten_detach(self: Any) -> Any:
+    """detach(Tensor(a) self) -> Tensor(a)"""
+    return lax.stop_gradient(self)
+
+
+@lowering("aten.copy")
+def aten_copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
+    x = cast(src, self.dtype)
+    return x if x.shape == self.shape else expand(x, self.shape)
+
+
+@lowering("aten.fill.Scalar", "aten.fill.Tensor")
+def aten_fill(self: Any, value: Any) -> Any:
+    """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
+    if np.ndim(value) > 0:
+        raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
+    return expand(cast(value, self.dtype) if is_array(value) else creation.number(value, self.dtype), self.shape)
+
+
+@lowering("aten.zero")
+def aten_zero(self: Any) -> Any:
+    """zero(Tensor self) -> Tensor"""
+    return expand(self.dtype.type(0), self.shape)

@@ -1,0 +1,431 @@
+"""Random operators: uniform, normal and integer tensors, in-place fills, dropout, and draws from the named distributions.
+
+Every key comes from bridge.random.next_key.  Low precision is drawn in float32, float64 in float64; the values are JAX's own,
+not those of PyTorch's generators.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.checks import outside, refuse
+from bridge.lowering.common.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
+from bridge.lowering.registry import lowering
+from bridge.random import next_key
+
+
+def _uniform(key: Any, shape: Any, dtype: Any, low: float = 0.0) -> Any:
+    """Uniform on [low, 1) in a floating dtype; narrow types are drawn in their own precision, as rounding could give 1."""
+    return jax.random.uniform(key, tuple(shape), dtype, minval=low)
+
+
+def _open_uniform(key: Any, shape: Any, dtype: Any) -> Any:
+    """Uniform on the open interval (0, 1), in the accumulation dtype."""
+    work = opmath(dtype)
+    return _uniform(key, shape, work, float(jnp.finfo(work).tiny))
+
+
+def _normal(key: Any, shape: Any, dtype: Any) -> Any:
+    """Standard normal in the accumulation dtype; of a complex dtype, with variance 1/2 in each part."""
+    return jax.random.normal(key, tuple(shape), opmath(dtype))
+
+
+def _need_floating(dtype: Any, name: str) -> None:
+    if is_integral(dtype):
+        raise NotImplementedError(f"{name}: not implemented for {np.dtype(dtype)}; expected a floating point dtype")
+
+
+# -- uniform, normal, integers -----------------------------------------------------------------------------------------------------
+@lowering("aten.rand", "aten.rand.generator")
+def aten_rand(
+    size: Any, *, generator: Any = None, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
+    """rand(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    out = jdtype(dtype, default_float())
+    _need_floating(out, "rand")
+    if not is_complex(out):
+        return _uniform(next_key(generator), size, out)
+    parts = _uniform(next_key(generator), (2, *size), real_dtype(out))
+    return lax.complex(parts[0], parts[1])
+
+
+@lowering("aten.randn", "aten.randn.generator")
+def aten_randn(
+    size: Any, *, generator: Any = None, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
+    """randn(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    out = jdtype(dtype, default_float())
+    _need_floating(out, "randn")
+    return cast(_normal(next_key(generator), size, out), out)
+
+
+@lowering("aten.rand_like", "aten.rand_like.generator")
+def aten_rand_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """rand_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
+    MemoryFormat? memory_format=None) -> Tensor"""
+    return aten_uniform(lax.full_like(self, 0, dtype=jdtype(dtype, self.dtype)), generator=generator)
+
+
+@lowering("aten.randn_like", "aten.randn_like.generator")
+def aten_randn_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randn_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
+    MemoryFormat? memory_format=None) -> Tensor"""
+    out = jdtype(dtype, self.dtype)
+    _need_floating(out, "randn_like")
+    return cast(_normal(next_key(generator), self.shape, out), out)
+
+
+@lowering("aten.uniform")
+def aten_uniform(self: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Any:
+    """uniform(Tensor self, float from=0., float to=1., *, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "uniform")
+    if low > high:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
+    if is_complex(self):
+        part = lax.real(self)
+        return lax.complex(*(aten_uniform(part, low, high, generator=generator) for _ in range(2)))
+    drawn = _uniform(next_key(generator), self.shape, self.dtype)
+    return drawn if (low, high) == (0, 1) else cast(cast(drawn, opmath(self.dtype)) * (high - low) + low, self.dtype)
+
+
+def _check_std(std: Any) -> None:
+    if hasattr(std, "dtype"):
+        refuse(std < 0, "normal expects all elements of std >= 0.0")
+    elif std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+
+
+def _scaled_normal(mean: Any, std: Any, shape: Any, dtype: Any, generator: Any) -> Any:
+    _check_std(std)
+    _need_floating(dtype, "normal")
+    drawn, work = _normal(next_key(generator), shape, dtype), opmath(dtype)
+    mean, std = (cast(lax.stop_gradient(v), work) if hasattr(v, "dtype") else v for v in (mean, std))
+    return cast(drawn * std + mean, dtype)
+
+
+@lowering("aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
+def aten_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+    """normal.Tensor_Tensor(Tensor mean, Tensor std, *, Generator? generator=None) -> Tensor"""
+    dtype = mean.dtype if hasattr(mean, "dtype") else std.dtype
+    return _scaled_normal(mean, std, jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std)), dtype, generator)
+
+
+@lowering("aten.normal.float_float")
+def aten_normal_float_float(mean: float, std: float, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """normal.float_float(float mean, float std, SymInt[] size, *, Generator? generator=None, ScalarType? dtype=None,
+    Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    return _scaled_normal(mean, std, size, jdtype(dtype, default_float()), generator)
+
+
+@lowering("aten.normal_functional")
+def aten_normal_functional(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
+    """normal_functional(Tensor self, float mean=0., float std=1., *, Generator? generator=None) -> Tensor"""
+    return _scaled_normal(mean, std, self.shape, self.dtype, generator)
+
+
+def _integers(key: Any, shape: Any, low: Any, high: Any, dtype: Any) -> Any:
+    """Uniform integers of [low, high) as that dtype, drawn in 32 bits where they fit: half the work of 64."""
+    known = isinstance(low, int) and isinstance(high, int)
+    if known and low >= high:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    narrow = known and low >= -(2**31) and high < 2**31
+    return cast(jax.random.randint(key, tuple(shape), low, high, np.int32 if narrow else np.int64), dtype)
+
+
+@lowering("aten.randint", "aten.randint.generator")
+def aten_randint(high: int, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randint(SymInt high, SymInt[] size, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None,
+    bool? pin_memory=None) -> Tensor"""
+    return _integers(next_key(generator), size, 0, high, jdtype(dtype, np.int64))
+
+
+@lowering("aten.randint.low", "aten.randint.low_generator")
+def aten_randint_low(low: int, high: int, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randint.low(SymInt low, SymInt high, SymInt[] size, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None,
+    bool? pin_memory=None) -> Tensor"""
+    return _integers(next_key(generator), size, low, high, jdtype(dtype, np.int64))
+
+
+@lowering("aten.randint_like", "aten.randint_like.generator", "aten.randint_like.Tensor", "aten.randint_like.Tensor_generator")
+def aten_randint_like(self: Any, high: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randint_like(Tensor self, SymInt high, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None,
+    bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"""
+    return _integers(next_key(generator), self.shape, 0, high, jdtype(dtype, self.dtype))
+
+
+@lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype")
+def aten_randint_like_low(self: Any, low: int, high: int, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randint_like.low_dtype(Tensor self, SymInt low, SymInt high, *, ScalarType? dtype=None, Layout? layout=None,
+    Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"""
+    return _integers(next_key(generator), self.shape, low, high, jdtype(dtype, self.dtype))
+
+
+@lowering("aten.randperm", "aten.randperm.generator")
+def aten_randperm(n: int, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+    """randperm(SymInt n, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    if n < 0:
+        raise RuntimeError(f"n must be non-negative, got {n}")
+    return cast(jax.random.permutation(next_key(generator), jnp.arange(n, dtype=np.int32)), jdtype(dtype, np.int64))
+
+
+def _top_integer(dtype: Any) -> int:
+    """One past the largest value random_() fills a dtype with: all integers that the type holds exactly."""
+    if dtype == np.bool_:
+        return 2
+    return 2 ** (jnp.finfo(dtype).nmant + 1) + 1 if is_floating(dtype) else int(np.iinfo(dtype).max) + 1
+
+
+@lowering("aten.random")
+def aten_random(self: Any, *, generator: Any = None) -> Any:
+    """random(Tensor self, *, Generator? generator=None) -> Tensor"""
+    return aten_random_from(self, 0, None, generator=generator)
+
+
+@lowering("aten.random.to")
+def aten_random_to(self: Any, to: int, *, generator: Any = None) -> Any:
+    """random.to(Tensor self, int to, *, Generator? generator=None) -> Tensor"""
+    return aten_random_from(self, 0, to, generator=generator)
+
+
+@lowering("aten.random.from")
+def aten_random_from(self: Any, low: int, high: int | None, *, generator: Any = None) -> Any:
+    """random.from(Tensor self, int from, int? to, *, Generator? generator=None) -> Tensor"""
+    high = _top_integer(self.dtype) if high is None else high
+    if high > np.iinfo(np.int64).max:  # one more than an int64 bound can say: shift the draw of all but the lowest by one
+        return cast(jax.random.randint(next_key(generator), self.shape, low - 1, high - 1, np.int64) + 1, self.dtype)
+    return _integers(next_key(generator), self.shape, low, high, self.dtype)
+
+
+# -- bernoulli and dropout ---------------------------------------------------------------------------------------------------------
+def _coin(key: Any, probability: float, shape: Any) -> Any:
+    """Independent bools, True with a probability known now: 32 random bits against a threshold, without a trip to float."""
+    threshold = round(probability * 2**32)
+    if threshold >= 2**32:
+        return jnp.ones(tuple(shape), np.bool_)
+    return jax.random.bits(key, tuple(shape), np.uint32) < np.uint32(threshold)
+
+
+def _check_probability(p: float, name: str) -> None:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"{name} expects p to be in [0, 1], but got p={p}")
+
+
+@lowering("aten.bernoulli")
+def aten_bernoulli(self: Any, *, generator: Any = None) -> Any:
+    """bernoulli(Tensor self, *, Generator? generator=None) -> Tensor"""
+    return aten_bernoulli_tensor(self, self, generator=generator)
+
+
+@lowering("aten.bernoulli.Tensor")
+def aten_bernoulli_tensor(self: Any, p: Any, *, generator: Any = None) -> Any:
+    """bernoulli.Tensor(Tensor self, Tensor p, *, Generator? generator=None) -> Tensor"""
+    _need_floating(p.dtype, "bernoulli")
+    refuse(outside(p, 0, 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false: a probability is outside of [0, 1]")
+    p = cast(lax.stop_gradient(p), opmath(p.dtype))
+    return cast(_uniform(next_key(generator), self.shape, p.dtype) < p, self.dtype)
+
+
+@lowering("aten.bernoulli.p")
+def aten_bernoulli_p(self: Any, p: float = 0.5, *, generator: Any = None) -> Any:
+    """bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
+    _check_probability(p, "bernoulli_")
+    return cast(_coin(next_key(generator), p, self.shape), self.dtype)
+
+
+@lowering("aten.native_dropout")
+def aten_native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
+    """native_dropout(Tensor input, float p, bool? train) -> (Tensor, Tensor)"""
+    if train is False or p == 0:
+        return input, jnp.ones(input.shape, np.bool_)
+    _check_probability(p, "dropout")
+    mask = _coin(next_key(None), 1 - p, input.shape)
+    return jnp.where(mask, input * (1 / (1 - p) if p < 1 else 0.0), 0), mask
+
+
+@lowering("aten.rrelu_with_noise_functional")
+def aten_rrelu_with_noise(
+    self: Any, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> tuple[Any, Any]:
+    """rrelu_with_noise_functional(Tensor self, Tensor noise, Scalar lower=0.125, Scalar upper=0.33333333333333331,
+    bool training=False, Generator? generator=None) -> (Tensor, Tensor noise_out)"""
+    if not training:
+        return jnp.where(self > 0, self, self * ((lower + upper) / 2)), noise
+    slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
+    return self * slope, slope
+
+
+# -- named distributions -----------------------------------------------------------------------------------------------------------
+@lowering("aten.exponential")
+def aten_exponential(self: Any, lambd: float = 1.0, *, generator: Any = None) -> Any:
+    """exponential(Tensor self, float lambd=1., *, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "exponential")
+    if lambd <= 0:
+        raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
+    drawn = -lax.log1p(-_open_uniform(next_key(generator), self.shape, self.dtype)) / lambd
+    # never 0: quotients of exponentials are a common way to sample
+    return cast(jnp.maximum(drawn, float(jnp.finfo(self.dtype).tiny)), self.dtype)
+
+
+@lowering("aten.cauchy")
+def aten_cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Any:
+    """cauchy(Tensor self, float median=0., float sigma=1., *, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "cauchy")
+    if sigma <= 0:
+        raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
+    turn = (_open_uniform(next_key(generator), self.shape, self.dtype) - 0.5) * math.pi
+    return cast(median + sigma * lax.tan(turn), self.dtype)
+
+
+@lowering("aten.geometric")
+def aten_geometric(self: Any, p: float, *, generator: Any = None) -> Any:
+    """geometric(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
+    work = self.dtype if is_floating(self) else np.dtype(np.float32)
+    trials = lax.ceil(lax.log(_open_uniform(next_key(generator), self.shape, work)) / math.log1p(-p))
+    return cast(jnp.maximum(trials, 1), self.dtype)
+
+
+@lowering("aten.log_normal")
+def aten_log_normal(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Any:
+    """log_normal(Tensor self, float mean=1., float std=2., *, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "log_normal")
+    if std <= 0:
+        raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}")
+    return cast(lax.exp(_normal(next_key(generator), self.shape, self.dtype) * std + mean), self.dtype)
+
+
+def _threefry(key: Any) -> Any:
+    """A key of the generator that jax.random.poisson is written for, whatever the user's default."""
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), np.uint32), impl="threefry2x32")
+
+
+@lowering("aten.poisson")
+def aten_poisson(self: Any, generator: Any = None) -> Any:
+    """poisson(Tensor self, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "poisson")
+    refuse(outside(self, 0, np.inf), "invalid Poisson rate, expected rate to be non-negative")
+    rate = cast(lax.stop_gradient(self), opmath(self.dtype))
+    return cast(jax.random.poisson(_threefry(next_key(generator)), rate, rate.shape, np.int64), self.dtype)
+
+
+@lowering("aten.binomial")
+def aten_binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+    """binomial(Tensor count, Tensor prob, Generator? generator=None) -> Tensor"""
+    _need_floating(count.dtype, "binomial")
+    work = opmath(count.dtype)
+    n, p = (cast(lax.stop_gradient(x), work) for x in jnp.broadcast_arrays(count, prob))
+    return cast(jax.random.binomial(next_key(generator), n, p, n.shape, work), count.dtype)
+
+
+def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
+    """What PyTorch refuses; the values only where they are known."""
+    if not is_floating(weights):
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {weights.dtype}")
+    if weights.ndim not in (1, 2):
+        raise RuntimeError(f"prob_dist must be 1 or 2 dim, got {weights.ndim}")
+    if num_samples <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not replacement and num_samples > weights.shape[-1]:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    refuse(outside(weights, 0, float(jnp.finfo(weights.dtype).max)), "probability tensor contains either `inf`, `nan` or element < 0")
+    total = jnp.sum(cast(lax.stop_gradient(weights), opmath(weights.dtype)), -1)
+    refuse(lax.le(total, lax.full_like(total, 0)), "invalid multinomial distribution (sum of probabilities <= 0)")
+
+
+@lowering("aten.multinomial")
+def aten_multinomial(self: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """multinomial(Tensor self, SymInt num_samples, bool replacement=False, *, Generator? generator=None) -> Tensor"""
+    _check_weights(self, num_samples, replacement)
+    weights = cast(lax.stop_gradient(self), opmath(self.dtype))
+    key, batch = next_key(generator), weights.shape[:-1]
+    if not replacement or num_samples == 1:
+        # the order of log p + Gumbel noise is a draw without replacement (the Gumbel-top-k trick, https://arxiv.org/abs/1903.06059)
+        noisy = lax.log(weights) + jax.random.gumbel(key, weights.shape, weights.dtype)
+        return cast(lax.top_k(cast(noisy, np.float32), num_samples)[1], np.int64)
+    cumulative = lax.cumsum(weights, weights.ndim - 1)
+    level = _uniform(key, (*batch, num_samples), weights.dtype) * cumulative[..., -1:]
+    # level < total, so the first entry above it exists, and has weight: the sums before and after it differ
+    return _first_above(cumulative, level)
+
+
+def _first_above(cumulative: Any, level: Any) -> Any:
+    def search(row: Any, value: Any) -> Any:
+        return jnp.searchsorted(row, value, side="right")
+
+    return cast((jax.vmap(search) if cumulative.ndim == 2 else search)(cumulative, level), np.int64)
+
+
+@lowering("aten._standard_gamma")
+def aten_standard_gamma(self: Any, generator: Any = None) -> Any:
+    """_standard_gamma(Tensor self, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "_standard_gamma")
+    work = opmath(self.dtype)
+    # differentiable by implicit reparameterization, as PyTorch's (https://arxiv.org/abs/1805.08498)
+    drawn = jax.random.gamma(next_key(generator), cast(self, work), self.shape, work)
+    return cast(jnp.maximum(drawn, float(jnp.finfo(self.dtype).tiny)), self.dtype)
+
+
+@lowering("aten._standard_gamma_grad")
+def aten_standard_gamma_grad(self: Any, output: Any) -> Any:
+    """_standard_gamma_grad(Tensor self, Tensor output) -> Tensor"""
+    work = opmath(self.dtype)
+    return cast(lax.random_gamma_grad(cast(self, work), cast(output, work)), self.dtype)
+
+
+def _beta_gradient(x: Any, alpha: Any, beta: Any) -> Any:
+    """dx/dalpha of x ~ Beta(alpha, beta) by implicit reparameterization: -(dF/dalpha)(x) / F'(x), F the distribution function.
+
+    dF/dalpha is the integral of the density times log t - digamma(alpha) + digamma(alpha + beta) over [0, x] or, as the whole
+    is 0, minus that over [x, 1]; the side away from the mean is taken, with t = x exp(-s) on a double-exponential grid in s.
+    """
+    left = x * (alpha + beta) < alpha
+    z, a, b = jnp.where(left, x, 1 - x), jnp.where(left, alpha, beta), jnp.where(left, beta, alpha)
+    odds = z / (1 - z)
+    width = 1 / (jnp.abs(a - (b - 1) * odds) + jnp.sqrt(jnp.abs(b - 1) * odds / (1 - z)))
+    step = 1 / 8
+    u = np.arange(-3.5, 12.5, step).reshape(-1, *[1] * x.ndim).astype(x.dtype)
+    s = width * np.exp(u - np.exp(-u))
+    log_rest = jnp.log1p(-odds * jnp.expm1(-s))  # log((1 - t) / (1 - z)) for t = z exp(-s)
+    log_t = jnp.where(left, jnp.log(z) - s, jnp.log1p(-z) + log_rest)
+    weight = jnp.exp((b - 1) * log_rest - a * s) * (log_t - jax.scipy.special.digamma(alpha) + jax.scipy.special.digamma(alpha + beta))
+    integral = z * jnp.sum(weight * s * (1 + np.exp(-u)), axis=0) * step
+    return jnp.where(left, -integral, integral)
+
+
+@lowering("aten._dirichlet_grad")
+def aten_dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
+    """_dirichlet_grad(Tensor x, Tensor alpha, Tensor total) -> Tensor"""
+    value, a, all_ = (cast(v, np.float64) for v in jnp.broadcast_arrays(x, alpha, total))
+    value = jnp.clip(value, float(jnp.finfo(x.dtype).tiny), 1 - float(jnp.finfo(x.dtype).epsneg))
+    return cast(_beta_gradient(value, a, all_ - a) / (1 - value), x.dtype)
+
+
+@jax.custom_jvp
+def _dirichlet_of(alpha: Any, x: Any) -> Any:
+    return x
+
+
+@_dirichlet_of.defjvp
+def _dirichlet_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (alpha, x), (t, _) = primals, tangents
+    moved = aten_dirichlet_grad(x, alpha, jnp.broadcast_to(jnp.sum(alpha, -1, keepdims=True), alpha.shape)) * t
+    return x, moved - x * jnp.sum(moved, -1, keepdims=True)
+
+
+@lowering("aten._sample_dirichlet")
+def aten_sample_dirichlet(self: Any, generator: Any = None) -> Any:
+    """_sample_dirichlet(Tensor self, Generator? generator=None) -> Tensor"""
+    _need_floating(self.dtype, "_sample_dirichlet")
+    work = opmath(self.dtype)
+    alpha = cast(self, work)
+    # in logarithms, as all the gammas of small concentrations may underflow
+    drawn = jax.random.loggamma(next_key(generator), lax.stop_gradient(alpha), alpha.shape, work)
+    return cast(_dirichlet_of(alpha, jax.nn.softmax(drawn, axis=-1)), self.dtype)

@@ -6,7 +6,7 @@
 #   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
 #   make bench                   the benchmarks; their table goes into README.md
 #   make notebooks               run the notebooks and keep their output in them
-#   make lint                    ruff and mypy
+#   make lint                    ruff, mypy, and which file may import which
 #   make demo PYTHON=python3.12  another interpreter
 #   make demo ARGS="--members 8 --epochs 5 --json"
 #
@@ -47,6 +47,7 @@ notebooks: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 clean:
 	rm -rf $(VENV) .venv-versions .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs

@@ -15,27 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge.errors import at_line
 from bridge.levels import refuse_in_loop, state
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Range:
-    """Where whole numbers must lie (low <= x < high), and what is said of one that does not; error is formatted with it as {index}."""
-
-    low: int
-    high: int
-    error: str
-    kind: type[Exception] = IndexError
-
-    def judge(self, least: int, greatest: int) -> None:
-        """Raise for the outermost of the numbers between these two that lies outside."""
-        if greatest >= self.high or least < self.low:
-            raise self.kind(self.error.format(index=int(greatest if greatest >= self.high else least)))
+from bridge.lowering.common.provided import Range
 
 
 class _Met(threading.local):
@@ -59,27 +44,13 @@ def _look(x: Any, *, where: Range) -> Any:
 
 
 def check(x: Any, where: Range) -> Any:
-    """x, an integer array; raises where.kind, now or when the program that computes it has run, if any of it lies outside of the range."""
+    """What ``bridge.lowering.common.provided.check`` does."""
     refuse_in_loop("a check of values")
     _met.count += 1
     if state.level is not None and state.level.root.staged:
         line = at_line().replace("{", "{{").replace("}", "}}")
         where = dataclasses.replace(where, error=where.error + line)
     return _check_p.bind(x, where=where)
-
-
-def refuse(bad: Any, error: str, kind: type[Exception] = RuntimeError) -> None:
-    """Raise kind(error), now or when the program that computes it has run, if any of a boolean array is true.
-
-    Of no effect inside of a function that is jitted by itself (``promotion.fused``): call it before.
-    """
-    if bad.size:
-        check(lax.convert_element_type(bad, np.int32), Range(0, 1, error.replace("{", "{{").replace("}", "}}"), kind))
-
-
-def outside(x: Any, low: float, high: float) -> Any:
-    """Where real numbers are not within low <= x <= high, nor numbers at all; for ``refuse``."""
-    return lax.bitwise_not((x >= low) & (x <= high))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["where"])
@@ -166,4 +137,4 @@ class Bounds:
             self.ranges[k].judge(*found[k])
 
 
-__all__ = ["Bounds", "Found", "Range", "check", "compiled", "ends", "outside", "refuse"]
+__all__ = ["Bounds", "Found", "Range", "check", "compiled", "ends"]

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import torch
 
 from bridge import dtypes, eager, private, tensors
-from bridge.checks import refuse
 from bridge.errors import DataDependentError, at_line
 from bridge.kernels import Plan
 from bridge.lowering.common.promotion import cast
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operands import constant, device_of, pure, stop, value_in, wrap_all
 from bridge.overlaps import refuse_overlap

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from bridge import hooks, viewing
-from bridge.checks import refuse
 from bridge.errors import at_line
+from bridge.lowering.common.provided import refuse
 from bridge.packed_sequences import FUNCTIONS
 from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
 

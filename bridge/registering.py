@@ -1,11 +1,14 @@
-"""The public way to add a lowering."""
+"""The public way to add a lowering; and what lowerings are given by the bridge."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from bridge import eager, tracing
+from bridge import checks, eager, private, random, tracing
+from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, overload
+
+PROVIDED.update(check=checks.check, next_key=random.next_key, float32_precision=private.float32_precision)
 
 
 def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:

@@ -17,9 +17,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge import dtypes
-from bridge.checks import refuse
 from bridge.lowering.common.builders import align, binary, choose, define_slopes, fused, like, number
 from bridge.lowering.common.promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.elementwise.unary import trunc
 from bridge.lowering.registry import lowering
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.checks import refuse
 from bridge.lowering.common import promotion
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.indexing.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range
 from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import constant

@@ -1,8 +1,8 @@
 """x[indices] and x[indices] = values with tensors, index_select and its kin, take and put.  Each is one gather or scatter.
 
-Indices are checked, and raise IndexError as in PyTorch: now where they are known, else when the program has run (checks.py).  Where
-nobody looks (inside of a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write there is dropped.
-gather and scatter along a dim live in scattering.py, embedding tables in embedding.py.
+Indices are checked, and raise IndexError as in PyTorch: now where they are known, else when the program has run (common/provided.py says
+how).  Where nobody looks (inside of a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write there is
+dropped.  gather and scatter along a dim live in scattering.py, embedding tables in embedding.py.
 """
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.checks import Range, check
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
+from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import constant, number
 from bridge.lowering.tensors.shape import aten_expand

@@ -7,9 +7,9 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.checks import refuse
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.common.value_dependent_shapes import by_lane
 from bridge.lowering.indexing.indexing import CHECKED, Place, known, mask_rank
 from bridge.lowering.registry import lowering

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.checks import refuse
 from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, wrap_dim
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
 
 Array = jax.Array

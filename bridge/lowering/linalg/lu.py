@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bridge.checks import refuse
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report, with_cotangent
 from bridge.lowering.registry import lowering
 

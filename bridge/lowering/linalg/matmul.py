@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from bridge import dtypes, private
+from bridge import dtypes
 from bridge.lowering.common.promotion import cast, opmath
+from bridge.lowering.common.provided import float32_precision
 from bridge.lowering.registry import lowering
 
 _MM = (((1,), (0,)), ((), ()))
@@ -28,7 +29,7 @@ def precision(dtype: Any) -> lax.Precision | None:
     """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision, or the setting for CUDA, as it stands now."""
     if dtype not in _SINGLE:
         return None
-    found = private.float32_precision()
+    found = float32_precision()
     return _PRECISION[found] if isinstance(found, str) else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
 
 

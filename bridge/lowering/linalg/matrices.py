@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge.checks import Range, check
 from bridge.lowering.common.promotion import cast, concrete, opmath
+from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
 
 #: derivatives and solves never run in TF32, whatever torch.set_float32_matmul_precision says of mm

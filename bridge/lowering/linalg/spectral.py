@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge.checks import refuse
 from bridge.lowering.common.promotion import concrete
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.linalg.matrices import check_matrix, diagonal, hermitian_part, matmul, mH, mT, skew_diagonal, with_cotangent
 from bridge.lowering.registry import lowering
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from bridge import dtypes
-from bridge.checks import outside, refuse
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
+from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.activations import log_softmax

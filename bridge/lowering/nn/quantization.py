@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.checks import refuse
 from bridge.lowering.common.promotion import cast, fused, opmath
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
 
 Array = jax.Array

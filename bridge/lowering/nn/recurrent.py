@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from bridge.lowering.common.promotion import concrete, fused
+from bridge.lowering.common.provided import next_key
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering
-from bridge.random import next_key
 
 Array = jax.Array
 _State = tuple[Array, ...]

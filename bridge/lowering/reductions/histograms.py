@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.checks import refuse
 from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral
+from bridge.lowering.common.provided import refuse
 from bridge.lowering.common.value_dependent_shapes import by_lane
 from bridge.lowering.registry import lowering
 

@@ -1,6 +1,6 @@
 """Random operators: uniform, normal and integer tensors, in-place fills, dropout, and draws from the named distributions.
 
-Every key comes from bridge.random.next_key.  Low precision is drawn in float32, float64 in float64; the values are JAX's own,
+Every key comes from next_key in common/provided.py.  Low precision is drawn in float32, float64 in float64; the values are JAX's own,
 not those of PyTorch's generators.
 """
 from __future__ import annotations
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.checks import outside, refuse
 from bridge.lowering.common.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
+from bridge.lowering.common.provided import next_key, outside, refuse
 from bridge.lowering.registry import lowering
-from bridge.random import next_key
 
 
 def _uniform(key: Any, shape: Any, dtype: Any, low: float = 0.0) -> Any:

@@ -81,6 +81,40 @@ def test_numbers_and_shapes_that_change(name: str) -> None:
         same(PROGRAMS[name](torchfunc_jax, x, s), PROGRAMS[name](torch.func, x, s), rtol=1e-4, atol=1e-5)
 
 
+def _written_by_mask(t: torch.Tensor) -> torch.Tensor:
+    z = t * 2
+    z[z > 1] = t[0]
+    return z
+
+
+Y = torch.linspace(-2, 2, 15).reshape(3, 5)
+BY_VALUE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a mask": lambda t: t[t > 0] ** 2, "a mask among other indices": lambda t: (t * Y)[:, t > 0].prod(1),
+    "written by a mask": _written_by_mask, "one mask after another": lambda t: (lambda z: z[z > 2] * t.sum())(t[t > 0] * 1.5),
+    "masked_select": lambda t: t.masked_select(t > 1).sin(), "masked_select of a broadcast": lambda t: torch.masked_select(t * Y, t > 0),
+    "nonzero": lambda t: t[(t > 0).nonzero()[:, 0]].exp(), "where": lambda t: t[torch.where(t > 0)] ** 2,
+    "argwhere": lambda t: t[torch.argwhere(t > 0)[:, 0]].cos(), "unique": lambda t: t.sum() * torch.unique(t > 0),
+    "repeat_interleave": lambda t: torch.repeat_interleave(t, (t > 0).long() * 2) ** 2,
+    "bincount": lambda t: torch.bincount((t > 0).long()) * t.sum(), "a length": lambda t: t[: int((t > 0).sum())] * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_shapes_that_depend_on_values(name: str) -> None:
+    f = BY_VALUE[name]
+    seen: list[int] = []
+
+    def counted(t: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return f(t).sum()
+
+    t = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
+    for v in (t, t + 3, -t, t):
+        same(torchfunc_jax.grad(counted)(v), torch.func.grad(lambda t: f(t).sum())(v), rtol=1e-4, atol=1e-5)
+        same(torchfunc_jax.jvp(f, (v,), (v,)), torch.func.jvp(f, (v,), (v,)), rtol=1e-4, atol=1e-5)
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["grad", "hessian"])
 def test_checkpoint(again: bool) -> None:
     weight = torch.randn(3, 3, requires_grad=True)

@@ -393,7 +393,10 @@ class Recorder(TorchFunctionMode):
         if func in _TO_PYTHON and (not self.mapped() or all(type(t) is not Recorded for t in tensors)):
             values = dict(zip(map(id, tensors), self.now(tensors), strict=True))
             return func(*_replaced(args, values), **_replaced(kwargs, values))
-        raise Unrecordable(str(func))
+        rule = _BY_VALUE.get(func)
+        if rule is None or self.mapped():
+            raise Unrecordable(str(func))
+        return rule(self, func, args, kwargs)
 
     def now(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         """What these tensors are at this point of the program."""
@@ -591,6 +594,55 @@ def _scalar(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+# -- shapes that depend on values, outside of vmap: the values are computed before the rest of the program ---------------------------------
+def _indices_of(recorder: Recorder, index: Any) -> Any:
+    """An index with the places of True in the place of each mask."""
+    if type(index) is not tuple and type(index) is not list:
+        index = (index,)
+    masks = [x for x in index if isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        raise Unrecordable("an index")
+    places = dict(zip(map(id, masks), recorder.now(masks), strict=True))
+    found: list[Any] = []
+    for x in index:
+        found += places[id(x)].nonzero(as_tuple=True) if isinstance(x, torch.Tensor) and id(x) in places else [x]
+    return tuple(found)
+
+
+def _indexed(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    return recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:]), kwargs)
+
+
+def _masked_select(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+    if set(given) != {"input", "mask"}:
+        raise Unrecordable(str(func))
+    t, mask = recorder.__torch_function__(torch.broadcast_tensors, (), (given["input"], given["mask"]))
+    return recorder.__torch_function__(torch.Tensor.__getitem__, (), (t, _indices_of(recorder, mask)))
+
+
+def _repeated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    t, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
+    if not isinstance(repeats, torch.Tensor) or not isinstance(t, torch.Tensor) or repeats.dim() != 1 or "output_size" in given:
+        raise Unrecordable(str(func))
+    if dim is None:
+        t, dim = recorder.__torch_function__(torch.flatten, (), (t,)), 0
+    (times,) = recorder.now([repeats])
+    places = torch.repeat_interleave(torch.arange(t.shape[dim]), times if len(times) == t.shape[dim] else times.expand(t.shape[dim]))
+    return recorder.__torch_function__(torch.index_select, (), (t, dim, places))
+
+
+def _counted(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of operands without a derivative, the result is a tensor from outside."""
+    tensors: list[Any] = []
+    _collect((args, kwargs), tensors)
+    if "out" in kwargs or (func not in _PLACES and any(recorder.aval(t).requires_grad for t in tensors)):
+        raise Unrecordable(str(func))
+    values = dict(zip(map(id, tensors), recorder.now(tensors), strict=True))
+    return func(*_replaced(args, values), **_replaced(kwargs, values))
+
+
 def _detached(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return recorder.__torch_function__(torch.Tensor.detach, (), args)
 
@@ -648,6 +700,14 @@ WITH_INTS = WITH_NUMBERS - {torch.where, torch.full}
 FACTORIES = frozenset(_names(torch, "zeros ones empty full rand randn randint randperm arange linspace logspace eye empty_strided "
                               "tril_indices "
                               "triu_indices bernoulli normal hann_window hamming_window bartlett_window blackman_window kaiser_window"))
+_PLACES = frozenset([*_names(torch.Tensor, "nonzero argwhere"), *_names(torch, "nonzero argwhere where")])
+_BY_VALUE = {
+    **dict.fromkeys([f for owner in (torch.Tensor, torch) for f in _names(owner, "unique unique_consecutive bincount")], _counted),
+    **dict.fromkeys(_PLACES, _counted),
+    **dict.fromkeys(_names(torch.Tensor, "__getitem__ __setitem__"), _indexed),
+    **dict.fromkeys([torch.Tensor.masked_select, torch.masked_select], _masked_select),
+    **dict.fromkeys([torch.Tensor.repeat_interleave, torch.repeat_interleave], _repeated),
+}
 _ATOMS = frozenset({
     bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
 })

@@ -48,6 +48,24 @@ def stopped_by_torch(value: Any) -> Any:
     return lax.stop_gradient(value)
 
 
+def stopped_outside(value: Any) -> Any:
+    """In a program that is being traced: the value without its derivative at the border, which keeps its tangents."""
+    times = private.times_differentiated(value)
+    return _stopped_outside(value, times) if times else stopped_by_torch(value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _stopped_outside(value: Any, times: int) -> Any:
+    return value
+
+
+@_stopped_outside.defjvp
+def _stopped_outside_jvp(times: int, primals: Any, tangents: Any) -> Any:
+    if times > 1:
+        return _stopped_outside(primals[0], times - 1), _stopped_outside(tangents[0], times - 1)
+    return stopped_by_torch(primals[0]), stopped_by_torch(tangents[0])
+
+
 def depends(value: Any) -> bool:
     """Whether an array is one that JAX differentiates, at whatever level."""
     while isinstance(value, jax.core.Tracer):

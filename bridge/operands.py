@@ -83,23 +83,29 @@ def pure(func: Any, lower: Callable[..., Any]) -> Plan:
 
 def stop(out: Any) -> Any:
     """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
-    level, innermost, kinds = state.level, None, set()
+    level, root = state.level, state.level.root
     if level.kind == "function":  # its own rule gives the derivative, not what it computes
         return out
+    forward, probes = False, [root.probe] if root.recorded else []
     while level is not None:
-        if level.kind in ("grad", "jvp"):
-            innermost = innermost or level
-            kinds.add(level.kind)
+        forward = forward or level.kind == "jvp"
+        if level.kind == "grad":
+            probes.append(level.probe)
         level = level.parent
-    if state.level.root.recorded:
-        kinds.add("grad")
-    if "grad" not in kinds:
+    if not probes:
         return out
-    if "jvp" not in kinds:
+    if not forward:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
-    # forward mode ignores no_grad; torch's autograd outside of it does not
-    probe = state.level.root.probe if innermost is None or innermost.kind == "jvp" else innermost.probe
-    return out if probe is None else jax.tree_util.tree_map(lambda v: private.stop_at(v, probe) if isinstance(v, jax.Array) else v, out)
+
+    def stopped(v: Any) -> Any:
+        if not isinstance(v, jax.Array):
+            return v
+        for probe in probes:
+            if probe is not None:
+                v = private.stop_at(v, probe)
+        return linked.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
+
+    return jax.tree_util.tree_map(stopped, out)
 
 
 def stop_tangents(out: Any) -> Any:

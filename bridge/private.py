@@ -217,9 +217,14 @@ def _cut(value: Any, inside: int) -> Any:
 
 @_cut.defjvp
 def _cut_jvp(inside: int, primals: Any, tangents: Any) -> Any:
-    if inside:
-        return _cut(primals[0], inside - 1), tangents[0]
+    if inside:  # the tangent at an inner level has a derivative of its own at the one that is cut
+        return _cut(primals[0], inside - 1), _cut(tangents[0], inside - 1)
     return primals[0], jnp.zeros_like(tangents[0])
+
+
+def times_differentiated(value: Any) -> int:
+    """At how many levels of nesting a value is a tracer of a transform that differentiates."""
+    return sum(differentiates for _, differentiates in _traces_of(value))
 
 
 def differentiates(value: Any) -> bool:

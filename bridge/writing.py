@@ -167,26 +167,8 @@ def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-_IRREGULAR = {
-    "aten::bernoulli_.float": "aten::bernoulli.p",
-    "aten::normal_": "aten::normal_functional",
-    "aten::squeeze_": "aten::squeeze",
-    "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional",
-    "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional",
-    "aten::native_batch_norm.out": "aten::native_batch_norm",
-    "aten::rrelu_with_noise": "aten::rrelu_with_noise_functional",
-    "aten::_fused_moving_avg_obs_fq_helper": "aten::_fused_moving_avg_obs_fq_helper_functional",
-    "aten::embedding_renorm_": "aten::embedding_renorm",
-}
-
-
 def functional_form(func: Any) -> Any:
     """The overload that computes what an in-place or out= overload writes; None where torch has none."""
-    irregular = _IRREGULAR.get(func._schema.name + (f".{func._schema.overload_name}" if func._schema.overload_name else ""))
-    if irregular is not None:
-        name, _, kind = irregular.removeprefix("aten::").partition(".")
-        packet = getattr(aten, name, None)
-        return getattr(packet, kind or "default", None) if packet is not None else None
     namespace, name = func._schema.name.split("::")
     ops = getattr(torch.ops, namespace)
     mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from bridge import dtypes, private
 from bridge.errors import at_line
+from bridge.lowering.registry import LOWERINGS
 from bridge.python_numbers import is_input
 from bridge.refused_dtypes import INDICES, MODES, REFUSED, TOGETHER, Refusals
 
@@ -105,8 +106,8 @@ class _NotAskedError(Exception):
 
 
 def is_pointwise(func: Any) -> bool:
-    """Whether an operator promotes its operands; of floor_divide PyTorch does not say so."""
-    return torch.Tag.pointwise in func.tags or func is torch.ops.aten.floor_divide.default
+    """Whether an operator promotes its operands, by PyTorch's tags or by its own row."""
+    return torch.Tag.pointwise in func.tags or (func in LOWERINGS and LOWERINGS[func].pointwise)
 
 
 def _counts(t: torch.Tensor) -> bool:

@@ -18,28 +18,6 @@ from jax.extend.core import Literal
 
 from bridge import private
 from bridge.levels import state
-from bridge.lowering.registry import of_this_torch
-
-aten = torch.ops.aten
-
-#: Operators whose output never requires grad, even if an argument does.
-_FRESH = frozenset(
-    getattr(packet, overload)
-    for name in (
-        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty",
-        "new_empty_strided", "histc", "bincount", "detach",
-    )
-    if (packet := getattr(aten, name, None)) is not None
-    for overload in packet.overloads()
-)
-
-#: Outputs that have no derivative beside others that do.
-_FRESH_OUTPUTS = of_this_torch({
-    "aten.lu_unpack.default": (0,), "aten.linalg_lu.default": (0,), "aten.linalg_lstsq.default": (2, 3),
-    "aten.native_layer_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2),
-    "aten._native_batch_norm_legit.default": (1, 2), "aten._native_batch_norm_legit.no_stats": (1, 2),
-    "aten._batch_norm_with_update.default": (1, 2, 3),
-})
 
 
 @jax.jit
@@ -76,20 +54,19 @@ def depends(value: Any) -> bool:
     return False
 
 
-def tie(func: Any, out: Any, values: Any) -> Any:
-    """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none."""
-    if func in _FRESH:
-        return out
+def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
+    """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none.
+
+    no_grad: the places of those that never require grad.
+    """
     if state.level.root.staged:  # the question is asked of the program
-        fresh = _FRESH_OUTPUTS.get(func, ())
-        return type(out)(stopped_by_torch(v) if i in fresh else v for i, v in enumerate(out)) if fresh else out
+        return out
     linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
     if not linked:
         return out
-    fresh = _FRESH_OUTPUTS.get(func, ())
-    if not fresh:
-        return jax.tree_util.tree_map(lambda v: v if not _inexact(v) or depends(v) else _tied(v, linked), out)
-    return type(out)(v if i in fresh or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
+    if isinstance(out, jax.Array):
+        return out if no_grad or not _inexact(out) or depends(out) else _tied(out, linked)
+    return type(out)(v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
 
 
 def tie_tangents(tangents: list[Any], primals: list[Any]) -> list[Any]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
-from jax import lax
 
 from bridge import eager
+from bridge.lowering.tensors.copies import revalue
 from bridge.lowering.common.promotion import cast
-from bridge.lowering.registry import of_this_torch
+from bridge.lowering.registry import LOWERINGS
 
 
 class Node:
@@ -80,8 +78,9 @@ class View:
 
     __slots__ = ("args", "func", "kwargs", "lowering")
 
-    def __init__(self, func: Any, lowering: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.lowering, self.args, self.kwargs = func, lowering, args, kwargs
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: Callable[..., Any] | None = None) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.lowering = lowering or LOWERINGS[func].lowering
 
     def forward(self, base: Any) -> Any:
         return eager.run(self.func, self.lowering, (base, *self.args), self.kwargs)
@@ -93,7 +92,7 @@ class View:
         return hash((self.func, _hashable(self.args)))
 
     def inverse(self, base: Any, value: Any) -> Any:
-        rule = _INVERSES.get(self.func, self._scattered)
+        rule = LOWERINGS[self.func].view_inverse or self._scattered
         return eager.run(("inverse", self.func), rule, (base, value, *self.args), self.kwargs)
 
     def _scattered(self, base: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,98 +136,3 @@ def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool
     write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached, keep)
     if node.level is level:
         node.value, node.seen = value, root.version
-
-
-@jax.custom_jvp
-def revalue(old: Any, new: Any) -> Any:
-    """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
-    return lax.select(jnp.zeros(new.shape, bool), old, new)  # never old, but mapped where old is, as its derivative
-
-
-@revalue.defjvp
-def _revalue_jvp(primals: Any, tangents: Any) -> Any:
-    return revalue(*primals), tangents[0]
-
-
-def _detached(base: Any, value: Any) -> Any:
-    return revalue(base, value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
-
-
-def _reshape(base: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return lax.reshape(value, base.shape)
-
-
-def _same(base: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
-def _permute(base: Any, value: Any, dims: Any) -> Any:
-    return lax.transpose(value, tuple(np.argsort([d % base.ndim for d in dims])))
-
-
-def _transpose(base: Any, value: Any, *dims: int) -> Any:
-    if base.ndim < 2:
-        return value
-    a, b = dims or (0, 1)
-    return jnp.swapaxes(value, a, b)
-
-
-def _select(base: Any, value: Any, dim: int, index: int) -> Any:
-    at = (slice(None),) * (dim % base.ndim) + (index,)
-    return base.at[at].set(value)
-
-
-def _slice(base: Any, value: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    if value.shape == base.shape:
-        return value
-    at = (slice(None),) * (dim % base.ndim) + (slice(start, end, step),)
-    return base.at[at].set(value)
-
-
-def _expand(base: Any, value: Any, size: Any, *, implicit: bool = False) -> Any:
-    if value.size != base.size:
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the tensor before performing the operation."
-        )
-    return lax.reshape(value, base.shape)
-
-
-def _complex(base: Any, value: Any) -> Any:
-    return lax.complex(value[..., 0], value[..., 1])
-
-
-def _real(base: Any, value: Any) -> Any:
-    return jnp.stack([lax.real(value), lax.imag(value)], -1)
-
-
-def _bits(base: Any, value: Any, dtype: torch.dtype) -> Any:
-    if value.dtype.itemsize == base.dtype.itemsize:
-        return lax.bitcast_convert_type(value, base.dtype)
-    ratio = max(value.dtype.itemsize, base.dtype.itemsize) // min(value.dtype.itemsize, base.dtype.itemsize)
-    if value.dtype.itemsize < base.dtype.itemsize:
-        return lax.bitcast_convert_type(value.reshape(*value.shape[:-1], -1, ratio), base.dtype)
-    return lax.bitcast_convert_type(value, base.dtype).reshape(base.shape)
-
-
-_INVERSES: dict[Any, Callable[..., Any]] = of_this_torch({
-    "aten.view.default": _reshape,
-    "aten._reshape_alias.default": _reshape,
-    "aten.squeeze.default": _reshape,
-    "aten.squeeze.dim": _reshape,
-    "aten.squeeze.dims": _reshape,
-    "aten.unsqueeze.default": _reshape,
-    "aten.alias.default": _same,
-    "aten.detach.default": _detached,
-    "aten.permute.default": _permute,
-    "aten.transpose.int": _transpose,
-    "aten.t.default": _transpose,
-    "aten.select.int": _select,
-    "aten.slice.Tensor": _slice,
-    "aten.expand.default": _expand,
-    "aten.view_as_real.default": _complex,
-    "aten.view_as_complex.default": _real,
-    "aten._conj.default": lambda base, value: lax.conj(value),
-    "aten._neg_view.default": lambda base, value: lax.neg(value),
-    "aten.view.dtype": _bits,
-})

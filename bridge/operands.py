@@ -1,7 +1,6 @@
 """What every operator does with its arguments and results: traced tensors become values, values are wrapped, no_grad is obeyed."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from bridge import eager, linked, private, saved_tensors
 from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import Level, state
+from bridge.lowering.registry import Operator
 from bridge.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
@@ -55,15 +55,22 @@ def wrap_all(out: Any, device: torch.device) -> Any:
     return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
 
 
-def pure(func: Any, lower: Callable[..., Any]) -> Plan:
+def pure(func: Any, row: Operator) -> Plan:
     """An operator that only computes."""
+    lower, no_grad = row.lowering, row.no_grad_outputs
+    checks_only = not func._schema.returns and not func._schema.is_mutable  # it looks at values, which a compiled piece has not
 
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [value_in(x) for x in args]
+        named = {k: value_in(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if row.takes_contiguous:
+            named = {**named, "contiguous": args[0].is_contiguous()}
         try:
-            out = eager.run(func, lower, values, {k: value_in(v) for k, v in kwargs.items()} if kwargs else kwargs)
+            out = lower(*values, **named) if checks_only else eager.run(func, lower, values, named)
         except Exception as error:
             raise _explain(func, args, kwargs, error) from error
+        if no_grad:
+            out = constant(out) if isinstance(out, jax.Array) else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
         if not torch.is_grad_enabled():
             out = stop(out)
         else:
@@ -72,7 +79,7 @@ def pure(func: Any, lower: Callable[..., Any]) -> Plan:
                     x.node.used = True
             if state.level.root.recorded:
                 saved_tensors.refuse_hooks()
-                out = linked.tie(func, out, values)
+                out = linked.tie(out, values, no_grad)
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)
@@ -133,6 +140,8 @@ def reverse_only() -> bool:
 
 def constant(value: Any) -> Any:
     """The value without derivatives, at every level."""
+    if value is None:
+        return None
     if state.level.root.staged and isinstance(value, jax.core.Tracer):
         return linked.stopped_by_torch(value)
     return lax.stop_gradient(value)

@@ -7,12 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
+from bridge import own_rules as _own_rules  # noqa: F401  fills OWN_RULES
 from bridge.fallback import fallback
 from bridge.kernels import Plan, guarded
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.opaque_operators import opaque_plan
 from bridge.operands import pure
-from bridge.own_rules import OWN_RULES
+from bridge.tracing import OWN_RULES
 from bridge.viewing import view_plan
 from bridge.writing import write_plan
 
@@ -29,10 +30,9 @@ def _plan(func: Any) -> Plan:
     opaque = opaque_plan(func)
     if opaque is not None:
         return opaque
-    if func.namespace not in ("aten", "prims") and func not in LOWERINGS:
-        return fallback(func)
-    if func._schema.is_mutable:
+    row = LOWERINGS.get(func)
+    if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)
-    if func in LOWERINGS:
-        return view_plan(func) if func.is_view else pure(func, LOWERINGS[func])
+    if row is not None:
+        return view_plan(func, row) if func.is_view else pure(func, row)
     return fallback(func)

@@ -1,7 +1,7 @@
 """Writes that PyTorch refuses because of where their operands lie in memory: in part where the result goes."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -9,15 +9,6 @@ import torch
 from bridge.errors import at_line
 from bridge.tracing import Traced
 
-aten = torch.ops.aten
-#: operators that are no pointwise ones and look at where their operands lie too
-_LOOKING = frozenset({
-    "aten::copy_", "aten::scatter_", "aten::scatter_add_", "aten::index_add_", "aten::index_copy_", "aten::index_put_", "aten::addr_",
-    "aten::cumsum", "aten::sort", "aten::gather", "aten::take", "aten::cat", "aten::kthvalue", "aten::index_select",
-    "aten::where",
-})  # fmt: skip
-#: operators whose out= may not be an operand either
-_APART = frozenset({"aten::gather", "aten::take", "aten::cat", "aten::kthvalue", "aten::index_select"})
 _MESSAGE = (
     "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
     "Please clone() the tensor before performing the operation."
@@ -34,26 +25,22 @@ def _extent(t: torch.Tensor) -> tuple[int, int] | None:
     return (int(t.storage_offset()), int(t.storage_offset()) + t.numel()) if t.numel() else None
 
 
-def refuse_overlap(func: Any, targets: Iterable[Any], operands: Iterable[Any], out: bool = False) -> None:
-    """Raise PyTorch's RuntimeError if an operand partly overlaps a target; the same memory as a whole is allowed, but for some out=.
+def refuse_overlap(apart: Container[str], targets: Iterable[Any], operands: Iterable[tuple[str, Any]]) -> None:
+    """Raise PyTorch's RuntimeError if an operand partly overlaps a target, or lies in the same memory and may not.
 
     Args:
-        func: the operator that writes.
-        targets, operands: what it writes and reads; only traced tensors can share memory.
-        out: whether the targets are out= arguments.
+        apart: names of operands that may not share the memory of a target as a whole either.
+        targets, operands: the tensors that are written, and the named ones that are read; only traced tensors can share memory.
     """
-    name = func._schema.name
-    if torch.Tag.pointwise not in func.tags and name not in _LOOKING:
-        return
-    operands = [t for t in operands if type(t) is Traced]
+    named = [(name, t) for name, t in operands if type(t) is Traced]
     for target in targets:
         if type(target) is not Traced:
             continue
-        for t in operands:
-            if t.node.root is not target.node.root or (t is target and not (out and name in _APART)):
+        for name, t in named:
+            if t.node.root is not target.node.root or (t is target and name not in apart):
                 continue
             mine, theirs = _extent(target), _extent(t)
             if mine is None or theirs is None or mine[1] <= theirs[0] or theirs[1] <= mine[0]:
                 continue
-            if (out and name in _APART) or mine != theirs or target.stride() != t.stride():
+            if name in apart or mine != theirs or target.stride() != t.stride():
                 raise RuntimeError(_MESSAGE + at_line())

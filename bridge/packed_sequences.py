@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.tracing import concrete, traced_python, wrap
+from bridge.tracing import concrete, own_rule, traced_python, wrap
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
@@ -64,6 +64,7 @@ def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func(*args, **kwargs)
 
 
+@own_rule("aten._pack_padded_sequence")
 def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The plan of the operator itself, which runs if both tensors come from outside the trace."""
     with traced_python():

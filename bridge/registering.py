@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge import checks, eager, private, random, tracing
 from bridge.lowering.common.provided import PROVIDED
-from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, overload
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, overload
 
 PROVIDED.update(check=checks.check, next_key=random.next_key, float32_precision=private.float32_precision)
 
@@ -52,7 +52,7 @@ def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
 
     def register(fn: Lowering) -> Lowering:
         for op in found:
-            LOWERINGS[op] = fn
+            LOWERINGS[op] = fn if isinstance(fn, Operator) else Operator(fn)
             OVERRIDDEN.add(op)
         tracing._plans.clear()  # what was decided about operators while they had another lowering, or none
         eager.forget()

@@ -17,6 +17,7 @@ import torch
 from bridge import compiling, dtypes, guards, private, python_numbers, tensors
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
+from bridge.lowering.registry import of_this_torch
 from bridge.nodes import Node, read, write
 
 _make = private.make_wrapper
@@ -277,6 +278,20 @@ def plan_of(func: Any) -> Any:
 
         found = _plans[func] = operators.plan(func)
     return found
+
+
+#: Operators that need more than their values, filled by ``own_rule``: they read values, exchange memory, or make none.
+OWN_RULES: dict[Any, Any] = {}
+
+
+def own_rule(*names: str) -> Any:
+    """Decorator: the function (args, kwargs) -> result is the plan of these operators, whatever lowering they have."""
+
+    def register(plan: Any) -> Any:
+        OWN_RULES.update(of_this_torch(dict.fromkeys(names, plan)))
+        return plan
+
+    return register
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from bridge import private
 from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import state
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import Operator, overload
 from bridge.nodes import Geometry, Node, OutsideOfView, View
 from bridge.operands import constant, stop
-from bridge.tracing import Traced, node_of, value_of
+from bridge.tracing import Traced, node_of, own_rule, value_of
 
 aten = torch.ops.aten
 _make = private.make_wrapper
@@ -32,30 +32,43 @@ def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced
     return t
 
 
-def view_plan(func: Any) -> Plan:
-    """An operator whose result shares its input's memory: computed when it is first read."""
-    lower = LOWERINGS[func]
+def view_plan(func: Any, row: Operator) -> Plan:
+    """An operator whose results share its input's memory: each computed when it is first read."""
+    parts = row.view_parts
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
-        meta = func(meta_of(base), *rest, **kwargs)
-        parent = node_of(base)
-        parent.used = True
-        node = Node(None, state.level, parent, View(func, lower, rest, kwargs))
-        if not torch.is_grad_enabled():  # the same memory, no derivative through it
-            node.value, node.seen = stop(node.view.forward(value_of(base))), node.root.version
-        return _view_tensor(meta, node, base.device)
+        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs))
 
-    return run_view
+    def run_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, rest = args[0], args[1:]
+        metas = func(meta_of(base), *rest, **kwargs)
+        return [
+            _viewed(base, meta, View(overload(name), own, {}))
+            for meta, (name, own) in zip(metas, parts(tuple(base.shape), *rest, **kwargs), strict=True)
+        ]
+
+    return run_view if parts is None else run_views
 
 
+def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
+    """The view of a tensor; meta: a tensor of the same geometry."""
+    parent = node_of(base)
+    parent.used = True
+    node = Node(None, state.level, parent, view)
+    if not torch.is_grad_enabled():  # the same memory, no derivative through it
+        node.value, node.seen = stop(view.forward(value_of(base))), node.root.version
+    return _view_tensor(meta, node, base.device)
+
+
+@own_rule("aten.detach")
 def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
         t.node = _detached_node(base, constant)
     else:
-        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, LOWERINGS[aten.alias.default], (), {}))
+        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, (), {}))
     return t
 
 
@@ -63,7 +76,7 @@ def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
     """The same memory without derivatives."""
     with torch.no_grad():  # met, and not to be differentiated for it
         value, parent = value_of(base), node_of(base)
-    node = Node(stopped(value), state.level, parent, View(aten.detach.default, stopped, (), {}))
+    node = Node(stopped(value), state.level, parent, View(aten.detach.default, (), {}, stopped))
     node.seen = node.root.version
     return node
 
@@ -76,28 +89,7 @@ def detach_in_place(t: Traced) -> None:
     t.node = _detached_node(t, constant if level is None else lambda v: private.stop_at(v, level.probe))
 
 
-def split_plan(func: Any) -> Plan:
-    """Several views at once, each a slice or select of its own so that reading one computes one."""
-
-    def run_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        base = args[0]
-        dim = int(kwargs.get("dim", args[-1] if len(args) == 3 or (func is aten.unbind.int and len(args) == 2) else 0))
-        dim = dim % max(base.dim(), 1)
-        metas = func(meta_of(base), *args[1:], **kwargs)
-        out, start = [], 0
-        for i, meta in enumerate(metas):
-            if func is aten.unbind.int:
-                view = View(aten.select.int, LOWERINGS[aten.select.int], (dim, i), {})
-            else:
-                end = start + meta.shape[dim]
-                view = View(aten.slice.Tensor, LOWERINGS[aten.slice.Tensor], (dim, start, end), {})
-                start = end
-            out.append(_view_tensor(meta, Node(None, state.level, node_of(base), view), base.device))
-        return out
-
-    return run_split
-
-
+@own_rule("aten.as_strided")
 def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     size, stride = args[1], args[2]
@@ -114,7 +106,7 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"elements {first} to {first + root.value.size - 1} of its memory are known{at_line()}"
         )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
-    view = View(aten.as_strided.default, LOWERINGS[aten.as_strided.default], (tuple(size), tuple(stride), offset - first), {})
+    view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
     return _view_tensor(meta, Node(None, state.level, root, view), base.device)
 
 

@@ -11,14 +11,14 @@ import torch
 from bridge import dtypes, eager, private
 from bridge.errors import at_line
 from bridge.fallback import can_fall_back, fallback
-from bridge.kernels import NAMES, Plan
+from bridge.kernels import NAMES, Plan, is_pointwise
 from bridge.levels import state
 from bridge.lowering.common.promotion import cast
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.nodes import Node
 from bridge.operands import meta_tree, pure, reverse_only
 from bridge.overlaps import refuse_overlap
-from bridge.tracing import Traced, assign, plan_of, value_of
+from bridge.tracing import Traced, assign, own_rule, plan_of, value_of
 from bridge.viewing import meta_of
 
 aten = torch.ops.aten
@@ -43,7 +43,8 @@ def _becomes_view(func: Any, functional: Any) -> Plan:
     return run_in_place_view
 
 
-def store(target: torch.Tensor, value: Any, func: Any) -> None:
+def store(target: torch.Tensor, value: Any, detached: bool = False) -> None:
+    """Write a value into a tensor, cast to its dtype; detached: torch's autograd does not record the write."""
     dtype = dtypes.to_jax(target.dtype)
     if value.dtype != dtype:
         source = dtypes.to_torch(value.dtype)
@@ -61,7 +62,7 @@ def store(target: torch.Tensor, value: Any, func: Any) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
-    assign(target, value, keep=not torch.is_grad_enabled() and reverse_only())
+    assign(target, value, detached or None, keep=not (detached or torch.is_grad_enabled()) and reverse_only())
 
 
 def _overlaps(t: torch.Tensor) -> bool:
@@ -69,45 +70,52 @@ def _overlaps(t: torch.Tensor) -> bool:
 
 
 def write_plan(func: Any) -> Plan:
-    """In-place and out= variants, derived from the operator's functional form."""
+    """In-place and out= variants, derived from the operator's functional form, and operators whose row says that they write."""
     if torch.Tag.inplace_view in func.tags:
         functional = functional_form(func)
         return _becomes_view(func, functional) if functional is not None else fallback(func)
-    changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
-    written = [a.name for a in changed]  # in the order of the functional form's results: those of out= first
     names = [a.name for a in func._schema.arguments]
-    functional = functional_form(func)
-    if functional is None and func in LOWERINGS:
-        inner = pure(func, LOWERINGS[func])
+    row, functional = LOWERINGS.get(func), functional_form(func)
+    writes = row.writes if row is not None else {}
+    if row is not None and (writes or functional is None):
+        inner = pure(func, row)
     elif functional is not None and (functional in LOWERINGS or can_fall_back(functional)):
         inner = plan_of(functional)
+        row = LOWERINGS.get(functional, Operator(inner))
     else:
         return fallback(func)
+    # in the order of the functional form's results: those of out= first
+    changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
+    written = list(writes) or [a.name for a in changed]
     is_out = any(a.is_out for a in func._schema.arguments)
     of_dtype = is_out and _is_factory(functional)
+    looks = row.apart is not None or is_pointwise(func) or (functional is not None and is_pointwise(functional))
 
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         targets = [given[name] for name in written]
         flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
-        refuse_overlap(func, flat, _tensors(given[name] for name in given if name not in written), is_out)
+        if looks:
+            refuse_overlap(row.apart or (), flat, _tensors((name, x) for name, x in given.items() if name not in written))
         if is_out:
             kwargs = {k: v for k, v in kwargs.items() if k not in written}
         if of_dtype:
             kwargs = {**kwargs, "dtype": flat[0].dtype}
         results = inner(args, kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
-        for target, result in zip(flat, results[-len(flat) :], strict=True):
-            if target is None:
+        places = list(writes.values()) or range(len(results) - len(flat), len(results))
+        for target, place in zip(flat, places, strict=True):
+            result = results[place]
+            if target is None or result is None:
                 continue
             if is_out and target.dtype is not result.dtype:
-                _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)))
+                _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)), row.exact_out)
             if is_out and target.shape != result.shape:
                 _resize(target, result.shape)
-            store(target, value_of(result), func)
+            store(target, value_of(result), detached=not is_out and place in row.no_grad_outputs)
         if len(func._schema.returns) == 0:
             return None
-        fresh, kept = iter(results[: -len(flat)]), iter(flat)
+        fresh, kept = (r for i, r in enumerate(results) if i not in places), iter(flat)
         returned = tuple(next(fresh) if r.alias_info is None else next(kept) for r in func._schema.returns)
         return returned[0] if len(returned) == 1 else returned
 
@@ -120,18 +128,14 @@ def _is_factory(func: Any) -> bool:
     return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
-def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
-    for x in operands:
-        yield from x if isinstance(x, list | tuple) else (x,)
+def _tensors(operands: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, x in operands:
+        yield from ((name, v) for v in (x if isinstance(x, list | tuple) else (x,)))
 
 
-#: Operators whose kernel for the device meta does not raise PyTorch's error about dtypes, so that it is raised here.
-_EXACT_OUT = frozenset({"aten::complex", "aten::aminmax", "aten::multinomial"})
-
-
-def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any]) -> None:
-    """PyTorch's own error where it does not cast the result to the dtype of out=."""
-    if func._schema.name in _EXACT_OUT:
+def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any], exact: bool) -> None:
+    """PyTorch's own error if it does not cast the result to the dtype of out=; exact: its kernel for the device meta has no such error."""
+    if exact:
         raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
     try:
         with private.below_python():
@@ -160,6 +164,7 @@ def _resize(target: torch.Tensor, shape: Any) -> None:
     target.node = Node(value, state.level)
 
 
+@own_rule("aten.resize_", "aten.resize_as_")
 def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
     if tuple(size) != tuple(args[0].shape):

@@ -162,7 +162,7 @@ def aten_div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
     return (_floor_divide if rounding_mode == "floor" else _trunc_divide)(self, _checked_divisor(self, other))
 
 
-@lowering("aten.floor_divide", "aten.floor_divide.Scalar")
+@lowering("aten.floor_divide", "aten.floor_divide.Scalar", pointwise=True)
 def aten_floor_divide(self: Any, other: Any) -> Any:
     """floor_divide(Tensor self, Tensor other) -> Tensor"""
     return _floor_divide(self, _checked_divisor(self, other))

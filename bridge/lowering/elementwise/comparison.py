@@ -11,9 +11,15 @@ from jax import lax
 from bridge.lowering.common.builders import align, binary, fused, number
 from bridge.lowering.registry import lowering
 
-_COMPARISONS: dict[str, Callable] = {"eq": lax.eq, "ge": lax.ge, "gt": lax.gt, "le": lax.le, "lt": lax.lt, "ne": lax.ne}
-for _name, _fn in _COMPARISONS.items():
-    lowering(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(binary(_fn, boolean=True, primitive=True))
+#: the comparison, and what it presumes of numbers: weights that are >= 0 and do not sum to 0, degrees of freedom that are not <= 0,
+#: sums of windows that are not < 1e-11
+_COMPARISONS: dict[str, tuple[Callable, bool | None]] = {
+    "eq": (lax.eq, None), "ge": (lax.ge, True), "gt": (lax.gt, None), "le": (lax.le, False), "lt": (lax.lt, False), "ne": (lax.ne, True),
+}  # fmt: skip
+for _name, (_fn, _presumed) in _COMPARISONS.items():
+    _compare = binary(_fn, boolean=True, primitive=True)
+    lowering(f"aten.{_name}.Tensor")(_compare)
+    lowering(f"aten.{_name}.Scalar", presumed=_presumed)(_compare)
 
 
 # -- logic: operands keep their own dtypes, only their truth counts ---------------------------------------------------

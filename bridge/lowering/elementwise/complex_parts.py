@@ -12,13 +12,13 @@ from bridge.lowering.common.promotion import cast, default_float, is_complex
 from bridge.lowering.registry import lowering
 
 
-@lowering("aten._conj", "aten.conj_physical", "aten._conj_physical", "aten._conj_copy")
+@lowering("aten._conj", "aten.conj_physical", "aten._conj_physical", "aten._conj_copy", view_inverse=lambda base, value: lax.conj(value))
 def aten_conj(self: Any) -> Any:
     """_conj(Tensor(a) self) -> Tensor(a)"""
     return lax.conj(self) if is_complex(self) else self
 
 
-@lowering("aten._neg_view", "aten._neg_view_copy")
+@lowering("aten._neg_view", "aten._neg_view_copy", view_inverse=lambda base, value: lax.neg(value))
 def aten_neg_view(self: Any) -> Any:
     """_neg_view(Tensor(a) self) -> Tensor(a)"""
     return lax.neg(self)

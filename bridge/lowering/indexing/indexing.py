@@ -170,7 +170,7 @@ def aten_index(x, indices):
     return x if place is None else place.read(x)
 
 
-@lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
+@lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", apart=("indices", "values"))
 def aten_index_put(x, indices, values, accumulate=False, unsafe=False):
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     masks = [d for d, i in enumerate(indices) if i is not None]
@@ -249,7 +249,7 @@ def _as_vector(x):
     return x if x.ndim else lax.reshape(x, (1,))
 
 
-@lowering("aten.index_select")
+@lowering("aten.index_select", apart=("self", "index"))
 def aten_index_select(x, dim, index):
     """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
@@ -274,14 +274,14 @@ def index_write(name: str, x, dim: int, index, source, *, add: bool):
     return lax.reshape(place.write(base, lax.reshape(source, place.result), add=add), x.shape)
 
 
-@lowering("aten.index_add")
+@lowering("aten.index_add", apart=("index", "source"))
 def aten_index_add(x, dim, index, source, *, alpha=1):
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     source = source if alpha == 1 else source * number(alpha, source.dtype)
     return index_write("index_add", x, dim, index, source, add=True)
 
 
-@lowering("aten.index_copy")
+@lowering("aten.index_copy", apart=("index", "source"))
 def aten_index_copy(x, dim, index, source):
     """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
     return index_write("index_copy_", x, dim, index, source, add=False)
@@ -316,14 +316,14 @@ def _flat_place(x, index) -> tuple[Any, Place]:
     return flat, along(flat, 0, index, _TRIED, wrap=True)
 
 
-@lowering("aten.take")
+@lowering("aten.take", apart=("self", "index"))
 def aten_take(x, index):
     """take(Tensor self, Tensor index) -> Tensor"""
     flat, place = _flat_place(x, index)
     return place.read(flat)
 
 
-@lowering("aten.put")
+@lowering("aten.put", apart=("index", "source"))
 def aten_put(x, index, source, accumulate=False):
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
     if source.size != index.size:

@@ -78,7 +78,7 @@ def _write(x, dim: int, index, values, mode, scatter=lax.scatter, unique: bool =
     return scatter(x, start, values, numbers, mode=mode, unique_indices=unique)
 
 
-@lowering("aten.gather")
+@lowering("aten.gather", apart=("self", "index"))
 def aten_gather(x, dim, index, *, sparse_grad=False):
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
@@ -121,19 +121,19 @@ def _add(x, dim, index, src, mode):
     return _write(x, dim, index, src, mode, lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)
 
 
-@lowering("aten.scatter.src", "aten.scatter.value")
+@lowering("aten.scatter.src", "aten.scatter.value", apart=("index", "src"))
 def aten_scatter(x, dim, index, src):
     """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     return _scatter("scatter", x, dim, index, src, _put)
 
 
-@lowering("aten.scatter_add")
+@lowering("aten.scatter_add", apart=("index", "src"))
 def aten_scatter_add(x, dim, index, src):
     """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     return _scatter("scatter_add", x, dim, index, src, _add)
 
 
-@lowering("aten.scatter.reduce", "aten.scatter.value_reduce")
+@lowering("aten.scatter.reduce", "aten.scatter.value_reduce", apart=("index", "src"))
 def aten_scatter_by(x, dim, index, src, *, reduce):
     """scatter.reduce(Tensor self, int dim, Tensor index, Tensor src, *, str reduce) -> Tensor"""
     names = {"add": "sum", "multiply": "prod"}
@@ -142,7 +142,7 @@ def aten_scatter_by(x, dim, index, src, *, reduce):
     return _scatter("scatter", x, dim, index, src, functools.partial(_reduce, how=names[reduce], include_self=True))
 
 
-@lowering("aten.scatter_reduce.two")
+@lowering("aten.scatter_reduce.two", apart=("index", "src"))
 def aten_scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
     """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""
     if reduce not in ("sum", "prod", "mean", "amax", "amin"):
@@ -150,7 +150,7 @@ def aten_scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
     return _scatter("scatter_reduce", x, dim, index, src, functools.partial(_reduce, how=reduce, include_self=include_self))
 
 
-@lowering("aten.index_reduce")
+@lowering("aten.index_reduce", apart=("index", "source"))
 def aten_index_reduce(x, dim, index, source, reduce, *, include_self=True):
     """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool include_self=True) -> Tensor"""
     if reduce not in ("prod", "mean", "amax", "amin"):

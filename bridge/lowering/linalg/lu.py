@@ -135,7 +135,7 @@ def _as_factored(A, contiguous):
     return mT(A) if contiguous and not jnp.iscomplexobj(A) else A
 
 
-@lowering("aten._linalg_det")
+@lowering("aten._linalg_det", takes_contiguous=True)
 @functools.partial(jax.jit, static_argnames="contiguous")
 def aten_linalg_det(A, *, contiguous=True):
     """_linalg_det(Tensor A) -> (Tensor result, Tensor LU, Tensor pivots)"""
@@ -163,7 +163,7 @@ def _slogdet_jvp(primals, tangents):
     return (sign, logabs), (lax.complex(jnp.zeros_like(logabs), trace.imag) * sign, trace.real)
 
 
-@lowering("aten._linalg_slogdet")
+@lowering("aten._linalg_slogdet", takes_contiguous=True)
 @functools.partial(jax.jit, static_argnames="contiguous")
 def aten_linalg_slogdet(A, *, contiguous=True):
     """_linalg_slogdet(Tensor A) -> (Tensor sign, Tensor logabsdet, Tensor LU, Tensor pivots)"""
@@ -207,7 +207,7 @@ def _permutation_matrix(permutation, dtype):
     return mT(jax.nn.one_hot(permutation, permutation.shape[-1], dtype=dtype))
 
 
-@lowering("aten.linalg_lu")
+@lowering("aten.linalg_lu", no_grad_outputs=(0,))
 @functools.partial(jax.jit, static_argnames="pivot")
 def aten_linalg_lu(A, *, pivot=True):
     """linalg_lu(Tensor A, *, bool pivot=True) -> (Tensor P, Tensor L, Tensor U)"""
@@ -217,7 +217,7 @@ def aten_linalg_lu(A, *, pivot=True):
     return _permutation_matrix(permutation, A.dtype), *_unpack(lu)
 
 
-@lowering("aten.lu_unpack")
+@lowering("aten.lu_unpack", no_grad_outputs=(0,))
 def aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
     """lu_unpack(Tensor LU_data, Tensor LU_pivots, bool unpack_data=True, bool unpack_pivots=True) -> (Tensor P, Tensor L, Tensor U)"""
     if unpack_pivots and LU_pivots.dtype != jnp.int32:

@@ -258,7 +258,7 @@ def aten_linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
     return _pinv_with(self, 0.0 if atol is None else lax.stop_gradient(atol), lax.stop_gradient(rtol), hermitian)[0]
 
 
-@lowering("aten.linalg_lstsq")
+@lowering("aten.linalg_lstsq", no_grad_outputs=(2, 3))
 def aten_linalg_lstsq(self, b, rcond=None, *, driver=None):
     """linalg_lstsq(Tensor self, Tensor b, float? rcond=None, *, str? driver=None) -> (Tensor, Tensor residuals, Tensor rank, Tensor)"""
     check_matrix(self, "torch.linalg.lstsq")

@@ -52,7 +52,7 @@ def _stats_dtype(x: Array, weight: Array | None) -> np.dtype:
     return x.dtype if weight is None else weight.dtype
 
 
-@lowering("aten.native_layer_norm")
+@lowering("aten.native_layer_norm", no_grad_outputs=(1, 2))
 def aten_native_layer_norm(
     x: Array, normalized_shape: list[int], weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
@@ -119,7 +119,7 @@ def _group_norm(
     return cast(y, x.dtype), cast(mean.reshape(n, group), stats), cast(rstd.reshape(n, group), stats)
 
 
-@lowering("aten._native_batch_norm_legit_functional")
+@lowering("aten._native_batch_norm_legit_functional", no_grad_outputs=(1, 2, 3, 4))
 def aten__native_batch_norm_legit_functional(
     x: Array,
     weight: Array | None,
@@ -187,7 +187,7 @@ def _moved(running: Array, new: Array, momentum: float) -> Array:
     return cast((1 - momentum) * cast(running, new.dtype) + momentum * new, running.dtype)
 
 
-@lowering("aten.native_batch_norm", "aten._native_batch_norm_legit")
+@lowering("aten.native_batch_norm", writes={"running_mean": 3, "running_var": 4}, no_grad_outputs=(1, 2, 3, 4))
 def aten_native_batch_norm(
     x: Array,
     weight: Array | None,
@@ -197,13 +197,14 @@ def aten_native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training,
     float momentum, float eps) -> (Tensor, Tensor, Tensor)"""
-    return aten__native_batch_norm_legit_functional(x, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
+    out = aten__native_batch_norm_legit_functional(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return out if training else (*out[:3], None, None)
 
 
-@lowering("aten._native_batch_norm_legit.no_stats")
+@lowering("aten._native_batch_norm_legit.no_stats", no_grad_outputs=(1, 2))
 def aten__native_batch_norm_legit_no_stats(
     x: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
@@ -212,7 +213,7 @@ def aten__native_batch_norm_legit_no_stats(
     return aten__native_batch_norm_legit_functional(x, weight, bias, None, None, True, momentum, eps)[:3]
 
 
-@lowering("aten._batch_norm_with_update_functional")
+@lowering("aten._batch_norm_with_update_functional", no_grad_outputs=(1, 2, 3, 4, 5))
 def aten__batch_norm_with_update_functional(
     x: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:

@@ -201,7 +201,7 @@ def _parameters(least: Array, most: Array, low: int, high: int, symmetric: bool)
     return cast(scale, np.float32), cast(jnp.clip(jnp.round(zero), low, high), np.int64)
 
 
-@lowering("aten._fused_moving_avg_obs_fq_helper_functional")
+@lowering("aten._fused_moving_avg_obs_fq_helper_functional", no_grad_outputs=(1, 2, 3, 4, 5))
 def aten__fused_moving_avg_obs_fq_helper_functional(
     x: Array,
     observer_on: Array,

@@ -23,13 +23,13 @@ def _scan(x: Any, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Any:
     return cast(scan(x, axis) if x.ndim else x, out)
 
 
-@lowering("aten.cumsum")
+@lowering("aten.cumsum", apart=())
 def aten_cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum)
 
 
-@lowering("aten.cumprod")
+@lowering("aten.cumprod", apart=())
 def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
     """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod)

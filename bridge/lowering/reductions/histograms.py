@@ -31,7 +31,7 @@ def _outer(x: Any, bounds: Any, margin: float) -> tuple[Any, Any]:
     return jnp.where(same, low - margin, low), jnp.where(same, high + margin, high)
 
 
-@lowering("aten.histc")
+@lowering("aten.histc", no_grad_outputs=(0,))
 def aten_histc(self: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """histc(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor"""
     if bins <= 0:
@@ -112,7 +112,7 @@ def aten_histogram_bins(self: Any, bins: Any, *, weight: Any = None, density: bo
     return _histogram(lax.stop_gradient(self).reshape(-1, 1), [bins], weight, density), bins
 
 
-@lowering("aten.bincount")
+@lowering("aten.bincount", no_grad_outputs=(0,))
 @by_lane
 def aten_bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
     """bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"""

@@ -189,7 +189,7 @@ def aten_amin(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
     return _extremum(self, dim, keepdim, "amin")
 
 
-@lowering("aten.aminmax")
+@lowering("aten.aminmax", exact_out=True)
 def aten_aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
     axes = wrap_dims(dim, self.ndim)

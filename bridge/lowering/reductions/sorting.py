@@ -30,7 +30,7 @@ def sorted_with_index(x: Any, axis: int, descending: bool = False) -> tuple[Any,
     return lax.rev(values, (axis,)), lax.rev(index, (axis,))
 
 
-@lowering("aten.sort")
+@lowering("aten.sort", apart=())
 def aten_sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
@@ -41,7 +41,7 @@ def aten_sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, 
     return values, cast(index, np.int64)
 
 
-@lowering("aten.sort.stable")
+@lowering("aten.sort.stable", apart=())
 def aten_sort_stable(self: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     return aten_sort(self, dim, descending)
@@ -59,7 +59,7 @@ def _top_key(x: Any, largest: bool) -> Any:
     return key if largest else lax.neg(key)
 
 
-@lowering("aten.topk")
+@lowering("aten.topk", apart=())
 def aten_topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Any, Any]:
     """topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
@@ -87,7 +87,7 @@ def _order(x: Any, axis: int) -> Any:
     return sorted_with_index(lax.stop_gradient(x), axis)[1]
 
 
-@lowering("aten.kthvalue")
+@lowering("aten.kthvalue", apart=("self",))
 def aten_kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     """kthvalue(Tensor self, SymInt k, int dim=-1, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)

@@ -94,6 +94,12 @@ def aten_polygamma(n: int, self: Any) -> Any:
     return _polygamma(n, cast(self, default_float()) if self.dtype.kind in "iub" else self)
 
 
+@lowering("aten.polygamma_")
+def aten_polygamma_(self: Any, n: int) -> Any:
+    """polygamma_(Tensor(a!) self, int n) -> Tensor(a!)"""
+    return aten_polygamma(n, self)
+
+
 @functools.partial(fused, static_argnums=0)
 def _polygamma(n: int, x: Any) -> Any:
     return cast(_polygamma_at(n, cast(x, opmath(x.dtype))), x.dtype)

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -37,13 +39,28 @@ def aten_clone(self: Any, *, memory_format: Any = None) -> Any:
     return self
 
 
-@lowering("aten.detach", "aten.detach_copy")
+@jax.custom_jvp
+def revalue(old: Any, new: Any) -> Any:
+    """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
+    return lax.select(jnp.zeros(new.shape, bool), old, new)  # never old, but mapped where old is, as its derivative
+
+
+@revalue.defjvp
+def _revalue_jvp(primals: Any, tangents: Any) -> Any:
+    return revalue(*primals), tangents[0]
+
+
+def _write_detached(base: Any, value: Any) -> Any:
+    return revalue(base, value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
+
+
+@lowering("aten.detach", "aten.detach_copy", view_inverse=_write_detached)
 def aten_detach(self: Any) -> Any:
     """detach(Tensor(a) self) -> Tensor(a)"""
     return lax.stop_gradient(self)
 
 
-@lowering("aten.copy")
+@lowering("aten.copy", apart=())
 def aten_copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
     """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
     x = cast(src, self.dtype)

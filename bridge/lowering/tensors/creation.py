@@ -94,37 +94,37 @@ def aten_full(size, fill_value, *, dtype=None, layout=None, device=None, pin_mem
     return _fill(size, fill_value, promotion.jdtype(dtype, promotion.result_dtype(fill_value)))
 
 
-@lowering("aten.zeros_like", "aten.empty_like")
+@lowering("aten.zeros_like", "aten.empty_like", no_grad_outputs=(0,))
 def aten_zeros_like(x, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     """zeros_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, 0, promotion.jdtype(dtype, x.dtype))
 
 
-@lowering("aten.ones_like")
+@lowering("aten.ones_like", no_grad_outputs=(0,))
 def aten_ones_like(x, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     """ones_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, 1, promotion.jdtype(dtype, x.dtype))
 
 
-@lowering("aten.full_like")
+@lowering("aten.full_like", no_grad_outputs=(0,))
 def aten_full_like(x, fill_value, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     """full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, fill_value, promotion.jdtype(dtype, x.dtype))
 
 
-@lowering("aten.new_zeros", "aten.new_empty", "aten.new_empty_strided")
+@lowering("aten.new_zeros", "aten.new_empty", "aten.new_empty_strided", no_grad_outputs=(0,))
 def aten_new_zeros(x, size, stride=None, *, dtype=None, layout=None, device=None, pin_memory=None):
     """new_zeros(Tensor self, SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(size, 0, promotion.jdtype(dtype, x.dtype))
 
 
-@lowering("aten.new_ones")
+@lowering("aten.new_ones", no_grad_outputs=(0,))
 def aten_new_ones(x, size, *, dtype=None, layout=None, device=None, pin_memory=None):
     """new_ones(Tensor self, SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(size, 1, promotion.jdtype(dtype, x.dtype))
 
 
-@lowering("aten.new_full")
+@lowering("aten.new_full", no_grad_outputs=(0,))
 def aten_new_full(x, size, fill_value, *, dtype=None, layout=None, device=None, pin_memory=None):
     """new_full(Tensor self, SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, ...) -> Tensor"""
     return _fill(size, fill_value, promotion.jdtype(dtype, x.dtype))
@@ -276,7 +276,7 @@ def aten_triu(x, diagonal=0):
     return _triangle(x, diagonal, lax.ge, "triu")
 
 
-@lowering("aten.complex")
+@lowering("aten.complex", exact_out=True)
 def aten_complex(real, imag):
     """complex(Tensor real, Tensor imag) -> Tensor"""
     if real.dtype != imag.dtype:

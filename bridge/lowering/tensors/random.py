@@ -63,14 +63,14 @@ def aten_randn(
     return cast(_normal(next_key(generator), size, out), out)
 
 
-@lowering("aten.rand_like", "aten.rand_like.generator")
+@lowering("aten.rand_like", "aten.rand_like.generator", no_grad_outputs=(0,))
 def aten_rand_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
     """rand_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
     return aten_uniform(lax.full_like(self, 0, dtype=jdtype(dtype, self.dtype)), generator=generator)
 
 
-@lowering("aten.randn_like", "aten.randn_like.generator")
+@lowering("aten.randn_like", "aten.randn_like.generator", no_grad_outputs=(0,))
 def aten_randn_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
     """randn_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
@@ -339,7 +339,7 @@ def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
     refuse(lax.le(total, lax.full_like(total, 0)), "invalid multinomial distribution (sum of probabilities <= 0)")
 
 
-@lowering("aten.multinomial")
+@lowering("aten.multinomial", exact_out=True)
 def aten_multinomial(self: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """multinomial(Tensor self, SymInt num_samples, bool replacement=False, *, Generator? generator=None) -> Tensor"""
     _check_weights(self, num_samples, replacement)

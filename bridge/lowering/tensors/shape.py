@@ -1,9 +1,11 @@
 """Views and rearrangements: reshape, permute, slice, split, cat, roll, diagonal, as_strided.  Pure functions of arrays.
 
-Aliasing is the tracer's business; writing into a view is in scattering.py, padding in pads.py, tril and triu in creation.py.
+Beside a view its inverse: the base with another value in the view's place.  Scatters are in scattering.py, padding in pads.py, tril and
+triu in creation.py.
 """
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from jax import lax
 from bridge import dtypes
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
-from bridge.lowering.registry import lowering
+from bridge.lowering.registry import Part, lowering
 
 # lax's shape primitives, their rules cached for every transform: that halves the time of tracing, and of running eagerly
 reshape = fused("new_sizes")(lax.reshape)
@@ -45,20 +47,36 @@ def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...]:
     return size
 
 
-@lowering("aten.view", "aten.view_copy", "aten.reshape", "aten._unsafe_view", "aten._reshape_copy", "aten._view_copy")
+def _write_reshaped(base, value, *_, **__):
+    return lax.reshape(value, base.shape)
+
+
+_RESHAPES = ("aten.view", "aten.view_copy", "aten.reshape", "aten._unsafe_view", "aten._reshape_copy", "aten._view_copy")
+
+
+@lowering(*_RESHAPES, view_inverse=_write_reshaped)
 def aten_view(x, size):
     """view(Tensor(a) self, SymInt[] size) -> Tensor(a)"""
     size = infer_size(size, x.size)
     return x if size == x.shape else reshape(x, size)
 
 
-@lowering("aten._reshape_alias", "aten._reshape_alias_copy")
+@lowering("aten._reshape_alias", "aten._reshape_alias_copy", view_inverse=_write_reshaped)
 def aten__reshape_alias(x, size, stride):
     """_reshape_alias(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)"""
     return aten_view(x, size)
 
 
-@lowering("aten.view.dtype", "aten.view_copy.dtype")
+def _write_bits(base, value, dtype):
+    if value.dtype.itemsize == base.dtype.itemsize:
+        return lax.bitcast_convert_type(value, base.dtype)
+    ratio = max(value.dtype.itemsize, base.dtype.itemsize) // min(value.dtype.itemsize, base.dtype.itemsize)
+    if value.dtype.itemsize < base.dtype.itemsize:
+        return lax.bitcast_convert_type(value.reshape(*value.shape[:-1], -1, ratio), base.dtype)
+    return lax.bitcast_convert_type(value, base.dtype).reshape(base.shape)
+
+
+@lowering("aten.view.dtype", "aten.view_copy.dtype", view_inverse=_write_bits)
 def aten_view_dtype(x, dtype):
     """view.dtype(Tensor(a) self, ScalarType dtype) -> Tensor(a)"""
     target = promotion.jdtype(dtype, x.dtype)
@@ -95,7 +113,11 @@ def aten_resize(x, size, *, memory_format=None):
     return lax.reshape(flat, tuple(size))
 
 
-@lowering("aten.permute", "aten.permute_copy")
+def _write_permuted(base, value, dims):
+    return lax.transpose(value, tuple(np.argsort([d % base.ndim for d in dims])))
+
+
+@lowering("aten.permute", "aten.permute_copy", view_inverse=_write_permuted)
 def aten_permute(x, dims):
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
     if len(dims) != x.ndim:
@@ -104,7 +126,7 @@ def aten_permute(x, dims):
     return x if dims == tuple(range(x.ndim)) else permute(x, dims)
 
 
-@lowering("aten.transpose.int", "aten.transpose_copy.int")
+@lowering("aten.transpose.int", "aten.transpose_copy.int", view_inverse=lambda base, value, *dims: aten_transpose(value, *dims))
 def aten_transpose(x, dim0, dim1):
     """transpose.int(Tensor(a) self, int dim0, int dim1) -> Tensor(a)"""
     dim0, dim1 = promotion.wrap_dim(dim0, x.ndim), promotion.wrap_dim(dim1, x.ndim)
@@ -115,7 +137,7 @@ def aten_transpose(x, dim0, dim1):
     return permute(x, tuple(order))
 
 
-@lowering("aten.t", "aten.t_copy")
+@lowering("aten.t", "aten.t_copy", view_inverse=lambda base, value: aten_t(value))
 def aten_t(x):
     """t(Tensor(a) self) -> Tensor(a)"""
     if x.ndim > 2:
@@ -123,7 +145,10 @@ def aten_t(x):
     return permute(x, (1, 0)) if x.ndim == 2 else x
 
 
-@lowering("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze_copy", "aten.squeeze_copy.dim", "aten.squeeze_copy.dims")
+_SQUEEZES = tuple(f"aten.{name}{kind}" for name in ("squeeze", "squeeze_copy") for kind in ("", ".dim", ".dims"))
+
+
+@lowering(*_SQUEEZES, view_inverse=_write_reshaped)
 def aten_squeeze(x, dim=None):
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
     dims = range(x.ndim) if dim is None else () if not isinstance(dim, int) and not len(dim) else promotion.wrap_dims(dim, x.ndim)
@@ -131,14 +156,23 @@ def aten_squeeze(x, dim=None):
     return squeeze(x, ones) if ones else x
 
 
-@lowering("aten.unsqueeze", "aten.unsqueeze_copy")
+@lowering("aten.unsqueeze", "aten.unsqueeze_copy", view_inverse=_write_reshaped)
 def aten_unsqueeze(x, dim):
     """unsqueeze(Tensor(a) self, int dim) -> Tensor(a)"""
     dim = promotion.wrap_dim(dim, x.ndim + 1)
     return reshape(x, (*x.shape[:dim], 1, *x.shape[dim:]))
 
 
-@lowering("aten.expand", "aten.expand_copy")
+def _write_expanded(base, value, size, *, implicit=False):
+    if value.size != base.size:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    return lax.reshape(value, base.shape)
+
+
+@lowering("aten.expand", "aten.expand_copy", view_inverse=_write_expanded)
 def aten_expand(x, size, *, implicit=False):
     """expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)"""
     new = len(size) - x.ndim
@@ -162,7 +196,14 @@ def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple
     return start, min(max(end, start), n)
 
 
-@lowering("aten.slice.Tensor", "aten.slice_copy.Tensor")
+def _write_slice(base, value, dim=0, start=None, end=None, step=1):
+    if value.shape == base.shape:
+        return value
+    at = (slice(None),) * (dim % base.ndim) + (slice(start, end, step),)
+    return base.at[at].set(value)
+
+
+@lowering("aten.slice.Tensor", "aten.slice_copy.Tensor", view_inverse=_write_slice)
 def aten_slice(x, dim=0, start=None, end=None, step=1):
     """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"""
     if not x.ndim:
@@ -197,7 +238,12 @@ def aten_narrow_copy(x, dim, start, length):
     return _slice(x, dim, start, start + length)
 
 
-@lowering("aten.select.int", "aten.select_copy.int")
+def _write_selected(base, value, dim, index):
+    at = (slice(None),) * (dim % base.ndim) + (index,)
+    return base.at[at].set(value)
+
+
+@lowering("aten.select.int", "aten.select_copy.int", view_inverse=_write_selected)
 def aten_select(x, dim, index):
     """select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)"""
     if not x.ndim:
@@ -224,7 +270,21 @@ def _split(x, sizes: Sequence[int], dim: int) -> list[Any]:
     return [x] if len(sizes) == 1 else list(split(x, tuple(sizes), dim)) if sizes else []
 
 
-@lowering("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor")
+def _slices_of_sizes(shape: Sequence[int], sizes: Sequence[int], dim: int = 0) -> list[Part]:
+    ends = itertools.accumulate(sizes)
+    return [("aten.slice.Tensor", (promotion.wrap_dim(dim, len(shape)), end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _equal_sizes(n: int, split_size: int) -> list[int]:
+    count = max(-(-n // split_size), 1) if split_size else 1
+    return [min(split_size, n - i * split_size) for i in range(count)] if count > 1 else [n]
+
+
+def _slices_of_size(shape: Sequence[int], split_size: int, dim: int = 0) -> list[Part]:
+    return _slices_of_sizes(shape, _equal_sizes(shape[dim], split_size), dim)
+
+
+@lowering("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor", view_parts=_slices_of_size)
 def aten_split(x, split_size, dim=0):
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
     if not x.ndim:
@@ -233,11 +293,13 @@ def aten_split(x, split_size, dim=0):
     n = x.shape[dim]
     if split_size < 0 or (split_size == 0 and n):
         raise RuntimeError(f"split expects split_size be non-negative, and 0 only for an empty dimension, but got split_size={split_size}")
-    count = max(-(-n // split_size), 1) if split_size else 1
-    return _split(x, [min(split_size, n - i * split_size) for i in range(count)] if count > 1 else [n], dim)
+    return _split(x, _equal_sizes(n, split_size), dim)
 
 
-@lowering("aten.split.sizes", "aten.split_with_sizes", "aten.split_with_sizes_copy", "aten.unsafe_split_with_sizes")
+_SPLITS = ("aten.split.sizes", "aten.split_with_sizes", "aten.split_with_sizes_copy", "aten.unsafe_split_with_sizes")
+
+
+@lowering(*_SPLITS, view_parts=_slices_of_sizes)
 def aten_split_with_sizes(x, split_sizes, dim=0):
     """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
     dim = promotion.wrap_dim(dim, x.ndim)
@@ -249,7 +311,12 @@ def aten_split_with_sizes(x, split_sizes, dim=0):
     return _split(x, [int(s) for s in split_sizes], dim)
 
 
-@lowering("aten.unbind.int", "aten.unbind_copy.int")
+def _selects(shape: Sequence[int], dim: int = 0) -> list[Part]:
+    dim = promotion.wrap_dim(dim, len(shape))
+    return [("aten.select.int", (dim, i)) for i in range(shape[dim])]
+
+
+@lowering("aten.unbind.int", "aten.unbind_copy.int", view_parts=_selects)
 def aten_unbind(x, dim=0):
     """unbind.int(Tensor(a -> *) self, int dim=0) -> Tensor(a)[]"""
     if not x.ndim:
@@ -263,7 +330,7 @@ def _unbind(x, dim):
     return [lax.squeeze(part, (dim,)) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
 
-@lowering("aten.cat", "aten.concat")
+@lowering("aten.cat", "aten.concat", apart=("tensors",))
 def aten_cat(tensors, dim=0):
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     if not len(tensors):
@@ -280,7 +347,7 @@ def aten_cat(tensors, dim=0):
     return kept[0] if len(kept) == 1 else join(kept, dim)
 
 
-@lowering("aten.stack", "aten._stack")
+@lowering("aten.stack", "aten._stack", apart=("tensors",))
 def aten_stack(tensors, dim=0):
     """stack(Tensor[] tensors, int dim=0) -> Tensor"""
     if not len(tensors):
@@ -482,13 +549,17 @@ def strided_index(numel: int, size: Sequence[int], stride: Sequence[int], offset
     return index
 
 
-@lowering("aten.alias", "aten.alias_copy", "aten.lift_fresh_copy")
+@lowering("aten.alias", "aten.alias_copy", "aten.lift_fresh_copy", view_inverse=lambda base, value: value)
 def aten_alias(x):
     """alias(Tensor(a) self) -> Tensor(a)"""
     return x
 
 
-@lowering("aten.view_as_real", "aten.view_as_real_copy")
+def _write_as_real(base, value):
+    return lax.complex(value[..., 0], value[..., 1])
+
+
+@lowering("aten.view_as_real", "aten.view_as_real_copy", view_inverse=_write_as_real)
 def aten_view_as_real(x):
     """view_as_real(Tensor(a) self) -> Tensor(a)"""
     if not promotion.is_complex(x):
@@ -496,7 +567,11 @@ def aten_view_as_real(x):
     return aten_stack([lax.real(x), lax.imag(x)], x.ndim)
 
 
-@lowering("aten.view_as_complex", "aten.view_as_complex_copy")
+def _write_as_complex(base, value):
+    return jnp.stack([lax.real(value), lax.imag(value)], -1)
+
+
+@lowering("aten.view_as_complex", "aten.view_as_complex_copy", view_inverse=_write_as_complex)
 def aten_view_as_complex(x):
     """view_as_complex(Tensor(a) self) -> Tensor(a)"""
     if x.dtype == np.float16:

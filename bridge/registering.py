@@ -1,17 +1,27 @@
 """The public way to add a lowering; and what lowerings are given by the bridge."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bridge import checks, eager, private, random, tracing
 from bridge.lowering.common.provided import PROVIDED
-from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, overload
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 
 PROVIDED.update(check=checks.check, next_key=random.next_key, float32_precision=private.float32_precision)
 
 
-def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
+def register_lowering(
+    *operators: Any,
+    view_inverse: Callable[..., Any] | None = None,
+    view_parts: Callable[..., Sequence[Part]] | None = None,
+    writes: Mapping[str, int] | None = None,
+    no_grad_outputs: Sequence[int] = (),
+    apart: Sequence[str] | None = None,
+    pointwise: bool = False,
+    exact_out: bool = False,
+    takes_contiguous: bool = False,
+) -> Callable[[Lowering], Lowering]:
     """Decorator: the function is how these torch operators are computed in JAX, from now on and in place of what was.
 
     The function gets what PyTorch's dispatcher passes: jax.Arrays (or tracers) where the schema says Tensor, lists of them for Tensor[],
@@ -20,14 +30,32 @@ def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
     made of jax.numpy and jax.lax, so that every transform goes through it. 64-bit types are enabled while it runs. In-place and out=
     variants are made from the functional one. Functions compiled by ``jit`` before keep the lowering they were compiled with.
 
+    An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it returns
+    the operator's results that are new, and after them what is in each written argument then, in the schema's order. An operator whose
+    schema says that its result shares memory with its first argument (``Tensor(a) x -> Tensor(a)``) is a view; PyTorch's kernel for the
+    device meta says where it lies.
+
     Args:
         operators: "namespace.operator", "namespace.operator.overload", or an OpOverload such as ``torch.ops.aten.sin.default``.
+        view_inverse: of a view: (base, value, *args, **kwargs) -> base with value in the place of the view, for writing through it.
+            Without one the view must only select elements of its base, each of them unchanged.
+        view_parts: of an operator that returns several views: (shape of the base, *args, **kwargs) -> for each of them the view operator
+            that makes it and its arguments after the tensor, such as ``("aten.select.int", (0, 1))``.
+        writes: by name the arguments that are written, and the place of each new value among what the function returns, if the schema
+            does not say so, or if another order is wanted. A new value that is None is not written.
+        no_grad_outputs: places, among what the function returns, of results that never require grad and have no derivative. A written
+            argument whose new value is among them keeps no history either.
+        apart: names of arguments that may share no memory with what the in-place or out= variant writes; every other tensor may be all
+            of that memory but not a part of it. None: memory is not looked at. For ``torch.Tag.pointwise`` it always is.
+        pointwise: the operator computes element by element, and has no ``torch.Tag.pointwise``.
+        exact_out: out= must have the result's dtype, and PyTorch's kernel for the device meta does not refuse another.
+        takes_contiguous: the function takes contiguous=, which says whether its first argument is.
 
     Returns:
         Callable: takes the function and returns it.
 
     Raises:
-        ValueError: none given, or torch has no such operator.
+        ValueError: no operator is given, torch has no such operator, or one of the others does not fit its schema.
 
     Source: https://docs.pytorch.org/docs/stable/library.html, for operators of one's own.
 
@@ -42,20 +70,103 @@ def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
         ...     return x * 2
         >>> torchfunc_jax.grad(lambda x: double(x) * x)(torch.tensor(3.0))
         tensor(12.)
+
+        An operator that writes its first argument, and whose result requires no grad:
+
+        >>> @torch.library.custom_op("bridge_example::count_", mutates_args=("counter",))
+        ... def count_(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ...     counter += 1
+        ...     return x.sign()
+        >>> @register_lowering("bridge_example.count_", no_grad_outputs=(0, 1))
+        ... def bridge_example_count_(counter, x):
+        ...     return jnp.sign(x), counter + 1
+        >>> counter = torch.zeros(())
+        >>> torchfunc_jax.vmap(lambda x: count_(counter.clone(), x))(torch.tensor([-2.0, 3.0]))
+        tensor([-1.,  1.])
+        >>> torchfunc_jax.jit(lambda x: count_(counter, x))(torch.tensor(-2.0)), counter
+        (tensor(-1.), tensor(1.))
     """
     if not operators:
         raise ValueError("operators: expected at least one name such as 'aten.sin'")
+    facts: dict[str, Any] = {
+        "view_inverse": view_inverse,
+        "view_parts": view_parts,
+        "writes": dict(_mapping(writes)),
+        "no_grad_outputs": _tuple("no_grad_outputs", no_grad_outputs, "places such as (1,)"),
+        "apart": None if apart is None else _tuple("apart", apart, "names of arguments such as ('index',)"),
+        "pointwise": pointwise,
+        "exact_out": exact_out,
+        "takes_contiguous": takes_contiguous,
+    }
     found = [overload(op) if isinstance(op, str) else op for op in operators]
     for op in found:
         if not hasattr(op, "_schema"):
             raise ValueError(f"operators: expected a name or an OpOverload such as torch.ops.aten.sin.default, got {op!r}")
+        _check_facts(op, facts)
 
     def register(fn: Lowering) -> Lowering:
+        row = fn if isinstance(fn, Operator) else Operator(fn, **facts)  # a row of the table is put back as it was
         for op in found:
-            LOWERINGS[op] = fn if isinstance(fn, Operator) else Operator(fn)
+            LOWERINGS[op] = row
             OVERRIDDEN.add(op)
         tracing._plans.clear()  # what was decided about operators while they had another lowering, or none
         eager.forget()
         return fn
 
     return register
+
+
+def _mapping(writes: Any) -> Mapping[str, int]:
+    if writes is None:
+        return {}
+    if not isinstance(writes, Mapping):
+        raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
+    return writes
+
+
+def _tuple(name: str, given: Any, expected: str) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ValueError(f"{name}: expected {expected}, got {given!r}")
+    return tuple(given)
+
+
+def _check_facts(op: Any, facts: Mapping[str, Any]) -> None:
+    """Raise ValueError for a fact that cannot be true of an operator with such a schema."""
+    kinds = {a.name: str(a.type) for a in op._schema.arguments}
+    several = len(op._schema.returns) == 1 and "List" in str(op._schema.returns[0].type)
+    for name in ("view_inverse", "view_parts"):
+        if facts[name] is None:
+            continue
+        if not callable(facts[name]):
+            raise ValueError(f"{name}: expected a function, got {facts[name]!r}")
+        if not op.is_view:
+            raise ValueError(f"{name}: {op} is no view by its schema, {op._schema}; expected one such as 'f(Tensor(a) x) -> Tensor(a)'")
+    if op.is_view and several and facts["view_parts"] is None:
+        raise ValueError(f"view_parts: expected a function, as {op} returns several views")
+    if facts["view_parts"] is not None and not several:
+        raise ValueError(f"view_parts: {op} returns one view; expected view_inverse=, or neither")
+    for fact in ("writes", "apart"):
+        for name in facts[fact] or ():
+            if "Tensor" not in kinds.get(name, ""):
+                tensors = [n for n, kind in kinds.items() if "Tensor" in kind]
+                raise ValueError(f"{fact}: {op} takes no tensor {name!r}; expected some of {', '.join(tensors) or 'none'}")
+    for name, place in facts["writes"].items():
+        if "List" in kinds[name]:
+            raise ValueError(f"writes: {name!r} of {op} is a list of tensors; only single tensors can be named")
+        if not _is_place(place):
+            raise ValueError(f"writes: expected the place of the new value of {name!r}, a number from 0, got {place!r}")
+    if len(set(facts["writes"].values())) < len(facts["writes"]):
+        raise ValueError(f"writes: expected a place of its own for each argument, got {facts['writes']}")
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    if facts["writes"] and not written <= set(facts["writes"]):
+        raise ValueError(f"writes: {op} writes {', '.join(sorted(written))} by its schema; expected all of them, got {facts['writes']}")
+    for place in facts["no_grad_outputs"]:
+        if not _is_place(place):
+            raise ValueError(f"no_grad_outputs: expected places of results, numbers from 0, got {place!r}")
+        count = sum(r.alias_info is None for r in op._schema.returns) + len(facts["writes"] or written)
+        if not several and place >= count:
+            raise ValueError(f"no_grad_outputs: expected places below {count}, the number of results of {op}'s function, got {place}")
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0

@@ -18,8 +18,6 @@ from bridge.overlaps import refuse_overlap
 from bridge.tracing import Traced, concrete, own_rule, unknown_value, wrap
 from bridge.writing import store
 
-aten = torch.ops.aten
-
 
 @own_rule("aten._local_scalar_dense")
 def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

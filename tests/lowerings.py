@@ -486,6 +486,7 @@ _drawn()
 case("aten._standard_gamma_grad", lambda: floats(9)() * 3, floats(9, seed=1))
 case("aten._dirichlet_grad", floats(9), lambda: floats(9, seed=1)() * 3, lambda: floats(9, seed=1)() * 3 + floats(9, seed=2)() * 3)
 case("aten.polygamma_", floats(9), 2)
+case("aten.addr", floats(2, 3), floats(2, seed=1), floats(3, seed=2), beta=2, alpha=3)
 case("aten.empty_permuted", [2, 3], [1, 0])
 case("aten.empty_strided", [2, 3], [1, 2])
 

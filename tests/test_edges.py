@@ -58,7 +58,16 @@ def test_as_in_pytorch(name: str, transform: Any) -> None:
         lambda x: x[1:].index_put_((torch.arange(5),), x[:-1]),
         lambda x: x[:4].copy_(x[1]), lambda x: x.mul_(x[0]), lambda x: x.fill_(x[3]), lambda x: x.__setitem__(slice(0, 3), x[4]),
         lambda x: x.__setitem__(0, x[3]), lambda x: x.index_fill_(0, torch.tensor([0]), x[3]), lambda x: x[:4].clamp_(min=x[1]),
-
+        lambda x: x[:3].scatter_(0, torch.arange(3), x[:3]), lambda x: x[:3].scatter_add_(0, torch.arange(3), x[:3]),
+        lambda x: x[:3].scatter_(0, torch.arange(3), x[3:]), lambda x: torch.scatter(x[:3], 0, torch.arange(3), x[3:], out=x[:3]),
+        lambda x: x[:3].scatter_reduce_(0, torch.arange(3), x[1:4], "sum"), lambda x: x.put_(torch.arange(3), x[:3]),
+        lambda x: x[:3].index_reduce_(0, torch.arange(3), x[1:4], "prod"), lambda x: x.index_copy_(0, torch.arange(6), x),
+        lambda x: x.__setitem__(torch.arange(6), x), lambda x: torch.take(x, torch.arange(3), out=x[:3]),
+        lambda x: torch.cumprod(x[:-1], 0, out=x[1:]), lambda x: torch.cumsum(x, 0, out=x),
+        lambda x: torch.sort(x, out=(x, torch.arange(6))),
+        lambda x: torch.topk(x[:3], 3, out=(x[1:4], torch.arange(3))), lambda x: torch.stack([x[:3]], out=x[:3].view(1, 3)),
+        lambda x: torch.stack([x[:3]], out=x[3:].view(1, 3)), lambda x: x[1:].floor_divide_(x[:-1] + 1), lambda x: x.floor_divide_(x + 1),
+        lambda x: x[1:].floor_divide_(x[:-1]), lambda x: x[1:].copysign_(x[:-1]), lambda x: x[1:].eq_(x[:-1]),
         lambda x: torch.where(x[:4] > 0, x[:4], x[1:5], out=x[2:]), lambda x: x[1:5].view(2, 2).addr_(x[:2], x[:2]),
     ],
 )  # fmt: skip

@@ -9,9 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from bridge import dtypes
-from bridge.lowering.common.promotion import cast, opmath
-from bridge.lowering.common.provided import float32_precision
+from bridge import dtypes, private
+from bridge.lowering.common.promotion import cast, opmath, result_dtype
 from bridge.lowering.registry import lowering
 
 _MM = (((1,), (0,)), ((), ()))
@@ -159,6 +158,25 @@ def aten_addbmm(self, batch1, batch2, *, beta=1, alpha=1):
 def aten_addmv(self, mat, vec, *, beta=1, alpha=1):
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _added(self, mat, vec, _MM, (2, 1), beta, alpha)
+
+
+@lowering("aten.addr", apart=())
+def aten_addr(self, vec1, vec2, *, beta=1, alpha=1):
+    """addr(Tensor self, Tensor vec1, Tensor vec2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    dtype = result_dtype(self, vec1, vec2)
+    for name, vec in (("vec1", vec1), ("vec2", vec2)):
+        if vec.ndim != 1:
+            raise RuntimeError(f"addr: Expected 1-D argument {name}, but got {vec.ndim}-D")
+    for name, number in (("beta", beta), ("alpha", alpha)):
+        if isinstance(number, bool) and dtype.kind != "b":
+            raise RuntimeError(f"Boolean {name} only supported for Boolean results.")
+        if dtype.kind in "biu" and not isinstance(number, int):
+            raise RuntimeError(f"For integral input tensors, argument {name} must not be a floating point number.")
+    product = jnp.outer(cast(vec1, dtype), cast(vec2, dtype))
+    if dtype.kind != "b":
+        return _combine(cast(self, dtype), product, beta, alpha)
+    product = product & bool(alpha)
+    return self | product if beta else product
 
 
 @lowering("aten._trilinear")

@@ -21,8 +21,6 @@ from bridge.overlaps import refuse_overlap
 from bridge.tracing import Traced, assign, own_rule, plan_of, value_of
 from bridge.viewing import meta_of
 
-aten = torch.ops.aten
-
 
 def _becomes_view(func: Any, functional: Any) -> Plan:
     """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
@@ -104,6 +102,11 @@ def write_plan(func: Any) -> Plan:
         results = inner(args, kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
         places = list(writes.values()) or range(len(results) - len(flat), len(results))
+        if places and not 0 <= min(places) <= max(places) < len(results):
+            raise RuntimeError(
+                f"{func}: its lowering returned {len(results)} results; expected its own and after them, or where writes= says, the new "
+                f"values of {', '.join(written)}{at_line()}"
+            )
         for target, place in zip(flat, places, strict=True):
             result = results[place]
             if target is None or result is None:

@@ -15,7 +15,7 @@ from torch.func import grad as torch_grad
 from torch.func import vmap as torch_vmap
 
 import bridge
-from bridge.lowering.registry import LOWERINGS, Operator
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Operator
 from torchfunc_jax import grad, jit, jvp, vmap
 
 _library = torch.library.Library("test_registering", "FRAGMENT")
@@ -36,6 +36,7 @@ def define(schema: str, kernel: Callable[..., Any]) -> str:
 TAIL = define("tail(Tensor(a) x, int n) -> Tensor(a)", lambda x, n: x[..., n:])
 TURNED = define("turned(Tensor(a) x) -> Tensor(a)", lambda x: x.transpose(-1, -2))
 HALVES = define("halves(Tensor(a -> *) x) -> Tensor(a)[]", lambda x: list(x.split(2, -1)))
+define("pieces(Tensor(a -> *) x) -> Tensor(a)[]", lambda x: list(x.unbind()))
 NEGATIVE = define("negative(Tensor(a) x) -> Tensor(a)", torch._neg_view)
 _inverses: list[str] = []  # the inverses that have run
 
@@ -358,12 +359,46 @@ def test_memory_is_looked_at_if_the_lowering_says_so() -> None:
                 assert jit(program)(x).tolist() == truth
 
 
+# -- an operator of PyTorch's ------------------------------------------------------------------------------------------------------
+def test_what_is_not_given_stays_as_it_was_known() -> None:
+    """Another lowering of select is still a view, which is written through."""
+    select = torch.ops.aten.select.int
+    before = LOWERINGS[select]
+    calls = []
+    try:
+
+        @bridge.register_lowering(select)
+        def lowered(x: jax.Array, dim: int, index: int) -> jax.Array:
+            calls.append(index)
+            return jnp.take(x, index, dim)
+
+        def write(x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            y[1].mul_(x[0])
+            return y
+
+        torch.testing.assert_close(jit(write)(X), write(X))
+        assert set(calls) == {0, 1}
+        assert LOWERINGS[select].view_inverse is before.view_inverse
+    finally:
+        bridge.register_lowering(select)(before)
+        OVERRIDDEN.discard(select)
+    assert LOWERINGS[select] is before
+
+
+def test_a_new_value_that_is_missing() -> None:
+    forgets = define("forgets_(Tensor(a!) x) -> Tensor", lambda x: x.mul_(2).clone())
+    bridge.register_lowering(forgets)(lambda x: ())
+    with pytest.raises(RuntimeError, match=r"forgets_.*returned 0 results; expected .* the new values of x"):
+        jit(lambda x: OWN.forgets_(x * 1))(X)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------------------
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (SMOOTH, {"view_inverse": _turned_back}, "view_inverse: .*smooth.* is no view by its schema"),
     (TURNED, {"view_inverse": "turned"}, "view_inverse: expected a function, got 'turned'"),
     (TURNED, {"view_parts": _slices}, "view_parts: .* returns one view"),
-    (HALVES, {}, "view_parts: expected a function, as .*halves.* returns several views"),
+    ("test_registering.pieces", {}, "view_parts: expected a function, as .*pieces.* returns several views"),
     (SMOOTH, {"writes": ("mean",)}, "writes: expected names of arguments and places"),
     (SMOOTH, {"writes": {"mode": 1}}, "writes: .*smooth.* takes no tensor 'mode'; expected some of x, mean, count"),
     (SMOOTH, {"writes": {"train": 1}}, "writes: .*smooth.* takes no tensor 'train'"),

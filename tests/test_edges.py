@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
-from torchfunc_jax import functionalize, jit, jvp, vjp
+from torchfunc_jax import functionalize, grad, jit, jvp, vjp
 
 INF, NAN = math.inf, math.nan
 PARTS = torch.tensor([0.0, -0.0, 1.0, -2.5, INF, -INF, NAN])
@@ -101,3 +102,36 @@ def test_derivatives_on_both_sides_of_a_cut(function: Any) -> None:
     tangent = torch.full_like(slope, 0.5 - 2j)
     torch.testing.assert_close(jvp(function, (cut(0),), (tangent,))[1], slope * tangent, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(vjp(function, cut(0))[1](tangent)[0], slope.conj() * tangent, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jit], ids=["as it is", "jit"])
+@pytest.mark.parametrize(
+    "views",
+    [lambda x: x.unbind(0), lambda x: x.split(1), lambda x: x.split([1, 1]), lambda x: (x[0], x[1])],
+    ids=["unbind", "split", "split by sizes", "select"],
+)
+def test_views_made_under_no_grad_have_no_derivative(views: Any, around: Any) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            first, second = views(x)
+        return (first * x[0] + second).sum()
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    torch.testing.assert_close(around(grad(loss))(x), torch.func.grad(loss)(x))
+
+
+@pytest.mark.parametrize("transform", [functionalize, jit])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.histc, torch.zeros_like, torch.rand_like, torch.linalg.lu, lambda x: x.new_full((2,), 1.0),
+        lambda x: torch.linalg.lstsq(x[:, :2], x, driver="gelsd"),
+        lambda x: torch.native_layer_norm(x, [3], None, None, 1e-5),
+        lambda x: torch.native_group_norm(x[:, :, None], None, None, 3, 3, 1, 1, 1e-5),
+        lambda x: torch.native_batch_norm(x, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5),
+    ],
+)  # fmt: skip
+def test_outputs_that_require_grad(function: Any, transform: Any) -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    mine, theirs = ([t.requires_grad for t in pytree.tree_leaves(f(x))] for f in (transform(function), function))
+    assert mine == theirs

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import torch
 
 from bridge import eager
-from bridge.lowering.tensors.copies import revalue
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.tensors.copies import revalue
 
 
 class Node:

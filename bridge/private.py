@@ -120,7 +120,7 @@ def watched_by_torch() -> bool:
     """Whether one of torch's transforms is in progress, or a dispatch mode, the user's or that of make_fx and torch.export, is entered:
     there is no public way to ask.
     """
-    return _functorch_innermost() is not None or _count_of_dispatch_modes() > 0 or forward_ad._current_level >= 0
+    return _functorch_innermost() is not None or count_of_dispatch_modes() > 0 or forward_ad._current_level >= 0
 
 
 def recorded_by_torch() -> bool:
@@ -149,14 +149,14 @@ def dispatch_mode() -> str | None:
 
     The modes of PyTorch's own machinery have a key, and one of its own copies what is written to, which changes no values.
     """
-    if not _count_of_dispatch_modes():
+    if not count_of_dispatch_modes():
         return None
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     names = [type(m).__name__ for m in modes if getattr(m, "_mode_key", None) is None]
     return next((name for name in names if name != "_CloneArgBeforeMutateMode"), None)
 
 
-_count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
+count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:

@@ -94,9 +94,13 @@ class Watch:
             yield self
             self.check()
         finally:
-            with private.below_python():
-                for g, state in self.before.values():
-                    g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            self.restore()
+
+    def restore(self) -> None:
+        """Leave the generators as they were before."""
+        with private.below_python():
+            for g, state in self.before.values():
+                g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class Unwatched:

@@ -5,8 +5,9 @@ each operator with the same static arguments and the same shapes, so that a reco
 """
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import private
 from bridge.errors import DataDependentError
 from bridge.keys import identical
+from bridge.random import SeededInside, Watch
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval, aval_of, escaped, recorded
 
 
@@ -64,12 +66,12 @@ class Again:
 class Op:
     """An operator with its static arguments and the shapes of its operands, and what comes out of it."""
 
-    __slots__ = ("args", "changed", "func", "grad", "kwargs", "numbers", "outs", "single", "words")
+    __slots__ = ("args", "changed", "draws", "func", "grad", "kwargs", "numbers", "outs", "single", "words")
 
     def __init__(
-        self, func: Any, args: Any, kwargs: Any, grad: bool, outs: Any, changed: tuple[tuple[int, Aval], ...], numbers: int
+        self, func: Any, args: Any, kwargs: Any, grad: bool, outs: Any, changed: tuple[tuple[int, Aval], ...], numbers: int, draws: bool
     ) -> None:
-        self.numbers = numbers
+        self.numbers, self.draws = numbers, draws
         self.words: str | None = None  # bridge/record/disk.py
         self.func, self.args, self.kwargs, self.grad, self.outs, self.changed = func, args, kwargs, grad, outs, changed
         self.single: Aval | None = outs.aval if type(outs) is Out and not changed else None
@@ -169,10 +171,15 @@ class _Ambient(NamedTuple):
     dtype: torch.dtype
     autocast: bool
     forward_mode: bool
+    saved_tensor_hooks: bool
+    dispatch_modes: int
 
 
 def _ambient() -> _Ambient:
-    return _Ambient(torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), private.forward_mode_enabled())
+    return _Ambient(
+        torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), private.forward_mode_enabled(),
+        private.saved_tensor_pack() is not None, private.count_of_dispatch_modes(),
+    )  # fmt: skip
 
 
 class Recorder(TorchFunctionMode):
@@ -190,6 +197,7 @@ class Recorder(TorchFunctionMode):
         self.written: set[int] = set()
         self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
         self.ambient = _ambient()
+        self.watch: Watch | None = None  # of torch's generator, where random operators are written down
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
@@ -267,12 +275,43 @@ class Recorder(TorchFunctionMode):
                 del self.numbers[numbers:]
                 return self.by_value(func, args, kwargs or {})
             _ops[whole] = op
+        if op.draws:
+            self.draw()
         self.trace.append((op, tuple(refs)))
         if op.single is not None:
             t = recorded(self.count, op.single, self.level)
             self.count += 1
             return t
         return self._results(op, args, kwargs or {})
+
+    def draw(self) -> None:
+        """A random operator is written down.  It advances the generator, so that it is noticed if the function sets the state back."""
+        if self.watch is None:
+            self.watch = Watch([])
+        self.watch.draw(None)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """While it is entered, the function is recorded.  Afterwards torch's generator is as if nothing had been drawn yet."""
+        start = torch.default_generator.get_state()
+        try:
+            try:
+                yield
+                if self.watch is not None:
+                    self.watch.check()
+            except SeededInside as reason:
+                raise Unrecordable(str(reason)) from None
+        except Unrecordable:  # the function runs once more
+            torch.default_generator.set_state(start)
+            raise
+        except BaseException:
+            self._undraw()
+            raise
+        self._undraw()
+
+    def _undraw(self) -> None:
+        if self.watch is not None:
+            self.watch.restore()
 
     def _results(self, op: Op, args: Any, kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -344,8 +383,10 @@ class Recorder(TorchFunctionMode):
             values[1]["device"] = torch.device("meta")  # nothing is drawn, and no memory taken
         before = [(m.shape, m.stride()) for m in metas]
         avals = [self.aval(t) for t in template.tensors]
+        draws = _Draws()
         try:
-            out = func(*values[0], **values[1])
+            with draws:
+                out = func(*values[0], **values[1])
         except Exception as error:
             return self._staged(func, given, kw, template, error)
         for m, (shape, stride) in zip(metas, before, strict=True):
@@ -360,7 +401,7 @@ class Recorder(TorchFunctionMode):
                 changed.append((k, a.with_grad(m.requires_grad or a.requires_grad)))
             elif m.requires_grad is not a.requires_grad:
                 changed.append((k, a.with_grad(m.requires_grad)))
-        return Op(func, given, kw, _grad_mode(), outs, tuple(changed), template.count)
+        return Op(func, given, kw, _grad_mode(), outs, tuple(changed), template.count, draws.found)
 
     def _fresh_version(self, a: Aval) -> int:
         return 1 if a.requires_grad else 0
@@ -372,10 +413,11 @@ class Recorder(TorchFunctionMode):
         from bridge.record import replay
 
         try:
-            out = replay.shapes(func, given, kw, template.tensors, self.numbers[template.first :], [self.aval(t) for t in template.tensors])
+            avals = [self.aval(t) for t in template.tensors]
+            out, draws = replay.shapes(func, given, kw, template.tensors, self.numbers[template.first :], avals)
         except DataDependentError as unknown:
             raise _ByValue from unknown
-        return Op(func, given, kw, _grad_mode(), out, (), template.count)
+        return Op(func, given, kw, _grad_mode(), out, (), template.count, draws)
 
     # -- values ------------------------------------------------------------------------------------------------------------------------
     def mapped(self) -> bool:
@@ -468,6 +510,16 @@ class Recorder(TorchFunctionMode):
 
 class _ByValue(Exception):
     pass
+
+
+class _Draws(private.DispatchMode):
+    """Notices whether an operator draws random numbers."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **kwargs or {})
 
 
 class _Template:

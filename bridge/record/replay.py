@@ -178,16 +178,16 @@ def _made(outs: Any, out: Any, found: list[Any]) -> None:
 
 
 def shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], numbers: Sequence[Any], avals: Sequence[Aval]) -> Any:
-    """What an operator makes of such operands, by tracing it; PyTorch's error where it refuses them."""
+    """What an operator makes of such operands, by tracing it, and whether it draws random numbers; PyTorch's error if it refuses them."""
     found: list[Any] = []
 
     def run(*values: Any) -> list[Any]:
         with tracing.root() as root:
             root.staged = True
-            with push("plain"):
+            with push("plain") as level:
                 traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-                found.append(_described(out))
+                found.append((_described(out), root.draws + level.draws > 0))
         return []
 
     with jax.enable_x64(True), compiling.correctly():

@@ -63,7 +63,7 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
     recorder = local.recorder = Recorder(run)
     recorder.lasting = lasting
     try:
-        with intercepted.intercepted():
+        with intercepted.intercepted(), recorder.drawing():
             outs, build = record(recorder)
         local.recorder = None
         if lasting and recorder.written:

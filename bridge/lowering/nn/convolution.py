@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from bridge.dtypes import to_torch
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.linalg.matmul import precision
-from bridge.lowering.nn.convolution_primitive import Geometry, conv
+from bridge.lowering.nn.convolution_geometry import Geometry
+from bridge.lowering.nn.convolution_primitive import conv
 from bridge.lowering.nn.pooling import expand
 from bridge.lowering.registry import lowering
 

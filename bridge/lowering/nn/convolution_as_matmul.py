@@ -5,16 +5,13 @@ The axes are those of ``convolution_primitive``: x (B, N, G, C, *image), w (B, G
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from bridge.lowering.common.promotion import opmath
-
-if TYPE_CHECKING:
-    from bridge.lowering.nn.convolution_primitive import Geometry
+from bridge.lowering.nn.convolution_geometry import Geometry
 
 Array = jax.Array
 _BATCH = ((0, 1), (0, 1))

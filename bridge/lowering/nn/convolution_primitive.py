@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +26,10 @@ from jax.interpreters import ad, batching, mlir
 
 from bridge.lowering.common.promotion import opmath
 from bridge.lowering.nn.convolution_as_matmul import by_patches, side_by_side
+from bridge.lowering.nn.convolution_geometry import Geometry
 
 Array = jax.Array
 _CACHE_BYTES = 1 << 20
-
-
-class Geometry(NamedTuple):
-    """The spatial side of a convolution, one int for each dimension."""
-
-    image: tuple[int, ...]
-    kernel: tuple[int, ...]
-    out: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    def paddings(self) -> list[tuple[int, int]]:
-        """(low, high) of each dimension of the image such that exactly ``out`` windows fit; high may be negative."""
-        spans = zip(self.image, self.kernel, self.out, self.stride, self.padding, self.dilation, strict=True)
-        return [(p, (t - 1) * s + (k - 1) * d + 1 - n - p) for n, k, t, s, p, d in spans]
 
 
 # face: its operands and result, and the axes of theirs that take a batch when only the left, or only the right, is batched

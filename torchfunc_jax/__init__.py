@@ -32,7 +32,7 @@ from torchfunc_jax.make_functional import (
     make_functional_with_buffers,
     make_functional_with_buffers_deprecated_v1,
 )
-from torchfunc_jax.patching import patch
+from torchfunc_jax.patching import OURS, patch
 
 rearrange = torch_rearrange()
 
@@ -43,3 +43,5 @@ __all__ = [
     "make_functional_with_buffers_deprecated_v1", "patch", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "testing",
     "vjp", "vmap",
 ]
+
+vars(OURS).update({name: globals()[name] for name in __all__})

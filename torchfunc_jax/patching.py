@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-import torchfunc_jax
-
 _NAMES = (
     *torch.func.__all__, "chunk_vmap", "make_functional", "make_functional_with_buffers", "make_functional_deprecated_v1",
     "make_functional_with_buffers_deprecated_v1", "combine_state_for_ensemble", "functional_init", "functional_init_with_buffers",
@@ -40,7 +38,7 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
     """id of torch's object -> (torch's object, ours); read before anything is patched."""
     found: dict[int, tuple[Any, Any]] = {}
     for name in _NAMES:
-        ours = getattr(torchfunc_jax, name, None)
+        ours = getattr(OURS, name, None)
         if ours is None:  # a later torch's, not known here
             continue
         for source in _sources():
@@ -50,6 +48,8 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
     return found
 
 
+#: The names of this library; the package fills it when it is imported.
+OURS = SimpleNamespace()
 #: torch.func as it is without a patch.
 ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.func.__all__})
 with contextlib.suppress(ImportError, AttributeError):  # in a version without functorch

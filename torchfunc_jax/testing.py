@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-import torchfunc_jax
 from bridge import trees
 from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, compare, definition, shown_error
 from torchfunc_jax._parity_random import Draws, alike, drawn, varying
 from torchfunc_jax._parity_runs import OTHER, Side, derived, in_float64
 from torchfunc_jax._parity_transforms import Make, Transform, has_derivatives, named
 from torchfunc_jax._vmap import name_of
-from torchfunc_jax.patching import ORIGINAL, patch
+from torchfunc_jax.patching import ORIGINAL, OURS, patch
 
 
 class ParityError(AssertionError):
@@ -244,8 +243,8 @@ class _Comparison:
         return Side(ORIGINAL, self.make, self.fn, self.args, self.kwargs)
 
     def _ours(self, mode: str) -> Side:
-        compiled = torchfunc_jax.jit if mode == "jit" else lambda f: f
-        return Side(torchfunc_jax, self.make, self.fn, self.args, self.kwargs, compiled, patch if self.name == "call" else nullcontext)
+        compiled = OURS.jit if mode == "jit" else lambda f: f
+        return Side(OURS, self.make, self.fn, self.args, self.kwargs, compiled, patch if self.name == "call" else nullcontext)
 
     def _is_random(self, reference: Side) -> bool:
         """Whether torch.func's side draws random numbers: from torch's generators, or from others, so that two runs differ."""

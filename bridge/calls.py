@@ -19,9 +19,10 @@ from bridge import autograd, capture, compiling, eager, operands, private, shari
 from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.errors import reworded
 from bridge.levels import Level, push, state
-from bridge.nodes import Geometry, Node, read, write
+from bridge.nodes import read, write
 from bridge.record.recorder import local as recording
 from bridge.record.tensor import Unrecordable
+from bridge.storage import Geometry, Node
 from bridge.tracing import Traced, value_of, wrap
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bridge import capture
 from bridge.levels import state
-from bridge.nodes import Node
+from bridge.storage import Node
 from bridge.tracing import Traced, node_of, value_of
 
 

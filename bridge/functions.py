@@ -25,9 +25,10 @@ from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
 from bridge.linked import stopped_by_torch
 from bridge.lowering.registry import LOWERINGS
-from bridge.nodes import Node, OutsideOfView, read
+from bridge.nodes import read
 from bridge.random import SeededInside
 from bridge.record import recorder
+from bridge.storage import Node, OutsideOfView
 from bridge.tracing import Traced, alias, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function

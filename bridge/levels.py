@@ -7,14 +7,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bridge.errors import NotInLoopError
-
-if TYPE_CHECKING:
-    from bridge.nodes import Node
+from bridge.storage import Node
 
 _CAPTURED_WRITE = (
     "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation ({op}) that would "

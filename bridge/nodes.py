@@ -1,7 +1,5 @@
-"""Values and views of a trace: what PyTorch's storage and aliasing become when arrays cannot be written to.
-
-A ``Node`` is a root that owns a value, or a view of another node.  Writing to a view rewrites its root by the inverse of each
-view operator on the way; reading a view after its root has changed computes it again.  No tensor and no trace lives here.
+"""Reading and writing values of a trace through views: writing to a view rewrites its root by the inverse of each view operator on the
+way; reading a view after its root has changed computes it again.
 """
 from __future__ import annotations
 
@@ -15,62 +13,7 @@ from bridge import eager
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.lowering.tensors.copies import revalue
-
-
-class Node:
-    """A value, or a view of one.  ``level`` is the trace level that made it."""
-
-    __slots__ = (
-        "__weakref__", "detached", "geometry", "hooked", "level", "maker", "parent", "root", "seen", "used", "value", "version",
-        "view",
-    )
-
-    def __init__(self, value: Any, level: Any, parent: Node | None = None, view: View | None = None) -> None:
-        self.value = value
-        self.level = level
-        self.parent = parent
-        self.view = view
-        self.root: Node = self if parent is None else parent.root
-        self.version = 0
-        self.seen = -1
-        self.maker: Any = None  # the operator that computed it, where one did
-        self.geometry: Geometry | None = None  # of a root that stands for a tensor from outside
-        self.hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/hooks.py)
-        self.used = False  # an operator with a derivative has read it since it was last written
-        self.detached = False  # the last write was one that torch's autograd does not record
-
-
-class Geometry:
-    """How a tensor given to a function lies in its memory, of which only the tensor's own elements have crossed.
-
-    Attributes:
-        plain: whether it is contiguous and begins where its memory begins.
-        asked: whether the function went by ``as_strided``, which counts from there.
-        outer: the geometry of the tensor that it was made of at the next outer level.
-    """
-
-    __slots__ = ("asked", "outer", "plain")
-
-    def __init__(self, plain: bool, outer: Geometry | None = None) -> None:
-        self.plain, self.outer, self.asked = plain, outer, False
-
-    @classmethod
-    def of(cls, t: Any) -> Geometry:
-        node = getattr(t, "node", None)
-        try:
-            plain = not isinstance(t, torch.Tensor) or bool(t.is_contiguous() and t.storage_offset() == 0)
-        except (RuntimeError, AttributeError):  # a tensor without strides, which cannot cross
-            plain = True
-        return cls(plain, None if node is None else node.root.geometry)
-
-    def ask(self) -> bool:
-        """Whether it can be counted from where the memory begins, here and at every outer level."""
-        self.asked = True
-        return (self.outer is None or self.outer.ask()) and self.plain
-
-
-class OutsideOfView(RuntimeError):
-    """``as_strided`` may look at what lies around a tensor in memory, and only the tensor's own elements are known."""
+from bridge.storage import Node
 
 
 class View:

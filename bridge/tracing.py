@@ -18,7 +18,8 @@ from bridge import compiling, dtypes, guards, private, python_numbers, tensors
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.levels import Level, push, state
 from bridge.lowering.registry import of_this_torch
-from bridge.nodes import Node, read, write
+from bridge.nodes import read, write
+from bridge.storage import Node
 
 _make = private.make_wrapper
 _CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ from bridge.errors import at_line
 from bridge.kernels import Plan
 from bridge.levels import state
 from bridge.lowering.registry import Operator, overload
-from bridge.nodes import Geometry, Node, OutsideOfView, View
+from bridge.nodes import View
 from bridge.operands import constant, stop
+from bridge.storage import Geometry, Node, OutsideOfView
 from bridge.tracing import Traced, node_of, own_rule, value_of
 
 aten = torch.ops.aten

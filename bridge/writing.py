@@ -15,9 +15,9 @@ from bridge.kernels import NAMES, Plan, is_pointwise
 from bridge.levels import state
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
-from bridge.nodes import Node
 from bridge.operands import meta_tree, pure, reverse_only
 from bridge.overlaps import refuse_overlap
+from bridge.storage import Node
 from bridge.tracing import Traced, assign, own_rule, plan_of, value_of
 from bridge.viewing import meta_of
 

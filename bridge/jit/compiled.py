@@ -16,10 +16,10 @@ from bridge.calls import Call, is_local, torch_device, write_back
 from bridge.jit.graph_node import ProgramNode
 from bridge.jit.program import ANY_SEEDS, Packing, Program, differentiated, forward, in_two, pull_back
 from bridge.keys import Same
-from bridge.nodes import Geometry
 from bridge.python_numbers import Inputs
 from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
+from bridge.storage import Geometry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from bridge.jit.program import ANY_SEEDS, aval, forward, stage
 from bridge.keys import Same, by_identity, identical, weak
 from bridge.levels import state
 from bridge.modules import SWAPPING
-from bridge.nodes import OutsideOfView
 from bridge.private import opaque
 from bridge.python_numbers import Inputs, Misfit
 from bridge.random import SeededInside
 from bridge.record import recorder
+from bridge.storage import OutsideOfView
 
 
 class _Family:

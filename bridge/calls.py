@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import torch
 
 from bridge import autograd, capture, compiling, eager, operands, private, sharing, tensors, tracing, trees
-from bridge import python_rules as _python_rules  # noqa: F401  fills the table that tracing reads
 from bridge.errors import reworded
 from bridge.levels import Level, push, state
 from bridge.nodes import read, write

@@ -224,3 +224,9 @@ def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = Non
 def fused_attention() -> bool:
     """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
     return state.level is None and recorder.local.recorder is None and private.original("fused_attention")()
+
+
+private.IN_TRACES.update({
+    "cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan,
+    "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention,
+})

@@ -74,3 +74,6 @@ def _everywhere(fn: Callable[..., Any], shape: Any, scores: torch.Tensor | None,
         at = jax.vmap(at, [*with_score, *(0 if i == place else None for i in range(4))])
     values = [] if scores is None else [value_of(scores)]
     return wrap(at(*values, *(jnp.arange(n, dtype=jnp.int64) for n in shape)))
+
+
+private.IN_TRACES["flex_attention"] = flex_attention

@@ -20,6 +20,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import autograd, hooks, operands, private, trees
 from bridge.autograd import Untransformed, conj, inexact
+from bridge.calls import Call, Result, apply, put_together, take_apart
 from bridge.closed import Closed, followed
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
@@ -29,7 +30,7 @@ from bridge.nodes import read
 from bridge.random import SeededInside
 from bridge.record import recorder
 from bridge.storage import Node, OutsideOfView
-from bridge.tracing import Traced, alias, assign, dispatch, node_of, value_of, wrap
+from bridge.tracing import HANDED_IN, Traced, alias, assign, dispatch, node_of, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -596,8 +597,6 @@ def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = 
 
 def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """function(*args, **kwargs) under jax.checkpoint: computed again in the backward pass instead of kept."""
-    from bridge.calls import Call, Result, apply, put_together, take_apart
-
     call = Call.of(args, kwargs)
     traceable = call.traceable(function)
 
@@ -615,3 +614,7 @@ def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return Result(outs, found[0].meta, found[0].written)
 
     return put_together(*apply(compute, call.arrays, function))
+
+
+HANDED_IN["intercepted"] = intercepted
+private.IN_TRACES["checkpoint"] = checkpoint_in_trace

@@ -18,7 +18,7 @@ from bridge.closed import Closed, followed
 from bridge.errors import at_line
 from bridge.levels import Level, push, state
 from bridge.nodes import read
-from bridge.tracing import resumed, value_of, wrap
+from bridge.tracing import HANDED_IN, resumed, value_of, wrap
 
 
 def _followed(values: Sequence[Any]) -> None:
@@ -252,5 +252,7 @@ def _late() -> Iterator[Level]:
                 "become a constant of the program; use Tensor.register_hook there, or do without jit"
             )
 
+
+HANDED_IN["graph_node"] = graph_node
 
 __all__ = ["graph_node", "module_hooks", "register_hook"]

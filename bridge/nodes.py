@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import torch
 
 from bridge import eager
 from bridge.lowering.common.promotion import cast

@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge import own_rules as _own_rules  # noqa: F401  fills OWN_RULES
+from bridge import tracing
 from bridge.fallback import fallback
 from bridge.kernels import Plan, guarded
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
@@ -36,3 +37,6 @@ def _plan(func: Any) -> Plan:
     if row is not None:
         return view_plan(func, row) if func.is_view else pure(func, row)
     return fallback(func)
+
+
+tracing.HANDED_IN["plan"] = plan

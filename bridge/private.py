@@ -405,7 +405,7 @@ def set_forward_mode_enabled(on: bool) -> Iterator[None]:
 class _Redirect:
     """One Python function of torch's that can be made to ask one of ours first."""
 
-    def __init__(self, function: types.FunctionType, module: str, name: str) -> None:
+    def __init__(self, function: types.FunctionType, name: str) -> None:
         self.function, self.code = function, function.__code__
         self.original = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -417,7 +417,7 @@ class _Redirect:
         free = function.__code__.co_freevars
         text = (
             f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
-            f"        from {module} import {name} as ours\n        return ours(*args, **kwargs)\n    return shim"
+            f"        from {__name__} import IN_TRACES\n        return IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
         )
         exec(compile(text, __file__, "exec"), space)
         self.shim = space["around"](*free).__code__
@@ -426,30 +426,33 @@ class _Redirect:
         self.function.__code__ = self.shim if on else self.code
 
 
-#: Functions of torch's that ask ours first: name -> (their module, their name there, our module, our name there).
+#: Ours, by the names of ``_REDIRECTED``: each file that has some puts them here when it is imported.
+IN_TRACES: dict[str, Callable[..., Any]] = {}
+
+#: Functions of torch's that ask ours first: name -> (their module, their name there).
 _REDIRECTED = {
-    "checkpoint": ("torch.utils.checkpoint", "checkpoint", "bridge.functions", "checkpoint_in_trace"),
+    "checkpoint": ("torch.utils.checkpoint", "checkpoint"),
     **{
-        name: (f"torch._higher_order_ops.{name}", name, "bridge.control", name)
+        name: (f"torch._higher_order_ops.{name}", name)
         for name in ("cond", "while_loop", "map", "scan", "associative_scan")
     },
-    "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss", "bridge.control", "gaussian_nll_loss"),
-    "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention", "bridge.flex_attention", "flex_attention"),
-    "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask", "bridge.control", "causal_hint"),
-    "fused_attention": ("torch.backends.mha", "get_fastpath_enabled", "bridge.control", "fused_attention"),
+    "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss"),
+    "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention"),
+    "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
+    "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
 }
 
 
 @functools.cache
 def _redirects() -> dict[str, _Redirect]:
     found = {}
-    for name, (module, attribute, our_module, our_name) in _REDIRECTED.items():
+    for name, (module, attribute) in _REDIRECTED.items():
         try:
             function = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError):  # this version of PyTorch does not have it: nobody can call it
             continue
         if isinstance(function, types.FunctionType):
-            found[name] = _Redirect(function, our_module, our_name)
+            found[name] = _Redirect(function, name)
     return found
 
 

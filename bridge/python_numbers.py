@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ class Inputs:
         self.closed = False
         self.slots: dict[type, list[_Number]] = {float: [], int: []}
         self._vectors: dict[type, Any] = {}
+        self._value_of: Any = None
         self._where: dict[Any, int] = {}
 
     def number(self, k: int) -> Any:
@@ -55,38 +57,34 @@ class Inputs:
         return _made(_Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
 
     @contextmanager
-    def tracing(self, floats: torch.Tensor, ints: torch.Tensor) -> Iterator[None]:
-        """While entered, the function is traced, and these are the inputs that the numbers are taken from."""
-        self._vectors = {float: floats, int: ints}
+    def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
+        """While entered, the function is traced, and these are the inputs that the numbers are taken from; value_of: of a tensor there."""
+        self._vectors, self._value_of = {float: floats, int: ints}, value_of
         before, _local.inputs = _local.inputs, self
         try:
             yield
         finally:
             _local.inputs = before
-            self.closed, self._vectors = True, {}
+            self.closed, self._vectors, self._value_of = True, {}, None
 
     def array(self, number: _Number, dtype: Any = None) -> Any:
         """The number as a 0-dim JAX value: of a dtype that takes it, else float64 or int64."""
-        from bridge.tracing import value_of
-
         if type(number) is _Row:
             value = self._row(number, dtype)
         else:
             at = self._slot(number, dtype)
             if at is None:
                 return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
-            value = lax.index_in_dim(value_of(self._vectors[number.kind]), at, 0, keepdims=False)
+            value = lax.index_in_dim(self._value_of(self._vectors[number.kind]), at, 0, keepdims=False)
         return value if dtype is None else cast(value, dtype)
 
     def _row(self, row: _Row, dtype: Any) -> Any:
         """The number of the repetition in progress."""
-        from bridge.tracing import value_of
-
         places = [self._slot(n, dtype) for n in row.numbers]
         if None in places:
             raise NotInLoopError("a number that is no input, in a loop")
         at = lax.dynamic_index_in_dim(np.asarray(places), row.repetition, 0, keepdims=False)
-        return lax.dynamic_index_in_dim(value_of(self._vectors[row.kind]), at, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(self._value_of(self._vectors[row.kind]), at, 0, keepdims=False)
 
     def _slot(self, number: _Number, dtype: Any) -> int | None:
         """Where in the inputs of its kind the number is, put there if it is not; None if it does not fit."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -74,9 +74,7 @@ class Traced(torch.Tensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]  # torch has typed an attribute that can be written
-        from bridge.hooks import graph_node
-
-        return graph_node(torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
+        return HANDED_IN["graph_node"](torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
 
     def tolist(self) -> Any:
         return concrete(self, "tolist()").tolist()
@@ -95,6 +93,9 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
+#: What stands on this file and is needed here: "plan" of bridge/operators.py, "intercepted" of bridge/functions.py, "graph_node" of
+#: bridge/hooks.py.  Each of these files puts its function here when it is imported.
+HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Public functions that are looked at before PyTorch's own code for them; filled by bridge/python_rules.py.
 PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -275,9 +276,7 @@ def plan_of(func: Any) -> Any:
     """The function (args, kwargs) -> result that runs an operator, made when it is first asked for."""
     found = _plans.get(func)
     if found is None:
-        from bridge import operators
-
-        found = _plans[func] = operators.plan(func)
+        found = _plans[func] = HANDED_IN["plan"](func)
     return found
 
 
@@ -298,10 +297,9 @@ def own_rule(*names: str) -> Any:
 @contextlib.contextmanager
 def root() -> Iterator[Level]:
     """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
-    from bridge import functions
-
     with (
-        jax.enable_x64(True), compiling.correctly(), functions.intercepted(), guards.without_cast_weights(), push("root") as level, _Mode(),
+        jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
+        push("root") as level, _Mode(),
     ):
         try:
             yield level
@@ -324,14 +322,12 @@ def forget_captured(root: Level) -> None:
 @contextlib.contextmanager
 def resumed() -> Iterator[Level]:
     """The level for Python that runs when a compiled program is differentiated, after its own trace has closed; one per thread."""
-    from bridge import functions
-
     if _late.level is None:
         _late.level = Level("plain", None)
         _late.level.staged = True
     before, state.level = state.level, _late.level
     try:
-        with jax.enable_x64(True), functions.intercepted(), _Mode():
+        with jax.enable_x64(True), HANDED_IN["intercepted"](), _Mode():
             yield _late.level
     finally:
         state.level = before

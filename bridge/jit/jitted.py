@@ -30,6 +30,7 @@ from bridge.python_numbers import Inputs, Misfit
 from bridge.random import SeededInside
 from bridge.record import recorder
 from bridge.storage import OutsideOfView
+from bridge.tracing import value_of
 
 
 class _Family:
@@ -236,7 +237,7 @@ class Jitted:
         inner.where = [*call.where, len(leaves), len(leaves) + 1]
 
         def with_numbers(given: Any, floats: torch.Tensor, ints: torch.Tensor) -> Any:
-            with numbers_in.tracing(floats, ints):
+            with numbers_in.tracing(floats, ints, value_of):
                 return self._unwrapped(*given[0], **given[1])
 
         try:

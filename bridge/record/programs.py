@@ -24,6 +24,7 @@ from bridge.record.recorder import Begin, Recorder, local
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
 from bridge.sharing import Sharing
+from bridge.tracing import value_of
 
 _ONCE, _OFTEN = 32, 256  # records whose programs are kept: of those that came once, at first, and of the others
 _STATIC = 8  # programs of one record, which differ in numbers that are no inputs
@@ -257,7 +258,8 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     count = len(recorder.inputs)
 
     def record(*given: Any) -> tuple[Any, ...]:
-        with numbers_in.tracing(*given[count:]):
+        floats, ints = given[count:]
+        with numbers_in.tracing(floats, ints, value_of):
             stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
             again = replay.Run(stand)
             again.env.update(zip(inputs, given, strict=False))

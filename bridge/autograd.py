@@ -5,40 +5,29 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from bridge import private, sharing, tensors, tracing
 from bridge.errors import reworded
 from bridge.linked import depends, flow
+from bridge.results import Computation, Result, conj, inexact, inexact_dtype, is_local, pick, torch_device
 
-
-def conj(v: Any) -> Any:
-    """torch's gradient of a complex value is the conjugate of JAX's."""
-    return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
-
-
-def inexact(v: Any) -> bool:
-    """Whether a value has derivatives."""
-    return bool(jnp.issubdtype(v.dtype, jnp.inexact))
-
-
-def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """The values at the places that are wanted."""
-    return [v for v, w in zip(values, wanted, strict=True) if w]
+#: ``calls.apply``, which stands above this file and is handed in: runs a computation on torch tensors.
+Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
 
 
 class _Recorded:
     """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
 
     def __init__(
-        self, compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None, kinds: list[bool] | None = None
+        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None,
+        kinds: list[bool] | None = None,
     ) -> None:
-        self.compute, self.leaves, self.known, self.key, self.again = compute, leaves, known, key, kinds
+        self.apply, self.compute, self.leaves, self.known, self.key, self.again = apply, compute, leaves, known, key, kinds
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
@@ -91,18 +80,14 @@ class _Recorded:
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
 
-def inexact_dtype(dtype: torch.dtype) -> bool:
-    """Whether tensors of that dtype have derivatives."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def differentiable(
-    compute: Any, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
+    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
     Args:
-        compute: see ``calls.Computation``.
+        apply: ``calls.apply``, for derivatives of derivatives.
+        compute: from the leaves' JAX values to a Result.
         leaves: its arguments.
         known: captured tensors that require grad, or may do so.
         key: the JAX key random operators draw from; None: from torch's generator.
@@ -110,9 +95,7 @@ def differentiable(
     Returns:
         (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
     """
-    from bridge.calls import torch_device
-
-    recorded = _Recorded(compute, leaves, known, key)
+    recorded = _Recorded(apply, compute, leaves, known, key)
     outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
@@ -240,8 +223,6 @@ def ended(pull: Any) -> bool:
 
 def addresses(pull: Any) -> set[int]:
     """Where in this process's memory the arrays lie that a pullback reads."""
-    from bridge.calls import is_local
-
     return {a.unsafe_buffer_pointer() for a in _held(pull) if is_local(a)}
 
 
@@ -258,22 +239,20 @@ def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:
 
 def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:
     """The backward pass as a computation that can itself be differentiated."""
-    from bridge.calls import Result, apply
-
     count = len(inputs)
 
     def backward(values: list[Any]) -> Result:
-        inner = _Recorded(recorded.compute, recorded.leaves, recorded.known, recorded.key, recorded.kinds)
+        inner = _Recorded(recorded.apply, recorded.compute, recorded.leaves, recorded.known, recorded.key, recorded.kinds)
 
         _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
         return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])
 
-    outs, _ = apply(backward, [*inputs, *cts])
+    outs, _ = recorded.apply(backward, [*inputs, *cts])
     return outs
 
 
 # -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------
-def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
+def attached(apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]) -> list[Any]:
     """A transform's outputs inside a trace, connected to what required grad among its inputs and captured tensors.
 
     For code that calls ``torch.autograd.grad`` inside a transformed function: the graph it walks must not end at an inner transform.
@@ -284,7 +263,7 @@ def attached(outs: list[Any], compute: Any, leaves: Sequence[Any]) -> list[Any]:
     level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
     if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
         return outs
-    return list(_Attached.apply(outs, compute, leaves, *found.values()))
+    return list(_Attached.apply(apply, outs, compute, leaves, *found.values()))
 
 
 class _Attached(Untransformed):
@@ -292,8 +271,8 @@ class _Attached(Untransformed):
 
     @staticmethod
     @private.opaque
-    def forward(ctx: Any, outs: list[Any], compute: Any, leaves: Sequence[Any], *watched: Any) -> Any:
-        ctx.compute, ctx.leaves, ctx.kinds = compute, leaves, [inexact(t.node.value) for t in outs]
+    def forward(ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: Any) -> Any:
+        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact(t.node.value) for t in outs]
         ctx.save_for_backward(*watched)
         ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
         return tuple(outs)
@@ -301,8 +280,6 @@ class _Attached(Untransformed):
     @staticmethod
     @private.opaque
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        from bridge.calls import Result, apply
-
         watched = ctx.saved_tensors
         cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
         n = len(watched)
@@ -317,8 +294,8 @@ class _Attached(Untransformed):
             _, pull = jax.vjp(pure, *values[:n])
             return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
 
-        grads, _ = apply(back, [*watched, *cts])
-        return (None, None, None, *grads)
+        grads, _ = ctx.again(back, [*watched, *cts])
+        return (None, None, None, None, *grads)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,59 +12,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, capture, compiling, eager, operands, private, sharing, tensors, tracing, trees
+from bridge import autograd, compiling, eager, operands, private, sharing, tensors, tracing, trees
+from bridge.closures import code_of, remember
+from bridge.closures import known as known_captures
 from bridge.errors import reworded
-from bridge.levels import Level, push, state
+from bridge.levels import Level, state
 from bridge.nodes import read, write
 from bridge.record.recorder import local as recording
 from bridge.record.tensor import Unrecordable
+from bridge.results import Computation, Result, is_local, root_writes, split_arrays, torch_device, write_back
 from bridge.storage import Geometry, Node
-from bridge.tracing import Traced, value_of, wrap
-
-
-@dataclasses.dataclass(slots=True)
-class Result:
-    """What a computation gives back.
-
-    Attributes:
-        values: JAX values, outputs first.
-        meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
-        written: (leaf index or outer node, index into values, detached) for everything that was written to and must be written outside.
-        apart: what is written to one argument is seen in no other input, also where they share memory: so it is under torch.func too.
-    """
-
-    values: list[Any]
-    meta: Any = None
-    written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
-    apart: bool = False
-
-
-Computation = Callable[[list[Any]], Result]
-
-
-def is_array(x: Any) -> bool:
-    """Whether a leaf crosses the border: torch tensors and jax.Arrays."""
-    return isinstance(x, torch.Tensor | jax.Array)
-
-
-def split_arrays(leaves: Sequence[Any]) -> list[int]:
-    """The positions of the leaves that cross the border."""
-    return [i for i, x in enumerate(leaves) if is_array(x)]
-
-
-def take_apart(out: Any) -> tuple[list[Any], Any]:
-    """The tensors of what a function returned, and what ``put_together`` needs beside them: spec, other leaves, which is which."""
-    leaves, spec = trees.flatten(out)
-    is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-    static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
-    return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
-
-
-def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
-    """The tree that ``take_apart`` took apart, with these in the tensors' places."""
-    spec, static, is_tensor = meta
-    source = iter(tensors_)
-    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
+from bridge.tracing import value_of, wrap
 
 
 class Traceable:
@@ -160,7 +115,7 @@ def apply(
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
-        return autograd.attached([wrap(v, device) for v in outs], compute, leaves), result.meta
+        return autograd.attached(apply, [wrap(v, device) for v in outs], compute, leaves), result.meta
     if recording.recorder is not None:
         raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
@@ -218,19 +173,19 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bo
         outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
         write_back(writes)
         return outs, meta
-    known, key = _known(fn), None
+    known, key = known_captures(fn), None
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key, writes = autograd.differentiable(compute, leaves, known, key)
+            outs, meta, met, key, writes = autograd.differentiable(apply, compute, leaves, known, key)
         else:
             outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
             write_back(writes)
-            _remember(fn, captured)
+            remember(fn, captured)
             return outs if wanted or captured else [t.detach() for t in outs], meta
         # the scan of the closure missed tensors that require grad: run again with them as inputs to differentiate; nothing of the first
         # run is written
@@ -261,95 +216,6 @@ def direct(
     return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
 
 
-def is_local(v: Any) -> bool:
-    """Whether an array has one address in this process's memory."""
-    if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
-        return False
-    sharding = v.sharding
-    return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
-
-
-_ONE_DEVICE = jax.sharding.SingleDeviceSharding
-
-
-def torch_device(leaves: Sequence[Any]) -> torch.device | None:
-    """Where results belong: the device of the first tensor with dimensions, else of the first."""
-    found = None
-    for x in leaves:
-        if isinstance(x, torch.Tensor):
-            if x.dim():
-                return x.device
-            found = found or x.device
-    return found
-
-
-def root_writes(root: Level) -> list[tuple[torch.Tensor, Any]]:
-    """Tensors from outside that were written to in a trace, with their new values."""
-    return [(t, node.value) for t, node in root.captured.values() if node.version]
-
-
-def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Change the tensors from outside as the function would have changed them."""
-    for target, value in written:
-        if not value.requires_grad:
-            with torch.no_grad():
-                target.copy_(value)
-            continue
-        if not target.is_leaf and not target._is_view():
-            target.detach_()  # PyTorch may have given it a history inside the trace; the new value carries all of it
-        target.copy_(value)
-
-
-# -- tensors captured by closure that require grad: known before the function runs, so that it runs once ----------------------------
-_captured_by: dict[Any, list[weakref.ref[torch.Tensor]]] = {}
-_captures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def code_of(fn: Any) -> Any:
-    """The code object a function runs, the same for each new closure made of it; a function in C itself, else its type."""
-    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
-    if isinstance(fn, types.BuiltinFunctionType):
-        return fn
-    return getattr(fn, "__code__", type(fn))
-
-
-def _identity(fn: Any) -> Any:
-    """What tells a function from others made of the same code: the objects it closes over."""
-    while hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__
-    if isinstance(fn, functools.partial):
-        return (_identity(fn.func), *map(id, fn.args), *map(id, fn.keywords.values()))
-    if isinstance(fn, types.MethodType):
-        return (fn.__func__, id(fn.__self__))
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return (type(fn), id(fn))
-    try:
-        return (id(code), *[id(cell.cell_contents) for cell in fn.__closure__ or ()])
-    except ValueError:  # a variable not yet bound
-        return id(fn)
-
-
-def _known(fn: Any) -> list[torch.Tensor]:
-    """Tensors that fn captures and that require grad: those it used the last time, else all that it reaches."""
-    refs = _captured_by.get(_identity(fn))
-    if refs is None:
-        code = code_of(fn)
-        if isinstance(code, types.CodeType) and not _captures.get(code, True):
-            return []  # none in another closure of the same code
-        found = [t for t, _ in capture.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
-        return [t for t in found if not t._backward_hooks]  # if the tensor is not used in the end, PyTorch would call its hooks with None
-    return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
-
-
-def _remember(fn: Any, captured: list[torch.Tensor]) -> None:
-    if len(_captured_by) >= 4096:
-        _captured_by.clear()
-    _captured_by[_identity(fn)] = [weakref.ref(t) for t in captured]
-    _captures[code_of(fn)] = bool(captured)
-
-
 @dataclasses.dataclass(slots=True)
 class Call:
     """A transform call's arguments, flattened once: array leaves apart from the static ones."""
@@ -378,4 +244,4 @@ class Call:
         return Traceable(fn, self.leaves, self.spec, self.where)
 
 
-__all__ = ["Call", "Result", "Traceable", "Traced", "apply", "push"]
+__all__ = ["Call", "Traceable", "apply", "direct", "refuse_recording"]

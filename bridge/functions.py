@@ -19,8 +19,8 @@ import torch.utils.checkpoint
 from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import autograd, hooks, operands, private, trees
-from bridge.autograd import Untransformed, conj, inexact
-from bridge.calls import Call, Result, apply, put_together, take_apart
+from bridge.autograd import Untransformed
+from bridge.calls import Call, apply
 from bridge.closed import Closed, followed
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
@@ -29,6 +29,7 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import read
 from bridge.random import SeededInside
 from bridge.record import recorder
+from bridge.results import Result, conj, inexact, put_together, take_apart
 from bridge.storage import Node, OutsideOfView
 from bridge.tracing import HANDED_IN, Traced, alias, assign, dispatch, node_of, value_of, wrap
 

@@ -13,11 +13,12 @@ import jax
 import torch
 
 from bridge import private
-from bridge.autograd import conj, in_place_of
+from bridge.autograd import in_place_of
 from bridge.closed import Closed, followed
 from bridge.errors import at_line
 from bridge.levels import Level, push, state
 from bridge.nodes import read
+from bridge.results import conj
 from bridge.tracing import HANDED_IN, resumed, value_of, wrap
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge.calls import Call, Result, apply, put_together, take_apart
+from bridge.calls import Call, apply
 from bridge.levels import push
 from bridge.private import opaque
+from bridge.results import Result, put_together, take_apart
 
 
 def plain(func: Callable[..., Any]) -> Callable[..., Any]:

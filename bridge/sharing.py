@@ -69,7 +69,7 @@ def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tens
     """RuntimeError where a computation has written to one of two inputs that share memory: the other one did not see it.
 
     Args:
-        result: a ``calls.Result``, which was not carried out yet.
+        result: a ``results.Result``, which was not carried out yet.
         arguments: leaves of the call.
         met: tensors from outside that the function met, with the nodes that stand for them.
         inside: the call was made inside of another transform, where nodes may have been written to before it.

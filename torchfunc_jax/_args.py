@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bridge import dtypes, trees
-from bridge.calls import is_array
+from bridge.results import is_array
 
 argnums_t = int | tuple[int, ...]
 _FORWARD = ("jvp", "jacfwd", "linearize")  # what raises ValueError for an integer input; reverse mode raises RuntimeError

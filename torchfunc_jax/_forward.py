@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import torch
 
 from bridge import autograd, private, trees
-from bridge.calls import Result, apply, is_array
+from bridge.calls import apply
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.levels import state
 from bridge.linked import tie_tangents
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.results import Result, is_array
 from bridge.tracing import value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated

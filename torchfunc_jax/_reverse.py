@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from bridge import autograd, private, saved_tensors, trees
-from bridge.autograd import conj
-from bridge.calls import Call, Result, Traceable, apply, is_array
+from bridge.calls import Call, Traceable, apply
 from bridge.levels import push
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.results import Result, conj, is_array
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 

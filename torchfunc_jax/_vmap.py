@@ -11,11 +11,12 @@ import torch
 from jax import lax
 
 from bridge import trees
-from bridge.calls import Call, Result, apply, is_array
+from bridge.calls import Call, apply
 from bridge.levels import push, state
 from bridge.private import opaque
 from bridge.random import lane_key, source
 from bridge.record import replay, transforms
+from bridge.results import Result, is_array
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None

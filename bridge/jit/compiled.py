@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import autograd, compiling, python_numbers, tensors, trees
-from bridge.calls import Call, is_local, torch_device, write_back
+from bridge import compiling, python_numbers, tensors, trees
+from bridge.calls import Call
 from bridge.jit.graph_node import ProgramNode
 from bridge.jit.program import ANY_SEEDS, Packing, Program, differentiated, forward, in_two, pull_back
 from bridge.keys import Same
 from bridge.python_numbers import Inputs
 from bridge.record.tiers import Tiered
+from bridge.results import inexact_dtype, is_local, torch_device, write_back
 from bridge.sharing import Sharing
 from bridge.storage import Geometry
 
@@ -262,8 +263,8 @@ class Compiled:
     def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which arguments and which captured tensors torch's autograd goes back to."""
         arguments = [leaves[i] for i in self.where]
-        given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and autograd.inexact_dtype(x.dtype) for x in arguments])
-        wanted = tuple([x.requires_grad and autograd.inexact_dtype(x.dtype) for x in captured])
+        given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in arguments])
+        wanted = tuple([x.requires_grad and inexact_dtype(x.dtype) for x in captured])
         found = self.active.get((given, wanted))
         if found is None:
             reached = self.program.reached([i for i, w in enumerate(given) if w], [i for i, w in enumerate(wanted) if w])

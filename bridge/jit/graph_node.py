@@ -8,10 +8,11 @@ import jax
 import torch
 
 from bridge import autograd, compiling, tensors
-from bridge.calls import Result, apply, is_local
+from bridge.calls import apply
 from bridge.errors import reworded
 from bridge.jit.program import differentiated, pull_back
 from bridge.private import opaque
+from bridge.results import Result, is_local
 from bridge.tracing import Traced
 
 
@@ -77,8 +78,6 @@ class ProgramNode(torch.autograd.Function):
 
 def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:
     """The backward pass as a computation that torch's autograd can go back through (double backward)."""
-    from bridge.calls import Result
-
     run = differentiated(ctx.compiled.program, ctx.active, ctx.active_captured)
     n = len(diff)
     split = len(ctx.active)

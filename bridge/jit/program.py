@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from bridge import capture, compiling, dtypes, private, random, tensors, tracing
-from bridge.autograd import conj, inexact, pick
-from bridge.calls import Call, is_array, take_apart
+from bridge.calls import Call
 from bridge.checks import Bounds, ends
 from bridge.guards import Guards
 from bridge.jit import outer_products
 from bridge.levels import push
 from bridge.linked import flow, moved
+from bridge.results import conj, inexact, is_array, pick, take_apart
 
 _TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included

@@ -13,7 +13,7 @@ import jax
 import torch
 
 from bridge import capture, eager, guards, python_numbers, random, tensors, trees
-from bridge.calls import Call, torch_device
+from bridge.calls import Call
 from bridge.checks import Bounds
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
@@ -23,6 +23,7 @@ from bridge.record import disk, lanes, replay
 from bridge.record.recorder import Begin, Recorder, local
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
+from bridge.results import torch_device
 from bridge.sharing import Sharing
 from bridge.tracing import value_of
 

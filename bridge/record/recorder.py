@@ -149,7 +149,8 @@ class Level:
         self.kind, self.parent, self.open = kind, parent, True
 
 
-#: What else is a part of a record than torch functions and our transforms, by its name: functions that write it down.
+#: What else is a part of a record than torch functions and our transforms, by its name: functions that write it down.  And "shapes", of
+#: replay.py.  Each file puts its function here when it is imported.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
@@ -410,11 +411,9 @@ class Recorder(TorchFunctionMode):
         """The same by tracing the operator itself, where PyTorch has no function for shapes."""
         if not template.tensors:
             raise error
-        from bridge.record import replay
-
         try:
             avals = [self.aval(t) for t in template.tensors]
-            out, draws = replay.shapes(func, given, kw, template.tensors, self.numbers[template.first :], avals)
+            out, draws = PARTS["shapes"](func, given, kw, template.tensors, self.numbers[template.first :], avals)
         except DataDependentError as unknown:
             raise _ByValue from unknown
         return Op(func, given, kw, _grad_mode(), out, (), template.count, draws)

@@ -14,7 +14,7 @@ from bridge import autograd, compiling, dtypes, python_numbers, tracing
 from bridge.errors import NotInLoopError
 from bridge.levels import push
 from bridge.record import loops
-from bridge.record.recorder import Begin, End, Input, Op, Out, Pull, filled, values_of
+from bridge.record.recorder import PARTS, Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
 
 #: How a transform is run again, by its kind: of (its function, operands, parameters of its begin, of its end), (results, what pulls back).
@@ -199,3 +199,6 @@ def _described(out: Any) -> Any:
     if isinstance(out, torch.Tensor):
         return Out(aval_of(out))
     return type(out)([_described(o) for o in out]) if isinstance(out, tuple | list) else out
+
+
+PARTS["shapes"] = shapes

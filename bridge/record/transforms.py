@@ -12,7 +12,8 @@ import torch
 
 from bridge import autograd, private, saved_tensors, trees
 from bridge import functions as intercepted
-from bridge.calls import code_of, refuse_recording
+from bridge.calls import refuse_recording
+from bridge.closures import code_of
 from bridge.levels import state
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder, local

@@ -7,7 +7,6 @@ a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import warnings
@@ -21,7 +20,6 @@ import numpy as np
 
 from bridge import checkpoint_trees, files
 
-_NEEDS = {"safetensors": "safetensors.numpy", "orbax": "orbax.checkpoint"}
 _EXTENSIONS = {".safetensors": "safetensors", ".orbax": "orbax", "": "orbax"}
 _MARKER = "torchfunc_jax.json"  # in an Orbax folder
 _HEADER, _SUM = "torchfunc_jax", "torchfunc_jax.sha256"  # in the metadata of a safetensors file
@@ -142,7 +140,7 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
 
 # -- which format, and whose file --------------------------------------------------------------------------------------------------
 def _kind(path: str | os.PathLike[str], format: str | None) -> str:
-    if format is not None and format not in _NEEDS:
+    if format is not None and format not in _EXTENSIONS.values():
         raise ValueError(f"format: expected 'safetensors' or 'orbax', got {format!r}")
     said = _EXTENSIONS.get(Path(path).suffix)
     if said is not None and format not in (None, said) and Path(path).suffix:
@@ -157,7 +155,13 @@ def _kind(path: str | os.PathLike[str], format: str | None) -> str:
 
 def _package(kind: str) -> Any:
     try:
-        return importlib.import_module(_NEEDS[kind])
+        if kind == "orbax":
+            import orbax.checkpoint
+
+            return orbax.checkpoint
+        import safetensors.numpy
+
+        return safetensors.numpy
     except ImportError:
         raise ImportError(f"format: {kind} is not installed; pip install 'torchfunc-jax[checkpoints]'") from None
 

@@ -1,6 +1,7 @@
 """Errors raised while tracing: which line of the user's code, which operator, what to do."""
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -34,8 +35,6 @@ def is_users(filename: str) -> bool:
 
 def shown_line(filename: str, number: int) -> str:
     """``file.py:12: y = x.nonzero()``."""
-    import linecache
-
     text = linecache.getline(filename, number).strip()
     return f"{filename}:{number}" + (f": {text}" if text else "")
 

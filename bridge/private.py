@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.profiler import record_function
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 # A dispatch mode is the only hook below autograd that also sees factory functions; documented as stable in PyTorch's notes on
@@ -36,6 +38,11 @@ class _Missing:
             f"{self.path}: torch {torch.__version__} does not have this name, which is needed here; docs/versions.md lists the versions "
             "that work, and `torchfunc-jax doctor` tells which transforms do"
         )
+
+
+def _jax(path: str) -> Any:
+    """A module of JAX's own, by its name in jax._src; looked up at each use, so that a version without it breaks that use alone."""
+    return operator.attrgetter(path)(jax._src)
 
 
 def _named(path: str) -> Any:
@@ -91,10 +98,7 @@ def below_python() -> Iterator[None]:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own decompositions of operators into simpler ones."""
-    import torch._refs  # noqa: F401  importing it fills the table
-    from torch._decomp import decomposition_table
-
-    return decomposition_table
+    return torch._decomp.decomposition_table
 
 
 #: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
@@ -171,9 +175,7 @@ def without_memory(t: torch.Tensor) -> str:
     if torch._C._functorch.is_legacy_batchedtensor(t):
         return "one that torch.autograd maps over (is_grads_batched, vectorize); map with torchfunc_jax.vmap, or use jacrev"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if isinstance(t, FakeTensor):
+        if isinstance(t, torch._subclasses.fake_tensor.FakeTensor):
             return "a FakeTensor, which has no values"
         if t.numel() and not t.data_ptr():  # also one of an open trace, whose values only the operators there see
             return f"a {type(t).__name__}, which has no memory of its own"
@@ -272,9 +274,7 @@ def batched_value(tracer: Any) -> Any:
 
 def mapped_first(values: Any) -> bool:
     """Whether a vmap maps one of these, and no derivative is taken inside that vmap."""
-    from jax._src import core
-
-    trace: Any = core.trace_ctx.trace
+    trace: Any = _jax("core").trace_ctx.trace
     mapping = {v._trace for v in values if batched_value(v) is not None}
     while hasattr(trace, "axis_data"):  # vmap's
         if trace in mapping:
@@ -289,8 +289,7 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
 
     Of use for the versions that bridge/compiling.py names and no others, so that no other one can break it.
     """
-    from jax._src import compiler
-
+    compiler = _jax("compiler")
     original = compiler.get_compile_options
 
     @functools.wraps(original)
@@ -322,9 +321,7 @@ def once_differentiable_inner(method: Any) -> Any:
 
 def vmap_info(batch_size: int, randomness: str) -> Any:
     """The ``info`` that a Function's vmap staticmethod gets."""
-    from torch._functorch.autograd_function import VmapInfo
-
-    return VmapInfo(batch_size=batch_size, randomness=randomness)
+    return torch._functorch.autograd_function.VmapInfo(batch_size=batch_size, randomness=randomness)
 
 
 def perturbed(values: Any, level: Any) -> bool:
@@ -539,9 +536,6 @@ def marked_distributed() -> Any:
 
     The mark is the first thing that it does, and the only operator that shows a trace that a module is one.
     """
-    from torch.autograd.profiler import record_function
-    from torch.nn.parallel import DistributedDataParallel
-
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code not in (record_function.__enter__.__code__, record_function.__exit__.__code__):
         frame = frame.f_back
@@ -627,9 +621,8 @@ def functions_of_global_hooks() -> list[Callable[..., Any]]:
 
 def default_device_of(mode: Any) -> torch.device | None:
     """The device that a torch function mode gives to factory functions, as ``torch.set_default_device`` enters one; else None."""
-    from torch.utils._device import DeviceContext
-
-    return mode.device if isinstance(mode, DeviceContext) else None
+    module: Any = sys.modules.get("torch.utils._device")  # PyTorch imports it to make such a mode
+    return mode.device if module is not None and isinstance(mode, module.DeviceContext) else None
 
 
 def linear_program(pull: Any) -> Any:
@@ -652,11 +645,9 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
 
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one what is computed now, is inside of a jax.vmap; JAX has no public way to ask."""
-    from jax._src import core
-    from jax._src.interpreters.batching import BatchTrace
-
-    trace = core.trace_ctx.trace if tracer is None else getattr(tracer, "_trace", None)
-    while trace is not None and not isinstance(trace, BatchTrace):
+    mapping = _jax("interpreters.batching").BatchTrace
+    trace = _jax("core").trace_ctx.trace if tracer is None else getattr(tracer, "_trace", None)
+    while trace is not None and not isinstance(trace, mapping):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
 
@@ -666,9 +657,9 @@ def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     Its checks of the arguments and the making of its outputs have no names of their own, so its code runs with other globals.
     """
-    function, module = original("flex_attention"), importlib.import_module("torch.nn.attention.flex_attention")
+    function: Any = original("flex_attention")
     space = {
-        **vars(module), "flex_attention_hop": operator, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # no torch.compile
+        **function.__globals__, "flex_attention_hop": operator, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # no torch.compile
         "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
         "setup_compilation_env": contextlib.nullcontext,
     }

@@ -29,10 +29,13 @@ from typing import Any
 
 PACKAGES = ("bridge", "torchfunc_jax")
 
-#: What a function of bridge may import: package -> why not at the top of the file.
+#: What a function of bridge may import: package, or "file -> package" -> why not at the top of the file.
 OPTIONAL = {
+    "flax": "importing it takes a second, and who converts no Flax module needs none of it",
+    "functorch": "not in every version of PyTorch",
     "orbax": "an extra, torchfunc-jax[checkpoints]; importing it takes seconds",
     "safetensors": "an extra, torchfunc-jax[checkpoints]",
+    "bridge.private -> a computed name": "functions of PyTorch's that not every version has; flex_attention's module takes seconds",
 }
 
 #: Mutable state at module level: name -> why it is there.  At most LIMIT of them.
@@ -203,7 +206,8 @@ def lazy_imports(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
     return sorted({
         (module.name, i.line, i.target)
         for module in modules.values() if module.name.partition(".")[0] == "bridge"
-        for i in module.imports if i.lazy and i.target.partition(".")[0] not in OPTIONAL
+        for i in module.imports
+        if i.lazy and i.target.partition(".")[0] not in OPTIONAL and f"{module.name} -> {i.target}" not in OPTIONAL
     })
 
 

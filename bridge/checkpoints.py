@@ -1,8 +1,8 @@
 """Trees of arrays and Python values in files: safetensors, which torch's world reads too, and Orbax, which JAX's does.  Both are optional.
 
 Here: ``save``, ``load`` and the two formats.  How a tree becomes names is in ``bridge/checkpoint_trees.py``, how a file is replaced in
-``bridge/files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in the metadata of
-a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
+``bridge/files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in
+the metadata of a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
 """
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
-#: What stands on this file and is needed here: "plan" of bridge/operators.py, "intercepted" of bridge/functions.py, "graph_node" of
-#: bridge/hooks.py.  Each of these files puts its function here when it is imported.
+#: What stands on this file and is needed here: "plan" of an operator, "intercepted" for as long as a trace is open, "graph_node" of a
+#: tensor.  The file that has such a function puts it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Public functions that are looked at before PyTorch's own code for them; filled by bridge/python_rules.py.
 PYTHON_RULES: dict[Any, Any] = {}

@@ -1,4 +1,5 @@
-"""Which dtypes PyTorch's own kernels refuse, found by asking them: ``python tests/refused_dtypes.py`` writes bridge/refused_dtypes.py.
+"""Which dtypes PyTorch's own kernels refuse, found by asking them.  ``python tests/refused_dtypes.py`` writes the table:
+bridge/refused_dtypes.py.
 
 Every operator of PyTorch's database runs on its samples while the kernels that it calls are noted; each kernel is then asked again with
 its tensors in every other dtype.  A dtype is refused where PyTorch says "not implemented for" and no call of that kernel went through.

@@ -103,7 +103,8 @@ JUNIT = """<testsuites><testsuite name="pytest">
 
 def test_junit_is_counted() -> None:
     assert versions.counted(JUNIT) == (
-        {"passed": 1, "failed": 2, "skipped": 1}, ["bridge/trees.py::bridge.trees.flatten", "tests/test_b.py::test_three[y/z]"],
+        {"passed": 1, "failed": 2, "skipped": 1},
+        ["bridge/trees.py::bridge.trees.flatten", "tests/test_b.py::test_three[y/z]"],
     )  # fmt: skip
 
 

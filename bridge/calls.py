@@ -18,7 +18,6 @@ from bridge.closures import known as known_captures
 from bridge.errors import reworded
 from bridge.levels import Level, state
 from bridge.nodes import read, write
-from bridge.record.recorder import local as recording
 from bridge.record.tensor import Unrecordable
 from bridge.results import Computation, Result, is_local, root_writes, split_arrays, torch_device, write_back
 from bridge.storage import Geometry, Node
@@ -116,7 +115,7 @@ def apply(
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
         return autograd.attached(apply, [wrap(v, device) for v in outs], compute, leaves), result.meta
-    if recording.recorder is not None:
+    if state.recorder is not None:
         raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +21,6 @@ from bridge.errors import at_line
 from bridge.levels import refuse_in_loop, state
 from bridge.lowering.common.provided import Range
 
-
-class _Met(threading.local):
-    count = 0  # checks met on this thread: whether a function has any is seen by tracing it
-
-
-_met = _Met()
 _check_p = Primitive("in_range")
 _check_p.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[_check_p] = lambda primals, tangents, **params: (_check_p.bind(*primals, **params), tangents[0])
@@ -46,7 +39,7 @@ def _look(x: Any, *, where: Range) -> Any:
 def check(x: Any, where: Range) -> Any:
     """What ``bridge.lowering.common.provided.check`` does."""
     refuse_in_loop("a check of values")
-    _met.count += 1
+    state.checks += 1
     if state.level is not None and state.level.root.staged:
         line = at_line().replace("{", "{{").replace("}", "}}")
         where = dataclasses.replace(where, error=where.error + line)
@@ -74,9 +67,9 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @jax.jit
     def run(*arrays: Any) -> tuple[Any, list[Found]]:
-        before = _met.count
+        before = state.checks
         out = fn(*arrays)
-        return (out, []) if _met.count == before else _with_operands(fn, arrays)
+        return (out, []) if state.checks == before else _with_operands(fn, arrays)
 
     def call(*arrays: Any) -> Any:
         out, found = run(*arrays)

@@ -17,7 +17,6 @@ from jax import lax
 from bridge import private, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp
 from bridge.levels import push, state
-from bridge.record import recorder
 from bridge.tracing import Traced, value_of, wrap
 
 _UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
@@ -223,7 +222,7 @@ def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = Non
 
 def fused_attention() -> bool:
     """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
-    return state.level is None and recorder.local.recorder is None and private.original("fused_attention")()
+    return state.level is None and state.recorder is None and private.original("fused_attention")()
 
 
 private.IN_TRACES.update({

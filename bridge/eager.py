@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import itertools
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,10 +75,10 @@ def called(code: Any, leaves: Sequence[Any]) -> None:
             gone.add(known.popitem(last=False)[1])
         if gone:
             _release(gone)
-    elif found is not local.shapes:
+    elif found is not state.shapes:
         found.again, found.released = True, False
         known.move_to_end(key)
-    local.shapes = found
+    state.shapes = found
 
 
 def _release(done: set[Shapes]) -> None:
@@ -105,14 +104,6 @@ def _trim() -> None:
 
 class NotPure(Exception):
     """Raised inside a compiled piece by what must not be compiled into it (drawing a random key)."""
-
-
-class _Local(threading.local):
-    compiling = False
-    shapes: Shapes | None = None
-
-
-local = _Local()
 
 
 class _Array:
@@ -166,13 +157,13 @@ class Piece:
 
     def __call__(self, arrays: list[Any]) -> Any:
         try:
-            local.compiling = True
+            state.compiling = True
             if self.jitted is None:
                 self.jitted = checks.compiled(self.fn)
                 self.small = bool(arrays) and len(jax.make_jaxpr(self.fn)(*arrays).eqns) <= 1
             return self.jitted(*arrays)
         finally:
-            local.compiling = False
+            state.compiling = False
 
 
 def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -205,7 +196,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     piece = family.get(shapes)
     if piece is None:
         piece = family[shapes] = Piece(lower, static, tuple(kwargs))
-    piece.shapes = local.shapes
+    piece.shapes = state.shapes
     if not met:
         out = lower(*args, **kwargs)
         if not all(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(out)):

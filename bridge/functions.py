@@ -70,7 +70,7 @@ def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable
     if issubclass(cls, Untransformed):
         return None
     if state.level is None:
-        if recorder.local.recorder is not None:
+        if state.recorder is not None:
             return recorder.PARTS["function"](cls, recording)
         private.outside_of_traces("autograd.Function")
         return None
@@ -588,7 +588,7 @@ _undifferentiable.defjvp(_refuse, symbolic_zeros=True)
 # -- torch.utils.checkpoint -------------------------------------------------------------------------------------------------------
 def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     if state.level is None:
-        if recorder.local.recorder is not None:
+        if state.recorder is not None:
             return recorder.PARTS["checkpoint"](function, args, kwargs)
         return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
     for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):

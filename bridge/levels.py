@@ -86,7 +86,16 @@ class Level:
 
 
 class _State(threading.local):
-    level: Level | None = None
+    """What a thread is at; all that bridge keeps for each thread."""
+
+    level: Level | None = None  # the innermost level of the trace in progress
+    late: Level | None = None  # the level of Python that runs after its trace has closed
+    recorder: Any = None  # the record.recorder.Recorder of the un-jitted call in progress
+    unrecorded = False  # un-jitted calls run without a record for now
+    numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
+    checks = 0  # how many checks of values it has met: whether a function has any is seen by tracing it
+    compiling = False  # a piece is being compiled
+    shapes: Any = None  # the eager.Shapes of the un-jitted call in progress
 
 
 state = _State()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from jax import lax
 
 from bridge.errors import NotInLoopError
 from bridge.keys import identical
+from bridge.levels import state
 from bridge.lowering.common.builders import number as as_number
 from bridge.lowering.common.promotion import cast
 
@@ -60,11 +60,11 @@ class Inputs:
     def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
         """While entered, the function is traced, and these are the inputs that the numbers are taken from; value_of: of a tensor there."""
         self._vectors, self._value_of = {float: floats, int: ints}, value_of
-        before, _local.inputs = _local.inputs, self
+        before, state.numbers = state.numbers, self
         try:
             yield
         finally:
-            _local.inputs = before
+            state.numbers = before
             self.closed, self._vectors, self._value_of = True, {}, None
 
     def array(self, number: _Number, dtype: Any = None) -> Any:
@@ -111,13 +111,6 @@ class Inputs:
                 vector[i] = value
             out.append(vector)
         return out[0], out[1]
-
-
-class _Local(threading.local):
-    inputs: Inputs | None = None
-
-
-_local = _Local()
 
 
 class _Number:
@@ -332,7 +325,7 @@ def is_input(x: Any) -> bool:
 
 def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An operator's arguments as PyTorch hands them on, with our own numbers in place of PyTorch's view of them."""
-    if _local.inputs is None:
+    if state.numbers is None:
         return args, kwargs
     return tuple(map(_own, args)), {name: _own(x) for name, x in kwargs.items()}
 

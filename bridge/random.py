@@ -40,7 +40,7 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     Raises:
         RuntimeError: under a vmap with randomness="error".
     """
-    if eager.local.compiling:
+    if state.compiling:
         raise eager.NotPure
     level = state.level
     if level is None:

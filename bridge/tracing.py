@@ -6,7 +6,6 @@ ATen operator, factories included, to ``dispatch``; what is done with one is dec
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -322,22 +321,15 @@ def forget_captured(root: Level) -> None:
 @contextlib.contextmanager
 def resumed() -> Iterator[Level]:
     """The level for Python that runs when a compiled program is differentiated, after its own trace has closed; one per thread."""
-    if _late.level is None:
-        _late.level = Level("plain", None)
-        _late.level.staged = True
-    before, state.level = state.level, _late.level
+    if state.late is None:
+        state.late = Level("plain", None)
+        state.late.staged = True
+    before, state.level = state.level, state.late
     try:
         with jax.enable_x64(True), HANDED_IN["intercepted"](), _Mode():
-            yield _late.level
+            yield state.late
     finally:
         state.level = before
-
-
-class _Late(threading.local):
-    level: Level | None = None
-
-
-_late = _Late()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.python_numbers import Inputs, Misfit
 from bridge.random import SeededInside
-from bridge.record import recorder
 from bridge.storage import OutsideOfView
 from bridge.tracing import value_of
 
@@ -99,7 +98,7 @@ class Jitted:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if state.level is not None or recorder.local.recorder is not None:  # inside a transform or another jit: part of its program
+        if state.level is not None or state.recorder is not None:  # inside a transform or another jit: part of its program
             return self._func(*args, **kwargs)
         refuse_recording()
         if self._static:

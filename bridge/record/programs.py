@@ -18,9 +18,10 @@ from bridge.checks import Bounds
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
 from bridge.keys import identical
+from bridge.levels import state
 from bridge.python_numbers import Inputs, Misfit
 from bridge.record import disk, lanes, replay
-from bridge.record.recorder import Begin, Recorder, local
+from bridge.record.recorder import Begin, Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
 from bridge.results import torch_device
@@ -271,11 +272,11 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     watched = [guards.Guards(capture.scan(rule)) for rule in dict.fromkeys(rules)]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
-    before, local.recorder = local.recorder, None
+    before, state.recorder = state.recorder, None
     try:
         program, missing = trace(record, call, [], capture.Found(), random.Unwatched())
     finally:
-        local.recorder = before
+        state.recorder = before
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]

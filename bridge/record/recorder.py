@@ -6,7 +6,6 @@ each operator with the same static arguments and the same shapes, so that a reco
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,15 +15,9 @@ from torch.overrides import TorchFunctionMode
 from bridge import private
 from bridge.errors import DataDependentError
 from bridge.keys import identical
+from bridge.levels import state
 from bridge.random import SeededInside, Watch
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval, aval_of, escaped, recorded
-
-
-class _Local(threading.local):
-    recorder: Recorder | None = None
-
-
-local = _Local()
 
 
 class Ref:
@@ -155,7 +148,7 @@ PARTS: dict[str, Callable[..., Any]] = {}
 
 
 def _refuse(name: str) -> None:
-    if local.recorder is not None and name not in ("gaussian_nll_loss", "causal_hint"):
+    if state.recorder is not None and name not in ("gaussian_nll_loss", "causal_hint"):
         raise Unrecordable(name)
 
 
@@ -220,7 +213,7 @@ class Recorder(TorchFunctionMode):
 
     def active(self) -> bool:
         """Whether it is this thread's."""
-        return local.recorder is self
+        return state.recorder is self
 
     def aval(self, t: torch.Tensor) -> Aval:
         return t.aval if type(t) is Recorded else aval_of(t)
@@ -763,6 +756,6 @@ _ATOMS = frozenset({
     bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
 })
 __all__ = [
-    "PARTS", "Again", "Begin", "End", "Input", "Level", "Number", "Op", "Out", "Pull", "Recorder", "Ref", "filled", "interned", "local",
+    "PARTS", "Again", "Begin", "End", "Input", "Level", "Number", "Op", "Out", "Pull", "Recorder", "Ref", "filled", "interned",
     "values_of",
 ]

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from bridge.calls import refuse_recording
 from bridge.closures import code_of
 from bridge.levels import state
 from bridge.record.programs import run
-from bridge.record.recorder import Recorder, local
+from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, Unrecordable, escaped
 
 NOT_RECORDED = object()
@@ -38,10 +37,10 @@ def transform(
     Returns:
         What is built; NOT_RECORDED if JAX has to run the function operator by operator.
     """
-    if state.level is not None or _off.entered:
+    if state.level is not None or state.unrecorded:
         return NOT_RECORDED
     in_jax = any(isinstance(x, jax.Array) for x in leaves)
-    recorder = local.recorder
+    recorder = state.recorder
     if recorder is None:
         return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
     if in_jax:
@@ -61,12 +60,12 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
     key = (code_of(func), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in _unrecordable or _ambient():
         return NOT_RECORDED
-    recorder = local.recorder = Recorder(run)
+    recorder = state.recorder = Recorder(run)
     recorder.lasting = lasting
     try:
         with intercepted.intercepted(), recorder.drawing():
             outs, build = record(recorder)
-        local.recorder = None
+        state.recorder = None
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
         return build(run(recorder, [t.ref for t in outs], True))
@@ -75,7 +74,7 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
         _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
         return NOT_RECORDED
     finally:
-        local.recorder = None
+        state.recorder = None
 
 
 def _ambient() -> bool:
@@ -87,7 +86,7 @@ def _ambient() -> bool:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """While entered, the record in progress, if there is one, does not write down what is done."""
-    if local.recorder is None:
+    if state.recorder is None:
         yield
         return
     mode = private.leave_function_mode()
@@ -100,18 +99,11 @@ def unwatched() -> Iterator[None]:
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """While entered, nothing is recorded on this thread."""
-    before, _off.entered = _off.entered, True
+    before, state.unrecorded = state.unrecorded, True
     try:
         yield
     finally:
-        _off.entered = before
-
-
-class _Off(threading.local):
-    entered = False
-
-
-_off = _Off()
+        state.unrecorded = before
 
 
 def entered(
@@ -180,7 +172,7 @@ class Kept:
                 raise escaped()
             return recorder.pull(first, operands, avals), build
 
-        if not self.outermost and local.recorder is not self.recorder:
+        if not self.outermost and state.recorder is not self.recorder:
             raise escaped()
         autograd.check_unchanged(self.versions)
         return transform(self.func, operands, record)

@@ -6,6 +6,7 @@ each operator with the same static arguments and the same shapes, so that a reco
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -122,15 +123,10 @@ def _tensors(outs: Any) -> int:
     return sum(map(_tensors, outs)) if isinstance(outs, tuple | list) else 0
 
 
-_interned: dict[Any, Any] = {}
-
-
+@functools.cache
 def interned(kind: Any, *what: Any) -> Any:
-    key = (kind, *what)
-    found = _interned.get(key)
-    if found is None:
-        found = _interned[key] = kind(*what)
-    return found
+    """The one object of that kind made of these."""
+    return kind(*what)
 
 
 class Level:

@@ -1,6 +1,7 @@
 """What a function gets while it is recorded: tensors that have a shape and a dtype, and no values."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -56,14 +57,10 @@ class Aval:
         return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad)
 
 
-_avals: dict[Any, Aval] = {}
-
-
+@functools.cache
 def aval(*what: Any) -> Aval:
-    found = _avals.get(what)
-    if found is None:
-        found = _avals[what] = Aval(*what)
-    return found
+    """The one Aval of these."""
+    return Aval(*what)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class Tiered:
         self._ran += seconds
         if self._lowered is not None and self._ran > self._took:
             lowered, self._lowered = self._lowered, None
-            _later(lambda: self._compile(lowered))
+            _worker.later(lambda: self._compile(lowered))
 
     def _compile(self, lowered: Any) -> None:
         with jax.enable_x64(True), compiling.correctly():
@@ -87,36 +87,39 @@ def _quickly(lowered: Any) -> Any:
                 _FAST.pop(option, None)
 
 
-_waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-_starting = threading.Lock()
-_thread: threading.Thread | None = None
-_ended = False
+class _Worker:
+    """A thread that compiles what waits, one program after the other, and ends when nothing has come for a while."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.starting = threading.Lock()
+        self.thread: threading.Thread | None = None
+        self.ended = False
+        atexit.register(self.end)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do this after what waits already."""
+        with self.starting:
+            if self.ended:
+                return
+            self.waiting.put(work)
+            if self.thread is None or not self.thread.is_alive():
+                self.thread = threading.Thread(target=self.run, name="torchfunc_jax compiles", daemon=True)
+                self.thread.start()
+
+    def run(self) -> None:
+        while not self.ended:
+            try:
+                work = self.waiting.get(timeout=5)
+            except queue.Empty:
+                return
+            work()
+
+    def end(self) -> None:
+        """What waits is not compiled any more; what is being compiled is waited for: XLA does not bear to be left in the middle."""
+        self.ended = True
+        if self.thread is not None:
+            self.thread.join()
 
 
-def _later(work: Callable[[], None]) -> None:
-    global _thread
-    with _starting:
-        if _ended:
-            return
-        _waiting.put(work)
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_work, name="torchfunc_jax compiles", daemon=True)
-            _thread.start()
-
-
-def _work() -> None:
-    while not _ended:
-        try:
-            work = _waiting.get(timeout=5)
-        except queue.Empty:
-            return
-        work()
-
-
-@atexit.register
-def _end() -> None:
-    """What waits is not compiled any more; what is being compiled is waited for: XLA does not bear to be left in the middle."""
-    global _ended
-    _ended = True
-    if _thread is not None:
-        _thread.join()
+_worker = _Worker()

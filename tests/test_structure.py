@@ -166,5 +166,6 @@ def test_the_command(report, tmp_path):
     assert "bridge/b.py:3: json is imported inside a function" in told.stdout and "lines of bridge outside lowering: 5" in told.stdout
     read = json.loads(run("--json").stdout)
     assert read["circles"] == [["bridge.a", "bridge.b"]] and len([s for s in read["broken"] if not s.startswith("STATE lists")]) == 2
+    assert "STATE" not in run("--imports").stdout and "import each other" in run("--imports").stdout
     help_text = run("--help").stdout
     assert "No import circle" in help_text and "--json" in help_text and "STATE" in help_text

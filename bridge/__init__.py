@@ -3,7 +3,8 @@
 Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``.  Flax modules are in ``bridge.flax``, files in
 ``bridge.checkpoints``.
 """
-from bridge import control as _control  # noqa: F401  these files hand in what runs in a trace
+from bridge import checkpointing as _checkpointing  # noqa: F401  these files hand in what runs in a trace
+from bridge import control as _control  # noqa: F401
 from bridge import flex_attention as _flex_attention  # noqa: F401
 from bridge import functions as _functions  # noqa: F401
 from bridge import hooks as _hooks  # noqa: F401

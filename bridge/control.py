@@ -1,11 +1,9 @@
 """torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan as JAX's.
 
-Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.  At the end
-of the file are the questions that torch's own Python code asks of values or settings, where a trace needs another answer.
+Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,14 +13,15 @@ import torch
 from jax import lax
 
 from bridge import private, trees
-from bridge.errors import DataDependentError, at_line, is_no_jvp
+from bridge.errors import at_line, is_no_jvp
 from bridge.levels import push, state
 from bridge.tracing import Traced, value_of, wrap
 
 _UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
 
 
-def _traced(*trees_: Any) -> bool:
+def traced(*trees_: Any) -> bool:
+    """Whether a transform is in progress, or one of the tensors belongs to a trace."""
     return state.level is not None and (state.level.parent is not None or any(type(x) is Traced for x in trees.flatten(trees_)[0]))
 
 
@@ -124,14 +123,14 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
 
 def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
     """torch's map: f over the first dimension of xs, one after the other (``lax.map``)."""
-    if not _traced(xs, args):
+    if not traced(xs, args):
         return private.original("map")(f, xs, *args)
     return scan(lambda _, x: ((), f(x, *args)), (), xs)[1]
 
 
 def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False, **_: Any) -> tuple[Any, Any]:
     """torch's scan: ``lax.scan`` along dim."""
-    if not _traced(init, xs):
+    if not traced(init, xs):
         return private.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
     flat_xs, xs_spec = trees.flatten(xs)
     if not flat_xs or not all(isinstance(x, torch.Tensor) for x in flat_xs):
@@ -178,7 +177,7 @@ def _steps(combine_fn: Any, init: Any, flat_xs: list[Any], xs_spec: Any, dim: in
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
     """torch's associative_scan: ``lax.associative_scan`` along dim."""
-    if not _traced(xs):
+    if not traced(xs):
         return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
     leaves, spec = trees.flatten(xs)
     _, pair = trees.flatten((xs, xs))
@@ -190,42 +189,4 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], spec, body.device)
 
 
-def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
-    """torch.nn.functional's, without its look at the values of var (an error for negative ones), which are not known here."""
-    if not _traced(input, target, var):
-        return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    if not isinstance(var, torch.Tensor):
-        var = var * torch.ones_like(input)
-    if var.shape != input.shape:
-        if input.shape[:-1] == var.shape:
-            var = var.unsqueeze(-1)
-        elif input.ndim != var.ndim or sum(y for x, y in zip(input.shape, var.shape, strict=True) if x != y) != 1:
-            raise ValueError("var is of incorrect size")
-    var = var.clone()
-    with torch.no_grad():
-        var.clamp_(min=eps)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss if reduction == "none" else getattr(loss, reduction)()
-
-
-def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether nn.Transformer may treat a mask as the causal one: a hint for speed; where its values are not known it is used as it is."""
-    try:
-        return private.original("causal_hint")(mask, is_causal, size)
-    except DataDependentError:
-        return False
-
-
-def fused_attention() -> bool:
-    """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
-    return state.level is None and state.recorder is None and private.original("fused_attention")()
-
-
-private.IN_TRACES.update({
-    "cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan,
-    "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention,
-})
+private.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})

@@ -1,4 +1,4 @@
-"""torch.autograd.Function and torch.utils.checkpoint inside a trace: the user's own derivatives become JAX's custom rules.
+"""torch.autograd.Function inside a trace: the user's own derivatives become JAX's custom rules.
 
 JAX would differentiate through a Function's forward; torch calls its backward (or jvp).  While a trace is open, ``Function.apply``
 comes here instead.
@@ -20,7 +20,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import autograd, hooks, operands, private, trees
 from bridge.autograd import Untransformed
-from bridge.calls import Call, apply
+from bridge.checkpointing import rematerialized
 from bridge.closed import Closed, followed
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.levels import Level, push, state
@@ -29,7 +29,7 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.nodes import read
 from bridge.random import SeededInside
 from bridge.record import recorder
-from bridge.results import Result, conj, inexact, put_together, take_apart
+from bridge.results import conj, inexact
 from bridge.storage import Node, OutsideOfView
 from bridge.tracing import HANDED_IN, Traced, alias, assign, dispatch, node_of, value_of, wrap
 
@@ -97,7 +97,7 @@ def _has_node(args: Sequence[Any], recording: bool) -> bool:
 def _applied(cls: Any, ctx: Any, args: tuple[Any, ...]) -> Any:
     """The outputs of a Function; ctx: PyTorch's own where its forward takes one, else None."""
     if cls is torch.utils.checkpoint.CheckpointFunction:
-        return _rematerialized(args[0], args[2:], {})
+        return rematerialized(args[0], args[2:], {})
     if cls is BackwardHookFunction and ctx is not None:
         return hooks.module_hooks(ctx, args)
     op = private.operator_without_formula(cls)
@@ -585,37 +585,4 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 _undifferentiable.defjvp(_refuse, symbolic_zeros=True)
 
 
-# -- torch.utils.checkpoint -------------------------------------------------------------------------------------------------------
-def checkpoint_in_trace(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    if state.level is None:
-        if state.recorder is not None:
-            return recorder.PARTS["checkpoint"](function, args, kwargs)
-        return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
-    for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
-        kwargs.pop(option, None)
-    return _rematerialized(function, args, kwargs)
-
-
-def _rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs) under jax.checkpoint: computed again in the backward pass instead of kept."""
-    call = Call.of(args, kwargs)
-    traceable = call.traceable(function)
-
-    def compute(values: list[Any]) -> Result:
-        found: list[Result] = []
-
-        @jax.checkpoint
-        def body(values: list[Any]) -> list[Any]:
-            with push("plain") as level:
-                result = traceable.run(level, values, take_apart)
-            found[:] = [result]
-            return result.values
-
-        outs = body(values)
-        return Result(outs, found[0].meta, found[0].written)
-
-    return put_together(*apply(compute, call.arrays, function))
-
-
 HANDED_IN["intercepted"] = intercepted
-private.IN_TRACES["checkpoint"] = checkpoint_in_trace

@@ -1,16 +1,20 @@
 """Public functions that PyTorch's own code would take a wrong way with traced tensors, and what is called in their place.
 
-Most code needs none of this: it comes down to ATen operators, and those are what is traced.
+Most code needs none of this: it comes down to ATen operators, and those are what is traced.  At the end are questions that torch's own
+Python code asks of values or settings, where a trace needs another answer.
 """
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bridge import hooks, viewing
-from bridge.errors import at_line
+from bridge import hooks, private, viewing
+from bridge.control import traced
+from bridge.errors import DataDependentError, at_line
+from bridge.levels import state
 from bridge.lowering.common.provided import refuse
 from bridge.packed_sequences import FUNCTIONS
 from bridge.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
@@ -133,6 +137,41 @@ def _out_by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return out.copy_(result)
 
 
+def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+    """torch.nn.functional's, without its look at the values of var (an error for negative ones), which are not known here."""
+    if not traced(input, target, var):
+        return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    if not isinstance(var, torch.Tensor):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.ndim != var.ndim or sum(y for x, y in zip(input.shape, var.shape, strict=True) if x != y) != 1:
+            raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether nn.Transformer may treat a mask as the causal one: a hint for speed; where its values are not known it is used as it is."""
+    try:
+        return private.original("causal_hint")(mask, is_causal, size)
+    except DataDependentError:
+        return False
+
+
+def fused_attention() -> bool:
+    """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
+    return state.level is None and state.recorder is None and private.original("fused_attention")()
+
+
 PYTHON_RULES |= {
     torch.Tensor.register_hook: hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
@@ -143,3 +182,4 @@ PYTHON_RULES |= {
     F.one_hot: _one_hot, torch._assert: _assert,
 }
 PYTHON_RULES |= FUNCTIONS
+private.IN_TRACES.update({"gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention})

@@ -1,9 +1,7 @@
 """Un-jitted code as a record: Python runs at each call, once and in order; what it computes is written down, and run as one program.
 
-Switched off; ``TORCHFUNC_JAX_RECORD=1`` in the environment switches it on.  It is to replace ``bridge.eager`` and the lanes and tapes
-that stand on it, and does not record all that they run yet.  What it does not record falls back to them, and the function starts again:
-outermost vjp and linearize, functionalize, jax.Arrays, autograd.Function, checkpoint and control flow, torch.autograd.grad and hooks
-inside, shapes by value (``x[mask]``), generators, autocast, modes of the user's, and tensors that are not on the CPU.
+What cannot be recorded (jax.Arrays, autocast, a mode of the user's, tensors that are not on the CPU, and others: ``Unrecordable`` says why)
+runs operator by operator instead, and the function starts again; its next calls do so at once.
 
 - ``transforms``: a call of a transform: whether it is recorded, how its function runs meanwhile, its result.
 - ``recorder``: torch's functions, with their static arguments and the operands' shapes, become entries; a transform is a begin and an end.

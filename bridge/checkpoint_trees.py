@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import dtypes, modules, tensors, trees
+from bridge import modules
+from bridge.convert import dtypes, tensors, trees
 
 #: Of the header; a file with a higher one is refused.
 VERSION = 1

@@ -1,7 +1,7 @@
 """Trees of arrays and Python values in files: safetensors, which torch's world reads too, and Orbax, which JAX's does.  Both are optional.
 
 Here: ``save``, ``load`` and the two formats.  How a tree becomes names is in ``bridge/checkpoint_trees.py``, how a file is replaced in
-``bridge/files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in
+``bridge/checkpoint_files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in
 the metadata of a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bridge import checkpoint_trees, files
+from bridge import checkpoint_files, checkpoint_trees
 
 _EXTENSIONS = {".safetensors": "safetensors", ".orbax": "orbax", "": "orbax"}
 _MARKER = "torchfunc_jax.json"  # in an Orbax folder
@@ -69,20 +69,20 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
     target = Path(os.path.realpath(given))  # through a link, as open() writes
     whose = ""
     if target.parent.is_dir():
-        with files.locked(target.parent, shared=True):
+        with checkpoint_files.locked(target.parent, shared=True):
             whose = _whose(target, kind)
     if whose and not overwrite:
         raise FileExistsError(f"path: {target} is {whose}, which is left alone; give another path, or overwrite=True")
     if kind == "orbax" and jax.process_count() > 1:
         raise RuntimeError("format: one process alone saves here; with several, use Orbax's own CheckpointManager")
-    with _errors_of_writing(target), files.staging(target) as folder:
+    with _errors_of_writing(target), checkpoint_files.staging(target) as folder:
         new = folder / "new"
         if kind == "safetensors":
             _write_safetensors(package, new, header, arrays)
         else:
             _write_orbax(package, new, header, arrays)
-        files.sync(new)
-        kept = files.replace(new, target, keep=bool(whose))
+        checkpoint_files.sync(new)
+        kept = checkpoint_files.replace(new, target, keep=bool(whose))
     if kept is not None:
         warnings.warn(f"path: {target} was {whose}; it is now {kept}", stacklevel=2)
     return given
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
     target = Path(os.path.realpath(given))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"path: nothing at {target}")
-    with files.locked(target.parent, shared=True):
+    with checkpoint_files.locked(target.parent, shared=True):
         source, header, arrays = _read(package, kind, target)
     try:
         if as_saved:
@@ -168,7 +168,7 @@ def _package(kind: str) -> Any:
 
 def _whose(target: Path, kind: str) -> str:
     """What is at the path that is not to be removed, in words; "": nothing, or what ``save`` wrote."""
-    if files.empty(target):
+    if checkpoint_files.empty(target):
         return ""
     if target.is_dir():
         if kind != "orbax" or not (target / _MARKER).is_file():
@@ -177,7 +177,7 @@ def _whose(target: Path, kind: str) -> str:
             written = json.loads(json.loads((target / _MARKER).read_text())[_HEADER])["files"]
         except (ValueError, KeyError, TypeError):
             return "a folder whose checkpoint is damaged"
-        more = {file.relative_to(target).as_posix() for file in files.files(target)} - {*written, _MARKER}
+        more = {file.relative_to(target).as_posix() for file in checkpoint_files.files(target)} - {*written, _MARKER}
         return f"a checkpoint with other files in its folder, {', '.join(sorted(more)[:3])}" if more else ""
     if target.is_file() and kind == "safetensors":
         from safetensors import SafetensorError, safe_open
@@ -203,11 +203,11 @@ def _errors_of_writing(target: Path) -> Iterator[None]:
 def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] | None, dict[str, Any]]:
     """Where the checkpoint lies, its header (None: of another program) and its arrays by name."""
     for _ in range(30):
-        source = files.current(target)
+        source = checkpoint_files.current(target)
         try:
             before = _identity(source)
         except FileNotFoundError:
-            if os.path.lexists(files.current(target)):
+            if os.path.lexists(checkpoint_files.current(target)):
                 continue  # another process replaces it; not seen where locks work
             raise FileNotFoundError(f"path: nothing at {target}") from None
         if source.is_dir() != (kind == "orbax"):
@@ -219,7 +219,7 @@ def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] |
         except Exception as failed:  # Orbax and safetensors raise classes of many kinds for a damaged file
             error = failed
         with suppress(FileNotFoundError):
-            if _identity(files.current(target)) != before:
+            if _identity(checkpoint_files.current(target)) != before:
                 continue  # while it was read, another process put a new one there
         if isinstance(error, CheckpointError | MemoryError):
             raise error
@@ -282,7 +282,7 @@ def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None
 def _write_orbax(package: Any, new: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None:
     tree = {_escaped(name): checkpoint_trees.stored(x) for name, x in arrays.items() if x.size}
     package.PyTreeCheckpointer().save(new, tree or {"nothing": np.zeros(1)})
-    sums = {file.relative_to(new).as_posix(): files.digest(file) for file in files.files(new)}
+    sums = {file.relative_to(new).as_posix(): checkpoint_files.digest(file) for file in checkpoint_files.files(new)}
     text = json.dumps({**header, "files": sums})
     (new / _MARKER).write_text(json.dumps({_HEADER: text, _SUM: hashlib.sha256(text.encode()).hexdigest()}))
 
@@ -296,7 +296,7 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
         for name, digest in header["files"].items():
             if not (source / name).is_file():
                 raise CheckpointError(f"{source}: damaged: the file {name} is missing")
-            if files.digest(source / name) != digest:
+            if checkpoint_files.digest(source / name) != digest:
                 raise CheckpointError(f"{source}: damaged: the checksum of the file {name} is not that of its contents")
     elif not (source / "_METADATA").is_file():
         items = sorted(p.name for p in source.iterdir() if (p / "_METADATA").is_file())

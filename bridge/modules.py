@@ -14,10 +14,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from bridge import dtypes, tensors, trees
-from bridge.plain import plain
+from bridge.boundary.untransformed import plain
+from bridge.convert import dtypes, tensors, trees
 from bridge.private import opaque
-from bridge.random import NoKeyError, drawing_from
+from bridge.trace.random_keys import NoKeyError, drawing_from
 
 State = dict[str, jax.Array]
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfunc_jax
-from bridge import calls
+from bridge.boundary import calls
 
 WHENS = ("inside", "around", "between")
 TENSORS = ("captured", "passed")

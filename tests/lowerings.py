@@ -21,8 +21,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge import writing
 from bridge.lowering.registry import LOWERINGS, overload
+from bridge.operators import mutation
 
 PLACES = Path(__file__).with_suffix(".json")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,7 +56,7 @@ def lowered(func: Any) -> Any:
         return func
     if func._schema.is_mutable:
         with contextlib.suppress(Exception):
-            functional = writing.functional_form(func)
+            functional = mutation.functional_form(func)
             return functional if functional in LOWERINGS else None
     return None
 

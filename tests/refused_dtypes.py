@@ -1,5 +1,5 @@
 """Which dtypes PyTorch's own kernels refuse, found by asking them.  ``python tests/refused_dtypes.py`` writes the table:
-bridge/refused_dtypes.py.
+bridge/operators/dtype_refusals_table.py.
 
 Every operator of PyTorch's database runs on its samples while the kernels that it calls are noted; each kernel is then asked again with
 its tensors in every other dtype.  A dtype is refused where PyTorch says "not implemented for" and no call of that kernel went through.
@@ -23,16 +23,16 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.kernels import NAMES, is_pointwise, mode
+from bridge.operators.dtype_refusals import NAMES, is_pointwise, mode
 
 DTYPES = tuple(NAMES)
 SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
-TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "refused_dtypes.py"
+TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
 _HEAD = '''"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch {version}); not by hand.
 
 REFUSED    overload: (the place of the argument whose dtype is looked at, a line for each error: its class, its message, the dtypes);
            place -1 is dtype=
-MODES      overload: (the same place, for each mode as bridge.kernels.mode says it the lines that REFUSED does not have)
+MODES      overload: (the same place, for each mode as bridge.operators.dtype_refusals.mode says it the lines that REFUSED does not have)
 TOGETHER   overload: (the place of an argument, the places of those that must have its dtype)
 INDICES    overload: for the place of an index, a line for each error
 """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import torchfunc_jax
-from bridge.levels import state
+from bridge.trace.levels import state
 from torchfunc_jax import grad, jit, vmap
 
 COMPILED = {

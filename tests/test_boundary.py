@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchfunc_jax
-from bridge import dtypes, to_jax, to_torch
+from bridge import to_jax, to_torch
+from bridge.convert import dtypes
 from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -30,7 +30,7 @@ from flax.training.train_state import TrainState
 from torch import nn
 
 import bridge
-from bridge import checkpoints, files
+from bridge import checkpoint_files, checkpoints
 from bridge.modules import as_tensor
 
 FORMATS = ["state.safetensors", "state.orbax", "state"]
@@ -391,7 +391,7 @@ def test_damaged_files(file: str, tmp_path: Path) -> None:
     """A byte changed at 100 random places: an error that names the file, or the right values."""
     draw = random.Random(0)
     path = checkpoints.save(tmp_path / file, whole(3))
-    places = [(p, i) for p in files.files(path) for i in range(p.stat().st_size)]
+    places = [(p, i) for p in checkpoint_files.files(path) for i in range(p.stat().st_size)]
     refused, clean = 0, checkpoints.load(path)
     for p, i in draw.sample(places, 100):
         before = p.read_bytes()
@@ -412,7 +412,7 @@ def test_damaged_files(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", FORMATS[:2])
 def test_truncated_files(file: str, tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path / file, whole(3))
-    for p in files.files(path):
+    for p in checkpoint_files.files(path):
         before = p.read_bytes()
         for length in (0, 1, len(before) // 2, len(before) - 1):
             p.write_bytes(before[:length])
@@ -439,7 +439,7 @@ def test_what_is_no_checkpoint_is_not_read(file: str, tmp_path: Path) -> None:
 
 def test_damage_in_an_orbax_checkpoint_of_flax_has_a_cause(tmp_path: Path) -> None:
     of_orbax(tmp_path / "a")
-    for p in files.files(tmp_path / "a/d") or files.files(tmp_path / "a"):
+    for p in checkpoint_files.files(tmp_path / "a/d") or checkpoint_files.files(tmp_path / "a"):
         p.write_bytes(b"\0" * 10)
     with pytest.raises(checkpoints.CheckpointError, match=r"/a: damaged, or no orbax checkpoint: \w+: .+"):
         checkpoints.load(tmp_path / "a")
@@ -586,7 +586,7 @@ def test_killed_between_the_two_renames(moment: str, tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path / "state", whole(1))
     shutil.copytree(path, tmp_path / "new")
     if moment != "before":
-        path.rename(files.set_aside(path))
+        path.rename(checkpoint_files.set_aside(path))
         if moment == "after":
             (tmp_path / "new").rename(path)
         else:
@@ -596,7 +596,7 @@ def test_killed_between_the_two_renames(moment: str, tmp_path: Path) -> None:
         all_same(checkpoints.load(path, whole(0)), whole(1))
     checkpoints.save(path, whole(2))
     all_same(checkpoints.load(path, whole(0)), whole(2))
-    assert not files.set_aside(path).exists()
+    assert not checkpoint_files.set_aside(path).exists()
 
 
 def test_threads_that_save_one_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError
-from bridge.levels import state
+from bridge.trace.levels import state
 
 x, y = torch.arange(6.0).reshape(2, 3) + 1, torch.ones(3, 3)
 model = nn.Linear(3, 2)

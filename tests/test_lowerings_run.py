@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from bridge import tensors, tracing
+from bridge.convert import tensors
 from bridge.lowering.registry import LOWERINGS, overload
+from bridge.trace import tracing
 
 PLACES: dict[str, list[Any]] = json.loads(lowerings.PLACES.read_text())
 ALL = list(LOWERINGS)  # before a test registers one of its own

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from bridge.record.tensor import Recorded
-from bridge.tracing import Traced
+from bridge.trace.tracing import Traced
 from torchfunc_jax import _parity_random, parity_cli
 from torchfunc_jax.cli import app
 from torchfunc_jax.parity_specs import value

@@ -21,7 +21,7 @@ from torch.func import vmap as mapped
 
 import torchfunc_jax
 from bridge.record.tensor import Recorded
-from bridge.tracing import Traced
+from bridge.trace.tracing import Traced
 from torchfunc_jax import patch, patching
 
 EVERY = [

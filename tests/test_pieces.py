@@ -8,14 +8,14 @@ import pytest
 import torch
 from agreement import same
 
-from bridge import eager
 from bridge.record import transforms
+from bridge.trace import pieces
 from torchfunc_jax import grad, vmap
 
 
 @pytest.fixture(autouse=True)
 def _nothing_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "_never", {})
+    monkeypatch.setattr(pieces, "_never", {})
     monkeypatch.setattr(transforms, "_unrecordable", set())
 
 

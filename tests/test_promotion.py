@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge import dtypes
+from bridge.convert import dtypes
 
 _DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,

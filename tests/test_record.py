@@ -15,10 +15,10 @@ from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput
 from torch import nn
 
 import torchfunc_jax
-from bridge import python_numbers
 from bridge.errors import NotInLoopError
-from bridge.python_numbers import Inputs
 from bridge.record import disk, programs, replay, transforms
+from bridge.trace import python_numbers
+from bridge.trace.python_numbers import Inputs
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 

@@ -17,10 +17,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge
-from bridge import refused_dtypes as committed
-from bridge import tracing
-from bridge.kernels import NAMES, guarded
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
+from bridge.operators import dtype_refusals_table as committed
+from bridge.operators.dtype_refusals import NAMES, guarded
+from bridge.trace import tracing
 from torchfunc_jax import functionalize, jit, vmap
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -228,7 +228,7 @@ def _samples(op: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.slow
 def test_the_table_is_what_pytorch_says() -> None:
-    """Asked anew, PyTorch refuses what bridge/refused_dtypes.py says, and nothing else that is refused every time."""
+    """Asked anew, PyTorch refuses what bridge/operators/dtype_refusals_table.py says, and nothing else that is refused every time."""
     made_by = (committed.__doc__ or "").partition("(torch ")[2].partition(")")[0]
     if torch.__version__.split("+")[0] != made_by:
         pytest.skip(f"the table was written with torch {made_by}; this is {torch.__version__}")

@@ -12,7 +12,7 @@ from agreement import same
 from torch import nn
 
 import torchfunc_jax
-from bridge.levels import state
+from bridge.trace.levels import state
 from torchfunc_jax import jit
 
 THREADS, ROUNDS = 8, 4

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from bridge import trees
+from bridge.convert import trees
 from torchfunc_jax import grad, jit, vmap
 
 

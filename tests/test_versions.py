@@ -97,14 +97,14 @@ JUNIT = """<testsuites><testsuite name="pytest">
 <testcase classname="tests.test_a" name="test_one[x]" time="1"/>
 <testcase classname="tests.test_a" name="test_two"><skipped message="no GPU"/></testcase>
 <testcase classname="tests.test_b" name="test_three[y/z]"><failure message="1 is not 2"/></testcase>
-<testcase classname="bridge.trees" name="bridge.trees.flatten"><error message="worker crashed"/></testcase>
+<testcase classname="bridge.convert.trees" name="bridge.convert.trees.flatten"><error message="worker crashed"/></testcase>
 </testsuite></testsuites>"""
 
 
 def test_junit_is_counted() -> None:
     assert versions.counted(JUNIT) == (
         {"passed": 1, "failed": 2, "skipped": 1},
-        ["bridge/trees.py::bridge.trees.flatten", "tests/test_b.py::test_three[y/z]"],
+        ["bridge/convert/trees.py::bridge.convert.trees.flatten", "tests/test_b.py::test_three[y/z]"],
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ PRIVATE = (
     "torch._C._functorch.peek_interpreter_stack", "torch._C._get_dispatch_mode", "torch._C._is_any_autocast_enabled",
     "torch._C._len_torch_function_stack",
 )  # fmt: skip
-IMPORTS = "import bridge, bridge.flax, bridge.operators, torchfunc_jax, torchfunc_jax.ensemble, torchfunc_jax.doctor; hidden.clear()"
+IMPORTS = "import bridge, bridge.flax, bridge.operators.plan, torchfunc_jax, torchfunc_jax.ensemble, torchfunc_jax.doctor; hidden.clear()"
 
 
 def run_without(*lines: str) -> str:

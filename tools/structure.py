@@ -42,7 +42,7 @@ OPTIONAL = {
 #: Mutable state at module level: name -> why it is there.  At most LIMIT of them.
 LIMIT = 8
 STATE: dict[str, str] = {
-    "bridge.levels.state": "what each thread is at: the levels of its open trace, and its recorder",
+    "bridge.trace.levels.state": "what each thread is at: the levels of its open trace, and its recorder",
 }
 
 _CHANGING = frozenset({

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bridge import dtypes, trees
-from bridge.results import is_array
+from bridge.boundary.results import is_array
+from bridge.convert import dtypes, trees
 
 argnums_t = int | tuple[int, ...]
 _FORWARD = ("jvp", "jacfwd", "linearize")  # what raises ValueError for an integer input; reverse mode raises RuntimeError

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import autograd, private, trees
-from bridge.calls import apply
+from bridge import private
+from bridge.boundary import autograd
+from bridge.boundary.calls import apply
+from bridge.boundary.results import Result, is_array
+from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
-from bridge.levels import state
-from bridge.linked import tie_tangents
 from bridge.private import opaque
 from bridge.record import replay, transforms
-from bridge.results import Result, is_array
-from bridge.tracing import value_of
+from bridge.trace.levels import state
+from bridge.trace.requires_grad import tie_tangents
+from bridge.trace.tracing import value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 
@@ -66,7 +68,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
 def jvp_with_argnums(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, strict: bool, has_aux: bool, tied: bool = True
 ) -> Any:
-    """``jvp`` with respect to some of the primals; argnums None: all of them.  tied: see ``bridge.linked.tie_tangents``."""
+    """``jvp`` with respect to some of the primals; argnums None: all of them.  tied: see ``bridge.trace.requires_grad.tie_tangents``."""
     if not isinstance(primals, tuple):
         raise RuntimeError(f"{_API}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
     diff = primals if argnums is None else _args.select(primals, argnums)[0]

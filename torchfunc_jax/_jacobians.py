@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import dtypes, trees
-from bridge.calls import apply
+from bridge.boundary.calls import apply
+from bridge.boundary.results import Result
+from bridge.convert import dtypes, trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
-from bridge.results import Result
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge import trees
+from bridge.convert import trees
 from bridge.errors import is_users, shown_line
 from torchfunc_jax._parity_transforms import has_derivatives
 

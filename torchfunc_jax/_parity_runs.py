@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import bridge
-from bridge import capture, trees
+from bridge.convert import trees
+from bridge.programs import closure_scan
 from torchfunc_jax._parity_compare import Outcome
 from torchfunc_jax._parity_transforms import Make, direction, has_derivatives
 
@@ -139,7 +140,7 @@ def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: lis
 def _captured(fn: Any) -> dict[str, torch.Tensor]:
     """The tensors that a function reaches without being given them, by a name for the report."""
     found: dict[str, torch.Tensor] = {}
-    for t, place in capture.scan(fn).tensors.values():
+    for t, place in closure_scan.scan(fn).tensors.values():
         key = place.key if isinstance(place.key, str) else f"of shape {tuple(t.shape)}"
         name = f"captured tensor {key}"
         found[name if name not in found else f"{name} ({len(found)})"] = t

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge import trees
+from bridge.convert import trees
 from torchfunc_jax._vmap import name_of
 
 #: A transform: "grad", "vmap(grad, in_dims=(None, 0))", or a function of (torch.func or torchfunc_jax, fn) that returns a function.

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import autograd, private, saved_tensors, trees
-from bridge.calls import Call, Traceable, apply
-from bridge.levels import push
+from bridge import private
+from bridge.boundary import autograd
+from bridge.boundary.calls import Call, Traceable, apply
+from bridge.boundary.results import Result, conj, is_array
+from bridge.convert import trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
-from bridge.results import Result, conj, is_array
+from bridge.trace import saved_tensor_hooks
+from bridge.trace.levels import push
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
@@ -120,13 +123,13 @@ class Differentiated:
         """The function of the differentiated values alone: (outputs to differentiate, everything else)."""
 
         if kind == "grad":
-            saved_tensors.refuse_hooks()
+            saved_tensor_hooks.refuse_hooks()
             self.traceable.active = frozenset(self.active)
 
         def run(*diff: Any) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None
-                saved = saved_tensors.without_hooks() if kind == "grad" else contextlib.nullcontext()
+                saved = saved_tensor_hooks.without_hooks() if kind == "grad" else contextlib.nullcontext()
                 recording = kind == "grad" or torch.is_grad_enabled()
                 ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
                 with ordinary, torch.set_grad_enabled(recording), private.set_forward_mode_enabled(True), saved:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import trees
-from bridge.calls import Call, apply
-from bridge.levels import push, state
+from bridge.boundary.calls import Call, apply
+from bridge.boundary.results import Result, is_array
+from bridge.convert import trees
 from bridge.private import opaque
-from bridge.random import lane_key, source
 from bridge.record import replay, transforms
-from bridge.results import Result, is_array
+from bridge.trace.levels import push, state
+from bridge.trace.random_keys import lane_key, source
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from bridge import tracing
-from bridge.plain import plain
+from bridge.boundary.untransformed import plain
 from bridge.private import opaque
 from bridge.record.tensor import Recorded, Unrecordable
+from bridge.trace import tracing
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp

@@ -8,9 +8,9 @@ import jax
 import torch
 from torch import nn
 
-from bridge import trees
+from bridge.boundary.untransformed import plain
+from bridge.convert import trees
 from bridge.modules import SWAPPING
-from bridge.plain import plain
 
 # torch's own, also after ``patch()`` has put ours in its place
 _torch_functional_call = torch.func.functional_call

@@ -12,8 +12,8 @@ import jax
 import torch
 from torch import Tensor, nn
 
-from bridge import trees
-from bridge.plain import plain
+from bridge.boundary.untransformed import plain
+from bridge.convert import trees
 from torchfunc_jax.functional_call import SWAPPING, check_alike
 
 Names = tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bridge import trees
+from bridge.convert import trees
 from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, compare, definition, shown_error
 from torchfunc_jax._parity_random import Draws, alike, drawn, varying
 from torchfunc_jax._parity_runs import OTHER, Side, derived, in_float64

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import compiling, python_numbers, tensors, trees
-from bridge.calls import Call
-from bridge.jit.graph_node import ProgramNode
+from bridge import compiling
+from bridge.boundary.calls import Call
+from bridge.boundary.results import inexact_dtype, is_local, torch_device, write_back
+from bridge.boundary.shared_memory import Sharing
+from bridge.convert import tensors, trees
+from bridge.jit.autograd import ProgramNode
 from bridge.jit.program import ANY_SEEDS, Packing, Program, differentiated, forward, in_two, pull_back
-from bridge.keys import Same
-from bridge.python_numbers import Inputs
+from bridge.programs.cache_keys import Same
 from bridge.record.tiers import Tiered
-from bridge.results import inexact_dtype, is_local, torch_device, write_back
-from bridge.sharing import Sharing
-from bridge.storage import Geometry
+from bridge.trace import python_numbers
+from bridge.trace.python_numbers import Inputs
+from bridge.trace.storage import Geometry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

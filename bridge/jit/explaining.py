@@ -10,10 +10,10 @@ from typing import Any, TextIO
 import jax
 import torch
 
-from bridge import trees
-from bridge.calls import Call
-from bridge.guards import Guards, describe
+from bridge.boundary.calls import Call
+from bridge.convert import trees
 from bridge.jit.compiled import Compiled
+from bridge.programs.guards import Guards, describe
 
 _logs: list[tuple[list[str], TextIO | None]] = []
 

@@ -16,20 +16,23 @@ from typing import Any
 import jax
 import torch
 
-from bridge import compiling, guards, python_numbers, tensors, trees
-from bridge.calls import Call, refuse_recording
+from bridge import compiling
+from bridge.boundary.calls import Call, refuse_recording
+from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.compiled import Changed, Compiled, ProgramInfo
 from bridge.jit.program import ANY_SEEDS, aval, forward, stage
-from bridge.keys import Same, by_identity, identical, weak
-from bridge.levels import state
 from bridge.modules import SWAPPING
 from bridge.private import opaque
-from bridge.python_numbers import Inputs, Misfit
-from bridge.random import SeededInside
-from bridge.storage import OutsideOfView
-from bridge.tracing import value_of
+from bridge.programs import guards
+from bridge.programs.cache_keys import Same, by_identity, identical, weak
+from bridge.trace import python_numbers
+from bridge.trace.levels import state
+from bridge.trace.python_numbers import Inputs, Misfit
+from bridge.trace.random_keys import SeededInside
+from bridge.trace.storage import OutsideOfView
+from bridge.trace.tracing import value_of
 
 
 class _Family:

@@ -16,14 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import capture, compiling, dtypes, private, random, tensors, tracing
-from bridge.calls import Call
-from bridge.checks import Bounds, ends
-from bridge.guards import Guards
+from bridge import compiling, private
+from bridge.boundary.calls import Call
+from bridge.boundary.results import conj, inexact, is_array, pick, take_apart
+from bridge.convert import dtypes, tensors
 from bridge.jit import outer_products
-from bridge.levels import push
-from bridge.linked import flow, moved
-from bridge.results import conj, inexact, is_array, pick, take_apart
+from bridge.programs import closure_scan
+from bridge.programs.guards import Guards
+from bridge.trace import random_keys, tracing
+from bridge.trace.levels import push
+from bridge.trace.requires_grad import flow, moved
+from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
 _SEEDS = 8  # torch generators one program may draw from, the default one included
@@ -53,7 +56,7 @@ class Program:
     """
 
     jaxpr: Any
-    places: list[capture.Place]
+    places: list[closure_scan.Place]
     guards: Guards
     out_spec: Any
     static: list[Any]
@@ -127,9 +130,9 @@ class Program:
             return None
         seeds = np.zeros(_SEEDS, np.int64)
         if self.draws:
-            seeds[0] = random.seed_from(None)
+            seeds[0] = random_keys.seed_from(None)
         for i, g in enumerate(self.generators, 1):
-            seeds[i] = random.seed_from(g)
+            seeds[i] = random_keys.seed_from(g)
         return seeds
 
 
@@ -142,21 +145,21 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     roots = [fn, *(x for x in call.leaves if not is_array(x)), *private.functions_of_global_hooks()]
     arguments = {id(x) for x in call.arrays}
 
-    def those_of(found: capture.Found) -> list[tuple[torch.Tensor, capture.Place]]:
+    def those_of(found: closure_scan.Found) -> list[tuple[torch.Tensor, closure_scan.Place]]:
         return [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
 
-    found = capture.scan(*roots)
+    found = closure_scan.scan(*roots)
     candidates = those_of(found)
     program, missing = trace(fn, call, candidates, found)
     if missing:
-        found = capture.scan(*roots, deeper=True)
+        found = closure_scan.scan(*roots, deeper=True)
         candidates = those_of(found)
     for _ in range(_TRACES):
         if not missing:
             return program
         # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
         known = {id(t) for t, _ in candidates}
-        candidates = candidates + [(t, capture.Place(t, None)) for t in missing if id(t) not in known]
+        candidates = candidates + [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
         program, missing = trace(fn, call, candidates, found)
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
     raise RuntimeError(
@@ -172,13 +175,13 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def trace(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, capture.Place]], found: capture.Found,
-    watch: random.Watch | random.Unwatched | None = None,
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
+    watch: random_keys.Watch | random_keys.Unwatched | None = None,
 ) -> tuple[Program, list[torch.Tensor]]:
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
-    watch = watch or random.Watch(found.generators)
+    watch = watch or random_keys.Watch(found.generators)
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:

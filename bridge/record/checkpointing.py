@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from bridge import trees
+from bridge.convert import trees
 from bridge.record.recorder import PARTS, Recorder
 from bridge.record.replay import TRANSFORMS
 from bridge.record.transforms import entered, transform

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from bridge import functions as intercepted
-from bridge import private, trees
-from bridge.keys import Same
+from bridge import private
+from bridge.convert import trees
+from bridge.intercepted import autograd_function as intercepted
+from bridge.programs.cache_keys import Same
 from bridge.record.recorder import PARTS, Recorder
 from bridge.record.replay import TRANSFORMS
 from bridge.record.tensor import Unrecordable

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.autograd import Untransformed
+from bridge.boundary.autograd import Untransformed
 from bridge.record.recorder import Begin, End, Input, Recorder, interned, values_of
 from bridge.record.tensor import aval_of
 

@@ -12,21 +12,23 @@ from typing import Any
 import jax
 import torch
 
-from bridge import capture, eager, guards, python_numbers, random, tensors, trees
-from bridge.calls import Call
-from bridge.checks import Bounds
+from bridge.boundary.calls import Call
+from bridge.boundary.results import torch_device
+from bridge.boundary.shared_memory import Sharing
+from bridge.convert import tensors, trees
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
-from bridge.keys import identical
-from bridge.levels import state
-from bridge.python_numbers import Inputs, Misfit
+from bridge.programs import closure_scan, guards
+from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
 from bridge.record.recorder import Begin, Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
-from bridge.results import torch_device
-from bridge.sharing import Sharing
-from bridge.tracing import value_of
+from bridge.trace import pieces, python_numbers, random_keys
+from bridge.trace.levels import state
+from bridge.trace.python_numbers import Inputs, Misfit
+from bridge.trace.tracing import value_of
+from bridge.trace.value_checks import Bounds
 
 _ONCE, _OFTEN = 32, 256  # records whose programs are kept: of those that came once, at first, and of the others
 _STATIC = 8  # programs of one record, which differ in numbers that are no inputs
@@ -182,7 +184,7 @@ class _Kept:
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
     """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
-    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), eager.local_generation())
+    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), pieces.local_generation())
     numbers = recorder.numbers
     if final and key not in _kept:
         wide = lanes.wide(recorder, refs)
@@ -269,12 +271,12 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             return tuple([again.env[r] for r in refs])
 
     rules = [rule for what, _ in recorder.trace if type(what) is Begin and what.kind == "function" for rule in _rules(what.params[0])]
-    watched = [guards.Guards(capture.scan(rule)) for rule in dict.fromkeys(rules)]
+    watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
     before, state.recorder = state.recorder, None
     try:
-        program, missing = trace(record, call, [], capture.Found(), random.Unwatched())
+        program, missing = trace(record, call, [], closure_scan.Found(), random_keys.Unwatched())
     finally:
         state.recorder = before
     if missing:

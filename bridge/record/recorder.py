@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.errors import DataDependentError
-from bridge.keys import identical
-from bridge.levels import state
-from bridge.random import SeededInside, Watch
+from bridge.programs.cache_keys import identical
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval, aval_of, escaped, recorded
+from bridge.trace.levels import state
+from bridge.trace.random_keys import SeededInside, Watch
 
 
 class Ref:

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import autograd, compiling, dtypes, python_numbers, tracing
+from bridge import compiling
+from bridge.boundary import autograd
+from bridge.convert import dtypes
 from bridge.errors import NotInLoopError
-from bridge.levels import push
 from bridge.record import loops
 from bridge.record.recorder import PARTS, Begin, End, Input, Op, Out, Pull, filled, values_of
 from bridge.record.tensor import Aval, aval_of
+from bridge.trace import python_numbers, tracing
+from bridge.trace.levels import push
 
 #: How a transform is run again, by its kind: of (its function, operands, parameters of its begin, of its end), (results, what pulls back).
 TRANSFORMS: dict[str, Callable[..., Any]] = {}

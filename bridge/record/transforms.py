@@ -9,14 +9,17 @@ from typing import Any
 import jax
 import torch
 
-from bridge import autograd, private, saved_tensors, trees
-from bridge import functions as intercepted
-from bridge.calls import refuse_recording
-from bridge.closures import code_of
-from bridge.levels import state
+from bridge import private
+from bridge.boundary import autograd
+from bridge.boundary.calls import refuse_recording
+from bridge.boundary.closures import code_of
+from bridge.convert import trees
+from bridge.intercepted import autograd_function as intercepted
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, Unrecordable, escaped
+from bridge.trace import saved_tensor_hooks
+from bridge.trace.levels import state
 
 NOT_RECORDED = object()
 _log = logging.getLogger("torchfunc_jax")
@@ -127,7 +130,7 @@ def entered(
         private.enter_function_mode(recorder)
         try:
             if kind in ("grad", "jacrev", "vjp"):
-                with torch.enable_grad(), saved_tensors.without_hooks():
+                with torch.enable_grad(), saved_tensor_hooks.without_hooks():
                     out = func(*args, **kwargs)
             else:
                 out = func(*args, **kwargs)

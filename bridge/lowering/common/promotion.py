@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 
 _LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
 

@@ -16,7 +16,7 @@ import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.builders import align, binary, choose, define_slopes, fused, like, number
 from bridge.lowering.common.promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
 from bridge.lowering.common.provided import refuse

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common import promotion
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.indexing.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range

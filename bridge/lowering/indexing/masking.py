@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.common.provided import refuse

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, wrap_dim
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering

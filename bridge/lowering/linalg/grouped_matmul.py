@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering

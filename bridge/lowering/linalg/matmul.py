@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, opmath, result_dtype
 from bridge.lowering.common.provided import float32_precision
 from bridge.lowering.registry import lowering

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.dtypes import to_jax
+from bridge.convert.dtypes import to_jax
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
 from bridge.lowering.registry import lowering

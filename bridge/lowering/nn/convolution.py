@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from bridge.dtypes import to_torch
+from bridge.convert.dtypes import to_torch
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.convolution_geometry import Geometry

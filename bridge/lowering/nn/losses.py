@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
 from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range

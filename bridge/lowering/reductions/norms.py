@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, is_integral, jdtype, opmath, real_dtype, wrap_dims
 from bridge.lowering.elementwise.unary import absolute
 from bridge.lowering.reductions.reductions import abs_square, restore, spread_ties, sqrt_or_zero, total

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.builders import expand
 from bridge.lowering.common.promotion import cast, is_array
 from bridge.lowering.registry import lowering

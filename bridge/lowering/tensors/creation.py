@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import lowering

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from bridge import dtypes
+from bridge.convert import dtypes
 from bridge.lowering.common.builders import number
 from bridge.lowering.common.promotion import result_dtype
 from bridge.lowering.registry import LOWERINGS, aten_lowering, lowering, overload

@@ -1,0 +1,316 @@
+"""torch's autograd through a JAX computation: outputs at the border take part in backward, double backward included."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+from bridge.boundary import shared_memory
+from bridge.boundary.results import Computation, Result, conj, inexact, inexact_dtype, is_local, pick, torch_device
+from bridge.convert import tensors
+from bridge.errors import reworded
+from bridge.trace import tracing
+from bridge.trace.requires_grad import depends, flow
+
+#: ``calls.apply``, which stands above this file and is handed in: runs a computation on torch tensors.
+Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
+
+
+class _Recorded:
+    """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
+
+    def __init__(
+        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None,
+        kinds: list[bool] | None = None,
+    ) -> None:
+        self.apply, self.compute, self.leaves, self.known, self.key, self.again = apply, compute, leaves, known, key, kinds
+        self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
+        self.inputs = [leaves[i] for i in self.active] + list(known)
+
+    def __call__(self, *actives: Any) -> tuple[list[Any], list[Any]]:
+        """(values with derivatives, values without), inside an open trace."""
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        for i, v in zip(self.active, actives, strict=False):
+            values[i] = v
+        root = tracing.state.level.root
+        if root.key is None:
+            root.key = self.key
+        tracing.forget_captured(root)
+        root.captured.clear()
+        root.live.clear()
+        root.behind.clear()
+        root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
+        root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
+        try:
+            # the modes of the caller; PyTorch runs an autograd.Function's forward with both switched off
+            with torch.enable_grad(), private.set_forward_mode_enabled(True):
+                result = self.compute(values)
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
+        out = list(result.values)
+        self.count = len(out) - len(result.written)
+        nodes = {id(node): t for t, node in root.captured.values()}
+        targets = [self.leaves[t] if isinstance(t, int) else nodes.get(id(t)) for t, _, _ in result.written]
+        detached = [d for _, _, d in result.written]
+        for t, node in root.captured.values():  # written to by the transform itself
+            if node.version and not any(t is x for x in targets):
+                targets.append(t)
+                detached.append(node.detached)
+                out.append(node.value)
+        self.meta, self.targets = result.meta, targets
+        self.seen = [t for t, _ in root.captured.values()]
+        shared_memory.refuse(result, self.leaves, [*root.captured.values()])
+        self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
+        self.live = set(root.live)
+        self.key = root.key
+        if self.again is None:
+            # a value that depends on no input, or only through detach() or no_grad, is concrete here and no tracer
+            kinds = [depends(v) for v in out[: self.count]]
+            kinds += [
+                not d and (depends(v) or (t is not None and t.requires_grad))
+                for v, t, d in zip(out[self.count :], targets, detached, strict=True)
+            ]
+            self.kinds = [kind and inexact(v) for kind, v in zip(kinds, out, strict=True)]
+        else:
+            self.kinds = self.again
+        return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
+
+
+def differentiable(
+    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Run a computation at the border so that torch's autograd can go back through it.
+
+    Args:
+        apply: ``calls.apply``, for derivatives of derivatives.
+        compute: from the leaves' JAX values to a Result.
+        leaves: its arguments.
+        known: captured tensors that require grad, or may do so.
+        key: the JAX key random operators draw from; None: from torch's generator.
+
+    Returns:
+        (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
+    """
+    recorded = _Recorded(apply, compute, leaves, known, key)
+    outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
+    outs = list(outs)
+    writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
+    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes
+
+
+class Untransformed(torch.autograd.Function):
+    """A node of our own in torch's graph; its forward is never replaced, even while a trace is open."""
+
+
+class _Computed(Untransformed):
+    @staticmethod
+    def forward(ctx: Any, t: tracing.Traced) -> tracing.Traced:
+        return tracing.alias(t)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent
+
+
+def computed(t: tracing.Traced) -> torch.Tensor:
+    """The same traced tensor, and the same memory, as one that is no leaf of torch's graph."""
+    return _Computed.apply(t)
+
+
+class _Border(Untransformed):
+    """One JAX computation as one node of torch's graph."""
+
+    @staticmethod
+    @private.opaque
+    def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
+        with tracing.root():
+            actives = [tensors.to_jax(t) for t in inputs]
+            outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
+        floats, others = iter(outs), iter(rest)
+        avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
+        held = addresses(pull)
+        avoid |= held
+        results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
+        ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
+        read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
+        ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
+        changed = [any(t is w for w in recorded.targets) for t in inputs]  # they will get the results: their earlier values are kept
+        ctx.changed = any(changed)
+        ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
+        ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
+        ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t, kind in zip(results, recorded.kinds, strict=True) if kind]
+        return tuple(results)
+
+    @staticmethod
+    @private.opaque
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        inputs = ctx.saved_tensors  # raises where one was changed in place since
+        check_unchanged(ctx.versions)
+        cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
+        reached = _reached(ctx.pull, [c is not None for c in cts], len(inputs))
+        cts = materialized(cts, ctx.like)
+        # a captured tensor that was found and never used gets None, not zeros; one that only a rule uses gets one in a second derivative
+        met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
+        used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
+        used = [u and r for u, r in zip(used, reached, strict=True)]
+        if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
+            check_unchanged(ctx.every_version)
+            if ctx.changed:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a function that runs "
+                    "in JAX changed a tensor that requires grad, and its backward pass cannot itself be differentiated; jit the function, "
+                    "or clone the tensor first"
+                )
+            grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
+        else:
+            try:
+                with tracing.root():
+                    found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
+            except ValueError as error:
+                raise reworded(error) from error.__cause__
+            needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
+            grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
+        return (None, None, *grads)
+
+
+def _reached(pull: Any, given: Sequence[bool], count: int) -> list[bool]:
+    """Which of the inputs, so many, the outputs depend on whose cotangents are given: PyTorch gives the others None, and not zeros."""
+    jaxpr = private.linear_program(pull)
+    if jaxpr is None or len(jaxpr.outvars) != len(given):
+        return [True] * count
+    sources = flow(jaxpr, [0] * (len(jaxpr.invars) - count) + [1 << i for i in range(count)], False)
+    every = functools.reduce(operator.or_, itertools.compress(sources, given), 0)
+    return [bool(every & 1 << i) for i in range(count)]
+
+
+def materialized(cotangents: Sequence[Any], like: Sequence[tuple[Any, torch.dtype, torch.device]]) -> list[torch.Tensor]:
+    """Cotangents with zeros in the place of those that PyTorch leaves out; like: the shape, dtype and device of each."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if c is None else c
+        for c, (shape, dtype, device) in zip(cotangents, like, strict=True)
+    ]
+
+
+def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """The torch tensors among the leaves, each with the number of writes to it so far."""
+    return [(t, t._version) for t in leaves if isinstance(t, torch.Tensor) and not t.is_inference()]
+
+
+def kept_by(held: set[int], leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """``versions`` of the tensors whose memory a pullback reads, given by ``addresses``."""
+    return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in held])
+
+
+def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """RuntimeError, in torch's words, where one of the tensors was written to since."""
+    for t, version in before:
+        if t._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
+            )
+
+
+def ended(pull: Any) -> bool:
+    """Whether a pullback holds values of a trace that is over: of one for torch's autograd, where the outputs depend on nothing of it."""
+    return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in _held(pull))
+
+
+def addresses(pull: Any) -> set[int]:
+    """Where in this process's memory the arrays lie that a pullback reads."""
+    return {a.unsafe_buffer_pointer() for a in _held(pull) if is_local(a)}
+
+
+def _held(pull: Any) -> list[Any]:
+    """The arrays that a pullback reads."""
+    return jax.tree_util.tree_leaves(pull)
+
+
+def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:
+    if not need or g.dtype == jax.dtypes.float0:
+        return None
+    return tensors.to_torch(g, t.device)
+
+
+def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:
+    """The backward pass as a computation that can itself be differentiated."""
+    count = len(inputs)
+
+    def backward(values: list[Any]) -> Result:
+        inner = _Recorded(recorded.apply, recorded.compute, recorded.leaves, recorded.known, recorded.key, recorded.kinds)
+
+        _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
+        return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])
+
+    outs, _ = recorded.apply(backward, [*inputs, *cts])
+    return outs
+
+
+# -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------
+def attached(apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]) -> list[Any]:
+    """A transform's outputs inside a trace, connected to what required grad among its inputs and captured tensors.
+
+    For code that calls ``torch.autograd.grad`` inside a transformed function: the graph it walks must not end at an inner transform.
+    """
+    level = tracing.state.level
+    found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
+    found.update(level.outer)  # what comes from levels around this one stays there: this level's result depends on it, too
+    level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
+    if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
+        return outs
+    return list(_Attached.apply(apply, outs, compute, leaves, *found.values()))
+
+
+class _Attached(Untransformed):
+    """An inner transform as one node of the graph that torch's autograd builds inside a trace."""
+
+    @staticmethod
+    @private.opaque
+    def forward(ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: Any) -> Any:
+        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact(t.node.value) for t in outs]
+        ctx.save_for_backward(*watched)
+        ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
+        return tuple(outs)
+
+    @staticmethod
+    @private.opaque
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        watched = ctx.saved_tensors
+        cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
+        n = len(watched)
+
+        def back(values: list[Any]) -> Result:
+            def pure(*active: Any) -> list[Any]:
+                with in_place_of([tracing.node_of(t) for t in watched], active):
+                    given = {id(t): v for t, v in zip(watched, active, strict=True)}
+                    result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
+                return pick(result.values[: len(ctx.kinds)], ctx.kinds)
+
+            _, pull = jax.vjp(pure, *values[:n])
+            return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
+
+        grads, _ = ctx.again(back, [*watched, *cts])
+        return (None, None, None, None, *grads)
+
+
+@contextlib.contextmanager
+def in_place_of(nodes: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
+    """While entered, the nodes have these values, even if their trace has closed."""
+    before = [(node, node.value, node.seen, node.level) for node in nodes]
+    try:
+        for node, v in zip(nodes, values, strict=True):
+            node.value, node.seen = v, node.root.version
+            if node.level.closed:
+                node.level = tracing.state.level
+        yield
+    finally:
+        for node, value, seen, level in before:
+            node.value, node.seen, node.level = value, seen, level

@@ -1,0 +1,250 @@
+"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out, writes are carried out.
+
+``apply`` is the only way in.  It takes a *computation*: a function from the flat list of the arguments' JAX values to a ``Result``.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import compiling, private
+from bridge.boundary import autograd, shared_memory
+from bridge.boundary.closures import code_of, remember
+from bridge.boundary.closures import known as known_captures
+from bridge.boundary.results import Computation, Result, is_local, root_writes, split_arrays, torch_device, write_back
+from bridge.convert import tensors, trees
+from bridge.errors import reworded
+from bridge.operators import operands
+from bridge.record.tensor import Unrecordable
+from bridge.trace import pieces, tracing
+from bridge.trace.aliasing import read, write
+from bridge.trace.levels import Level, state
+from bridge.trace.storage import Geometry, Node
+from bridge.trace.tracing import value_of, wrap
+
+
+class Traceable:
+    """A user's function together with one call's flattened arguments: callable on JAX values, inside a JAX transform.
+
+    Args:
+        fn: the function, on torch tensors.
+        leaves, spec: the flattened ``(args, kwargs)``.
+        where: which leaves are arrays; their values come with each run.
+    """
+
+    __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "spec", "where")
+
+    def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
+        self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
+        self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
+        self.geometries = [Geometry.of(leaves[i]) for i in where]
+        self.active: frozenset[int] = frozenset()  # which of the arrays require grad: a grad transform differentiates these
+        self.computed: frozenset[int] = frozenset()  # which of these are no leaves of torch's graph
+        for i in where:
+            self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
+
+    def as_given(self, arrays: Sequence[Any]) -> None:
+        """Make each argument require grad if its array does, and a leaf of torch's graph if its array is one."""
+        if torch.is_grad_enabled():
+            self.active = frozenset(k for k, x in enumerate(arrays) if isinstance(x, torch.Tensor) and x.requires_grad)
+            self.computed = frozenset(k for k in self.active if not arrays[k].is_leaf)
+
+    def run(self, level: Level, values: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]]) -> Result:
+        """Run the function on these values.
+
+        Args:
+            level: the level just entered.
+            values: one for each position in ``where``.
+            finish: takes what the function returned (torch tensors in any tree), checks it, and gives its tensors and a meta.
+        """
+        leaves = list(self.leaves)
+        arguments = [wrap(v, d, level) for v, d in zip(values, self.devices, strict=True)]
+        for t, geometry in zip(arguments, self.geometries, strict=True):
+            t.node.geometry = geometry
+        for k in self.active:
+            arguments[k].requires_grad_()
+        for k, (i, t) in enumerate(zip(self.where, arguments, strict=True)):
+            leaves[i] = autograd.computed(t) if k in self.computed else t
+        args, kwargs = trees.unflatten(self.spec, leaves)
+        outs, meta = finish(self.fn(*args, **kwargs))
+        result = Result([value_of(t) for t in outs], meta)
+        for k, t in enumerate(arguments):
+            if t.node.version:
+                result.written.append((k, len(result.values), t.node.detached))
+                result.values.append(read(t.node, level))
+        for node in level.writes:
+            result.written.append((node, len(result.values), node.detached))
+            result.values.append(node.value)
+        return result
+
+
+@private.opaque
+def apply(
+    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False
+) -> tuple[list[Any], Any]:
+    """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
+
+    Args:
+        compute: maps the leaves' JAX values to a Result; may be run more than once.
+        leaves: torch tensors (also traced ones) and jax.Arrays.
+        fn: the user's function, under which tensors captured by closure are remembered.
+        lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
+
+    Returns:
+        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
+    """
+    if state.level is not None:
+        level = state.level
+        values = [value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        met_before, level.met = level.met, {}
+        try:
+            result = compute(values)
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
+        finally:
+            met, level.met = level.met, met_before
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        if result.written:
+            shared_memory.refuse(result, leaves, [(t, tracing.node_of(t)) for t in met.values()], inside=True)
+        met_before.update((key, t) for key, t in met.items() if tracing.node_of(t).level is not level)
+        _carry_out(result, leaves)
+        outs = _outputs(result)
+        if not torch.is_grad_enabled():  # a no_grad around this call stops the gradients of the outer transforms, not this one's
+            outs = operands.stop(outs)
+        if not private.forward_mode_enabled():
+            outs = operands.stop_tangents(outs)
+        return autograd.attached(apply, [wrap(v, device) for v in outs], compute, leaves), result.meta
+    if state.recorder is not None:
+        raise Unrecordable(f"{compute}")
+    if any(isinstance(x, jax.Array) for x in leaves):
+        return _in_jax(compute, leaves)
+    return _outermost(compute, leaves, fn, lasting)
+
+
+def _outputs(result: Result) -> list[Any]:
+    return result.values[: len(result.values) - len(result.written)]
+
+
+def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
+    # a captured tensor is written whole, an argument may be a view of another part of it: so the arguments come last
+    for target, index, detached in sorted(result.written, key=lambda written: not isinstance(written[0], Node)):
+        if isinstance(target, Node):
+            write(target, result.values[index], state.level, detached)
+        elif isinstance(leaves[target], torch.Tensor):
+            tracing.assign(leaves[target], result.values[index], detached)
+
+
+def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    """A computation called with jax.Arrays, maybe inside a user's own jax.jit or jax.grad; its results are jax.Arrays too."""
+    with tracing.root() as root:
+        result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+        _carry_out(result, leaves)
+        writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
+    compiling.warn_of_jit(result.values)
+    return _outputs(result), result.meta
+
+
+def refuse_recording() -> None:
+    """RuntimeError where something of torch's watches the ATen operators: of a computation in JAX it would see a result without origin."""
+    if not private.watched_by_torch():
+        return
+    mode = private.dispatch_mode()
+    if mode is not None:
+        raise RuntimeError(
+            f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; "
+            "enter the mode inside of the function, or call torch.func's transform"
+        )
+    if private.transformed_by_torch():
+        raise RuntimeError(
+            "a function that runs in JAX was called inside a transform of torch.func's, or of torch.autograd.forward_ad, which cannot see "
+            "through it; use torchfunc_jax's transform outside too, or put everything into `with torchfunc_jax.patch():`"
+        )
+    if private.recorded_by_torch():
+        raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
+
+
+def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
+    refuse_recording()
+    pieces.called(code_of(fn), leaves)
+    if not torch.is_grad_enabled():
+        outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
+        write_back(writes)
+        return outs, meta
+    known, key = known_captures(fn), None
+    given = {id(x) for x in leaves}
+    wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+    while True:
+        if wanted or known:
+            outs, meta, met, key, writes = autograd.differentiable(apply, compute, leaves, known, key)
+        else:
+            outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
+        captured = [t for t in met if t.requires_grad and id(t) not in given]
+        ids = {id(t) for t in known}
+        if all(id(t) in ids for t in captured):
+            write_back(writes)
+            remember(fn, captured)
+            return outs if wanted or captured else [t.detach() for t in outs], meta
+        # the scan of the closure missed tensors that require grad: run again with them as inputs to differentiate; nothing of the first
+        # run is written
+        known = captured
+
+
+def direct(
+    compute: Computation, leaves: Sequence[Any], key: Any = None, lasting: bool = False
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Run a computation at the border without recording it for torch's autograd; see ``autograd.differentiable``."""
+    with tracing.root() as root:
+        root.key, root.lasting = key, lasting
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        try:
+            result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
+        except ValueError as error:
+            raise reworded(error) from error.__cause__
+        shared_memory.refuse(result, leaves, [*root.captured.values()])
+        _carry_out(result, leaves)
+        writes = root_writes(root)
+        met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
+    # a result never shares memory with an argument, a captured tensor or another result
+    avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
+    device = torch_device(leaves)
+    outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
+    if lasting:
+        outs = [t.clone() for t in outs]
+    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """A transform call's arguments, flattened once: array leaves apart from the static ones."""
+
+    leaves: list[Any]
+    spec: Any
+    where: list[int]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = trees.flatten((args, kwargs))
+        return cls(leaves, spec, split_arrays(leaves))
+
+    @classmethod
+    def of_flat(cls, leaves: list[Any], spec: Any, kwargs: dict[str, Any]) -> Call:
+        """The same from positional arguments that are flattened already."""
+        more, kwargs_spec = trees.flatten(kwargs)
+        leaves = leaves + more
+        return cls(leaves, trees.joined(spec, kwargs_spec), split_arrays(leaves))
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.leaves[i] for i in self.where]
+
+    def traceable(self, fn: Callable[..., Any]) -> Traceable:
+        return Traceable(fn, self.leaves, self.spec, self.where)
+
+
+__all__ = ["Call", "Traceable", "apply", "direct", "refuse_recording"]

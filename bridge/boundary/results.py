@@ -1,0 +1,118 @@
+"""What a computation gives back, and what becomes of it at the border: trees taken apart, devices, writes to outside."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge.convert import trees
+from bridge.trace.levels import Level
+from bridge.trace.storage import Node
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """What a computation gives back.
+
+    Attributes:
+        values: JAX values, outputs first.
+        meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
+        written: (leaf index or outer node, index into values, detached) for everything that was written to and must be written outside.
+        apart: what is written to one argument is seen in no other input, also where they share memory: so it is under torch.func too.
+    """
+
+    values: list[Any]
+    meta: Any = None
+    written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
+    apart: bool = False
+
+
+Computation = Callable[[list[Any]], Result]
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf crosses the border: torch tensors and jax.Arrays."""
+    return isinstance(x, torch.Tensor | jax.Array)
+
+
+def split_arrays(leaves: Sequence[Any]) -> list[int]:
+    """The positions of the leaves that cross the border."""
+    return [i for i, x in enumerate(leaves) if is_array(x)]
+
+
+def take_apart(out: Any) -> tuple[list[Any], Any]:
+    """The tensors of what a function returned, and what ``put_together`` needs beside them: spec, other leaves, which is which."""
+    leaves, spec = trees.flatten(out)
+    is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+    static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
+    return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
+
+
+def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
+    """The tree that ``take_apart`` took apart, with these in the tensors' places."""
+    spec, static, is_tensor = meta
+    source = iter(tensors_)
+    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
+
+
+def torch_device(leaves: Sequence[Any]) -> torch.device | None:
+    """Where results belong: the device of the first tensor with dimensions, else of the first."""
+    found = None
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+    return found
+
+
+_ONE_DEVICE = jax.sharding.SingleDeviceSharding
+
+
+def is_local(v: Any) -> bool:
+    """Whether an array has one address in this process's memory."""
+    if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
+        return False
+    sharding = v.sharding
+    return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
+
+
+def root_writes(root: Level) -> list[tuple[torch.Tensor, Any]]:
+    """Tensors from outside that were written to in a trace, with their new values."""
+    return [(t, node.value) for t, node in root.captured.values() if node.version]
+
+
+def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Change the tensors from outside as the function would have changed them."""
+    for target, value in written:
+        if not value.requires_grad:
+            with torch.no_grad():
+                target.copy_(value)
+            continue
+        if not target.is_leaf and not target._is_view():
+            target.detach_()  # PyTorch may have given it a history inside the trace; the new value carries all of it
+        target.copy_(value)
+
+
+def conj(v: Any) -> Any:
+    """torch's gradient of a complex value is the conjugate of JAX's."""
+    return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
+
+
+def inexact(v: Any) -> bool:
+    """Whether a value has derivatives."""
+    return bool(jnp.issubdtype(v.dtype, jnp.inexact))
+
+
+def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The values at the places that are wanted."""
+    return [v for v, w in zip(values, wanted, strict=True) if w]
+
+
+def inexact_dtype(dtype: torch.dtype) -> bool:
+    """Whether tensors of that dtype have derivatives."""
+    return dtype.is_floating_point or dtype.is_complex

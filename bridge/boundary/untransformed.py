@@ -1,0 +1,30 @@
+"""Running a torch function on JAX without any transform around it: what functionalize, and modules called with jax.Arrays, need."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bridge.boundary.calls import Call, apply
+from bridge.boundary.results import Result, put_together, take_apart
+from bridge.private import opaque
+from bridge.trace.levels import push
+
+
+def plain(func: Callable[..., Any]) -> Callable[..., Any]:
+    """func as a JAX computation: torch tensors or jax.Arrays in, the same out; leaves that are no tensors pass through."""
+
+    @opaque
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = Call.of(args, kwargs)
+        traceable = call.traceable(func)
+        traceable.as_given(call.arrays)
+
+        def compute(values: list[Any]) -> Result:
+            with push("plain") as level:
+                result = traceable.run(level, values, take_apart)
+            result.apart = True
+            return result
+
+        return put_together(*apply(compute, call.arrays, func))
+
+    return run

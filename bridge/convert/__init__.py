@@ -1,0 +1,1 @@
+"""One tensor, one dtype, one tree: from torch to JAX and back."""

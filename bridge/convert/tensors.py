@@ -1,0 +1,269 @@
+"""One tensor across the border and back: torch.Tensor -> jax.Array -> torch.Tensor, without a copy where memory allows.
+
+A crossing is remembered by the tensor's identity.  Only crossings that share memory are: what is written into the tensor later is
+then seen by the array too, so the memory can be trusted as long as the tensor still has the same address and shape.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from bridge import devices, private
+from bridge.convert import dtypes
+
+_cache: dict[int, tuple[weakref.ref[torch.Tensor], jax.Array, int, list[int]]] = {}
+
+# numpy has no bfloat16 or 8-bit floats of its own: they cross as integers of the same width
+_AS_INT = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.int8, np.dtype(ml_dtypes.float8_e5m2)),
+    torch.float8_e4m3fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fnuz)),
+    torch.float8_e5m2fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
+}
+_ONE_DEVICE = jax.sharding.SingleDeviceSharding
+_CPU = torch.device("cpu")
+_ALIGNMENT = 64  # bytes; XLA on CPU takes a foreign buffer as it is only at such addresses
+
+
+def _forget(store: dict[int, Any], key: int, _: Any) -> None:
+    store.pop(key, None)
+
+
+def cached(t: torch.Tensor) -> jax.Array | None:
+    """The array that shares t's memory, where one was made before and still does."""
+    entry = _cache.get(id(t))
+    if entry is None or entry[0]() is not t or entry[2] != t.data_ptr():
+        return None
+    seen = entry[3]
+    if seen[0] != t._version:  # resize_ and the like change the shape and leave the address
+        if entry[1].shape != t.shape or not t.is_contiguous():
+            return None
+        seen[0] = t._version
+    return entry[1]
+
+
+@private.opaque
+def to_jax(t: torch.Tensor) -> jax.Array:
+    """The tensor's values as a jax.Array; shares memory where strides, alignment and device allow, else a copy.
+
+    Args:
+        t: strided tensor of any shape, on cpu or cuda; conj and neg bits are resolved; may require grad.
+
+    Returns:
+        jax.Array: same shape and dtype (64-bit types need ``jax.enable_x64``), on the device ``bridge.devices`` maps to.
+
+    Raises:
+        TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
+
+    Example:
+        >>> import torch
+        >>> from bridge import tensors
+        >>> tensors.to_jax(torch.ones(2)).shape
+        (2,)
+    """
+    array = cached(t)
+    if array is not None:
+        return array
+    # inside a trace too, also a user's own jax.jit, these are operations on the tensor itself, done now
+    with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
+        return _cross(t)
+
+
+def _cross(t: torch.Tensor) -> jax.Array:
+    source = plain(t)
+    device = devices.jax_device(t.device)
+    if source.device.type != "cpu":
+        array = jax.dlpack.from_dlpack(source)
+        return array if device is None else jax.device_put(array, device)
+    array = jax.device_put(as_numpy(source), device)
+    if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
+        key = id(t)
+        _cache[key] = (weakref.ref(t, functools.partial(_forget, _cache, key)), array, t.data_ptr(), [t._version, _signature(t)])
+    elif device is None:
+        array.block_until_ready()
+    return array
+
+
+_signatures: dict[Any, int] = {}
+
+
+_met: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def crossing(t: torch.Tensor) -> tuple[Any, int]:
+    """What a compiled function may be called with in the tensor's place, and a number that stands for its shape, dtype and device.
+
+    The first is the array that shares t's memory, or for small tensors met for the first time numpy's view of it.
+    """
+    key = id(t)
+    entry = _cache.get(key)
+    if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
+        return entry[1], entry[3][1]
+    signature = _signature(t)
+    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
+        met = _met.get(key)
+        if met is None or met() is not t:
+            _met[key] = weakref.ref(t, functools.partial(_forget, _met, key))
+            return as_numpy(plain(t)), signature
+    return to_jax(t), signature
+
+
+def _signature(t: torch.Tensor) -> int:
+    if t.is_nested:  # has no shape to speak of
+        plain(t)
+    return _signatures.setdefault((t.shape, t.dtype, t.device), len(_signatures))
+
+
+def crosses(t: torch.Tensor) -> bool:
+    """Whether a tensor found in a closure or module can be an input of a computation: an ordinary one that has values."""
+    return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+
+
+def shares(source: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether source has t's own memory."""
+    return source.data_ptr() == t.data_ptr() and t.numel() > 0
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """t as a dense contiguous tensor without grad, conj or neg bit; TypeError for what is no dense tensor."""
+    if t.layout is not torch.strided:
+        raise TypeError(f"tensor: expected a strided tensor, got layout {t.layout}; convert it with .to_dense()")
+    if t.is_quantized:
+        raise TypeError(f"tensor: expected a plain tensor, got a quantized one ({t.dtype}); convert it with .dequantize()")
+    if t.is_meta:
+        raise TypeError("tensor: expected a tensor with data, got one on device 'meta'; materialize it with .to_empty(device='cpu')")
+    if t.is_nested:
+        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
+    strange = private.without_memory(t)
+    if strange:
+        raise TypeError(f"tensor: expected a tensor with data, got {strange}")
+    if t.dim() > 64:
+        raise RuntimeError(f"only tensors with up to 64 dims are supported, got {t.dim()}")
+    t = t.detach()
+    if t.is_conj():
+        t = t.resolve_conj()
+    if t.is_neg():
+        t = t.resolve_neg()
+    return t.contiguous()
+
+
+def as_numpy(t: torch.Tensor) -> np.ndarray:
+    """A plain CPU tensor as numpy sees it, same memory."""
+    other = _AS_INT.get(t.dtype)
+    if other is None:
+        dtypes.to_jax(t.dtype)
+        return t.numpy()
+    return t.view(other[0]).numpy().view(other[1])
+
+
+Layout = tuple[torch.dtype, Any, bool, bool, tuple[int, ...], np.dtype]
+
+
+@functools.cache
+def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
+    """For such an array: torch's dtype, the ctypes buffer type, whether it is empty, whether numpy knows torch's dtype; shape and dtype."""
+    size = math.prod(shape)
+    found = dtypes.to_torch(dtype)
+    return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT, shape, dtype
+
+
+@private.opaque
+def to_torch(
+    array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None, wait: bool = True
+) -> torch.Tensor:
+    """The array's values as a torch tensor; shares memory where it can.  Waits until the array is computed.
+
+    Args:
+        array: a concrete jax.Array.
+        device: where the tensor must be; None: the array's own device, as ``bridge.devices`` maps it.
+        wait: False where the caller waits for the array itself, before it gives the tensor away.
+        avoid: addresses that the result may not share (inputs, earlier outputs); the result's address is added.
+
+    Returns:
+        torch.Tensor: same shape and dtype, no grad.
+
+    Raises:
+        TypeError: torch has no such dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from bridge import tensors
+        >>> tensors.to_torch(jnp.arange(3.0))
+        tensor([0., 1., 2.])
+    """
+    shape = array.shape
+    dtype, buffer_type, empty, known, _, _ = layout(shape, array.dtype)
+    if empty:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if (type(array.sharding) is not _ONE_DEVICE and len(array.devices()) > 1) or array.platform() != "cpu":
+        return _from_device(array, device)
+    if wait or avoid is not None or not (device is None or device.type == "cpu"):
+        array.block_until_ready()
+    address = array.unsafe_buffer_pointer()
+    buffer = buffer_type.from_address(address)
+    buffer.owner = array  # the memory lives as long as the tensor does
+    # the way by numpy takes a third of the time
+    t = torch.from_numpy(np.ndarray(shape, array.dtype, buffer)) if known else torch.frombuffer(buffer, dtype=dtype).view(shape)
+    if avoid is not None:
+        if address in avoid:
+            t = t.clone()
+        else:
+            avoid.add(address)
+    return t if device is None or device.type == "cpu" else t.to(device)
+
+
+@private.opaque
+def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.device | None) -> list[torch.Tensor]:
+    """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays.
+
+    Args:
+        arrays: what the program gave.
+        layouts: ``layout`` of each.
+        device: as for ``to_torch``.
+
+    Returns:
+        list of torch.Tensor: they share the arrays' memory where ``to_torch`` would.
+    """
+    if device is None or device.type != "cpu":
+        return [to_torch(a, device, wait=False) for a in arrays]
+    return [view(array, found) for array, found in zip(arrays, layouts, strict=True)]
+
+
+@private.opaque
+def view(array: jax.Array, found: Layout) -> torch.Tensor:
+    """``to_torch`` of an array on the CPU whose layout is known; the caller waits for the array."""
+    dtype, buffer_type, empty, known, shape, kind = found
+    if empty or not known or array.platform() != "cpu":
+        return to_torch(array, _CPU, wait=False)
+    try:
+        address = array.unsafe_buffer_pointer()
+    except (ValueError, jax.errors.JaxRuntimeError):  # on several devices
+        return to_torch(array, _CPU, wait=False)
+    buffer = buffer_type.from_address(address)
+    buffer.owner = array
+    return torch.frombuffer(buffer, dtype=dtype) if len(shape) == 1 else torch.from_numpy(np.ndarray(shape, kind, buffer))
+
+
+def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
+    if not array.is_fully_addressable:
+        raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
+    if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
+        t = torch.from_dlpack(array)
+        return t if device is None else t.to(device)
+    copy = np.array(array)
+    dtype = dtypes.to_torch(array.dtype)
+    if dtype in _AS_INT:
+        t = torch.from_numpy(copy.view(dtypes.to_jax(_AS_INT[dtype][0]))).view(dtype)
+    else:
+        t = torch.from_numpy(copy)
+    return t if device is None else t.to(device)

@@ -1,0 +1,267 @@
+"""Flattening nested Python data to leaves and back: torch's pytrees and JAX's, as one.
+
+Dicts keep their insertion order, None is a leaf (as in torch), namedtuples, dataclasses and whatever was registered with torch or
+with JAX are nodes.  Specs are hashable tuples, cheap enough to be the key of a compilation cache.
+"""
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+from bridge.programs.cache_keys import identical
+
+#: The spec of a leaf.
+LEAF = None
+
+
+class Spec:
+    """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs.
+
+    Two are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` are two trees.
+    """
+
+    __slots__ = ("_exact", "_hash", "children", "context", "kind")
+
+    def __init__(self, kind: Any, context: Any, exact: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
+        self.kind, self.context, self._exact = kind, context, exact
+        self.children = children  # an int: that many leaves
+        self._hash = key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Spec)
+            and self._hash == other._hash
+            and self.kind is other.kind
+            and self.children == other.children
+            and self._exact == other._exact
+        )
+
+    def __repr__(self) -> str:
+        name = getattr(self.kind, "__name__", str(self.kind))
+        children = ", ".join("*" if c is LEAF else repr(c) for c in _children(self))
+        context = "" if self.context is None else f", {self.context!r}"
+        return f"{name}([{children}]{context})"
+
+
+def _children(spec: Spec) -> tuple[Spec | None, ...]:
+    return (LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
+
+
+_interned: dict[Any, Spec] = {}
+_DICTS, _STRINGS = frozenset({dict, OrderedDict}), frozenset({str})
+
+
+def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> Spec:
+    exact = context
+    if kind in _DICTS and not _STRINGS.issuperset(map(type, context)):
+        exact = identical(context)
+    key = (kind, exact, children)
+    try:
+        spec = _interned.get(key)
+        if spec is None:
+            spec = Spec(kind, context, exact, children, hash(key))
+            if len(_interned) < 4096:
+                _interned[key] = spec
+        return spec
+    except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
+        return Spec(kind, context, exact, children, hash((kind, children)))
+
+
+_ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec | None]:
+    """The leaves of a tree, in order, and its spec (None: the tree is itself a leaf).
+
+    Args:
+        tree: nested dicts, lists, tuples, namedtuples, dataclasses, registered nodes; anything else is a leaf.
+        is_leaf: where it returns True, a node is taken as a leaf.
+
+    Example:
+        >>> from bridge import trees
+        >>> leaves, spec = trees.flatten({"b": 1, "a": (2, None)})
+        >>> leaves
+        [1, 2, None]
+        >>> trees.unflatten(spec, [10, 20, 30])
+        {'b': 10, 'a': (20, 30)}
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, is_leaf)
+
+
+def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Spec | None:
+    kind = type(tree)
+    if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
+        leaves.append(tree)
+        return LEAF
+    if kind is tuple or kind is list:
+        items, context = tree, None
+    elif kind is dict or kind is OrderedDict:
+        items, context = tree.values(), tuple(tree)
+    else:
+        found = _open(tree, kind)
+        if found is None:
+            leaves.append(tree)
+            return LEAF
+        items, context = found
+    specs: list[Spec | None] = []
+    plain = True
+    for item in items:
+        if type(item) in _ATOMS and is_leaf is None:
+            leaves.append(item)
+            specs.append(LEAF)
+        else:
+            spec = _flatten(item, leaves, is_leaf)
+            specs.append(spec)
+            plain = plain and spec is LEAF
+    return _make(kind, context, len(specs) if plain else tuple(specs))
+
+
+class _Jax:
+    """Context of a node that only JAX knows: its treedef, one level deep."""
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Jax) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+
+def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
+    """Children and context of a node that is none of the everyday containers; None: it is a leaf."""
+    if isinstance(tree, torch.Tensor | jax.Array | str | bytes):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return tree, None
+    opened = private.torch_node(tree)
+    if opened is not None:
+        return opened
+    if not jax.tree_util.all_leaves([tree]):
+        children, treedef = jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+        return children, _Jax(treedef)
+    return None
+
+
+def joined(*specs: Spec | None) -> Spec:
+    """The spec of a tuple of trees with these specs."""
+    return _make(tuple, None, len(specs) if all(s is LEAF for s in specs) else specs)
+
+
+def unflatten(spec: Spec | None, leaves: Any) -> Any:
+    """The tree of that spec with these leaves; the inverse of ``flatten``.
+
+    Raises:
+        ValueError: the number of leaves is not the spec's.
+    """
+    source = iter(leaves)
+    tree = _build(spec, source)
+    if next(source, source) is not source:
+        raise ValueError("leaves: more than the spec has places for")
+    return tree
+
+
+def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
+    try:
+        if spec is LEAF:
+            return next(source)
+        children = spec.children
+        if isinstance(children, int):
+            items = [next(source) for _ in range(children)]
+        else:
+            items = [next(source) if c is LEAF else _build(c, source) for c in children]
+    except (StopIteration, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, StopIteration):
+            raise
+        raise ValueError("leaves: fewer than the spec has places for") from None
+    kind, context = spec.kind, spec.context
+    if kind is tuple:
+        return tuple(items)
+    if kind is list:
+        return items
+    if kind is dict or kind is OrderedDict:
+        return kind(zip(context, items, strict=True))
+    if isinstance(context, _Jax):
+        return jax.tree_util.tree_unflatten(context.treedef, items)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*items)
+    return private.torch_node_build(kind, items, context)
+
+
+def count(spec: Spec | None) -> int:
+    """How many leaves a tree of that spec has."""
+    if spec is LEAF:
+        return 1
+    return spec.children if isinstance(spec.children, int) else sum(count(c) for c in spec.children)
+
+
+class Field(str):
+    """A step into a namedtuple, as against the key of a dict."""
+
+
+def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
+    """The way to each leaf: keys, fields and positions.
+
+    Example:
+        >>> from bridge import trees
+        >>> trees.paths(trees.flatten({"w": [1, 2], "b": 3})[1])
+        [('w', 0), ('w', 1), ('b',)]
+    """
+    if spec is LEAF:
+        return [()]
+    children = _children(spec)
+    steps: Any = range(len(children))
+    if spec.kind in (dict, OrderedDict):
+        steps = spec.context
+    elif children and len(getattr(spec.kind, "_fields", ())) == len(children):
+        steps = map(Field, spec.kind._fields)
+    return [(step, *below) for step, child in zip(steps, children, strict=True) for below in paths(child)]
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with fn applied to every leaf.
+
+    Example:
+        >>> from bridge import trees
+        >>> trees.map_leaves(lambda n: n + 1, [1, {"a": 2}])
+        [2, {'a': 3}]
+    """
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [fn(x) for x in leaves])
+
+
+def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
+    """A prefix tree (in_dims, say) spread over the leaves of a spec; None where it does not fit.
+
+    Example:
+        >>> from bridge import trees
+        >>> _, spec = trees.flatten((1, [2, 3]))
+        >>> trees.broadcast((0, None), spec)
+        [0, None, None]
+    """
+    out: list[Any] = []
+    return out if _broadcast(prefix, spec, out) else None
+
+
+def _broadcast(prefix: Any, spec: Spec | None, out: list[Any]) -> bool:
+    found, prefix_spec = flatten(prefix)
+    if prefix_spec is LEAF:
+        out.extend(found * count(spec))
+        return True
+    if spec is LEAF or prefix_spec.kind is not spec.kind or prefix_spec.context != spec.context:
+        return False
+    below, theirs = _children(spec), _children(prefix_spec)
+    if len(below) != len(theirs):
+        return False
+    source = iter(found)
+    return all(_broadcast(_build(mine, source), child, out) for mine, child in zip(theirs, below, strict=True))

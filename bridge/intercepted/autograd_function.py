@@ -1,0 +1,592 @@
+"""torch.autograd.Function inside a trace: the user's own derivatives become JAX's custom rules.
+
+JAX would differentiate through a Function's forward; torch calls its backward (or jvp).  While a trace is open, ``Function.apply``
+comes here instead.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch.nn.modules._functions import BackwardHookFunction
+
+from bridge import private
+from bridge.boundary import autograd
+from bridge.boundary.autograd import Untransformed
+from bridge.boundary.results import conj, inexact
+from bridge.convert import trees
+from bridge.errors import at_line, is_no_jvp, no_jvp
+from bridge.intercepted import gradient_hooks
+from bridge.intercepted.captured_by_rules import Closed, followed
+from bridge.intercepted.checkpointing import rematerialized
+from bridge.lowering.registry import LOWERINGS
+from bridge.operators import operands
+from bridge.record import recorder
+from bridge.trace.aliasing import read
+from bridge.trace.levels import Level, push, state
+from bridge.trace.random_keys import SeededInside
+from bridge.trace.requires_grad import stopped_by_torch
+from bridge.trace.storage import Node, OutsideOfView
+from bridge.trace.tracing import HANDED_IN, Traced, alias, assign, dispatch, node_of, value_of, wrap
+
+Function = torch.autograd.Function
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def intercepted() -> Iterator[None]:
+    """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
+    global _users
+    with _lock:
+        if _users == 0:
+            private.redirect(True)
+            private.answer_apply(_forward_in_trace)
+        _users += 1  # last: if one of these raises, the next trace tries again
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                private.answer_apply(None)
+                private.redirect(False)
+
+
+def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
+    """What PyTorch runs in the place of a Function's forward where this thread has a trace open; None: the forward itself.
+
+    PyTorch makes its own node of the outputs, for a ``torch.autograd.grad`` inside the trace; JAX's derivatives go by the rules of
+    ``_Call``.
+
+    Args:
+        cls: the Function.
+        recording, forward_mode: whether grad mode and forward-mode AD were on where it was applied.
+    """
+    if issubclass(cls, Untransformed):
+        return None
+    if state.level is None:
+        if state.recorder is not None:
+            return recorder.PARTS["function"](cls, recording)
+        private.outside_of_traces("autograd.Function")
+        return None
+    new_style = cls.setup_context is not Function.setup_context
+
+    def forward(*given: Any) -> Any:
+        ctx, args = (None, given) if new_style else (given[0], given[1:])
+        if not any(isinstance(a, torch.Tensor) for a in args):
+            return cls.forward(*given)
+        with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
+            out = _applied(cls, ctx, args)
+        if new_style and not _has_node(args, recording):
+            private.skip_setup_context(cls)
+        return out
+
+    return forward
+
+
+def _has_node(args: Sequence[Any], recording: bool) -> bool:
+    """Whether PyTorch makes a node of its graph of a Function with these arguments."""
+    return recording and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+def _applied(cls: Any, ctx: Any, args: tuple[Any, ...]) -> Any:
+    """The outputs of a Function; ctx: PyTorch's own where its forward takes one, else None."""
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return rematerialized(args[0], args[2:], {})
+    if cls is BackwardHookFunction and ctx is not None:
+        return gradient_hooks.module_hooks(ctx, args)
+    op = private.operator_without_formula(cls)
+    if op in LOWERINGS:  # a torch.library operator without derivative: its lowering has one
+        return dispatch(op, args[:-1], args[-1].keyword_only_args)
+    call = _Call(cls, args)
+    values = [value_of(args[i]) for i in call.where]
+    if ctx is None or not _has_node(args, torch.is_grad_enabled()):
+        return call.run(values)
+    with torch.no_grad(), private.set_forward_mode_enabled(False):
+        out = cls.forward(ctx, *args)  # for what it leaves in PyTorch's own context
+    return call.run(values, out)
+
+
+class Context:
+    """What a Function's static methods get as ctx."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+        self._saved: tuple[Any, ...] = ()
+        self._saved_forward: tuple[Any, ...] = ()
+        self._dirty: tuple[Any, ...] = ()
+        self._constant: tuple[Any, ...] = ()
+        self._materialize = True
+        self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self._saved_forward = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        first, second = (self._saved_forward, self._saved) if self._pushing else (self._saved, self._saved_forward)
+        return first or second
+
+    saved_variables = saved_tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialize = value
+
+    def mark_shared_storage(self, *pairs: Any) -> None:
+        """Deprecated in torch, without effect there too."""
+
+
+class _Call:
+    """One call of a Function inside a trace."""
+
+    def __init__(self, cls: Any, args: tuple[Any, ...]) -> None:
+        self.cls, self.args = cls, args
+        self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+        self.new_style = cls.setup_context is not Function.setup_context
+        self.own_vmap = cls.vmap is not Function.vmap and not cls.generate_vmap_rule
+        self.spec: Any = None
+        self.is_tensor: list[bool] = []
+        self.static: list[Any] = []
+        self.dirty: list[tuple[int, int]] = []
+        self.constant: list[bool] = []
+        self.outer: list[Node] = []
+
+    def _given(self, outer: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        return autograd.in_place_of(self.outer, outer) if outer else contextlib.nullcontext()
+
+    # -- the user's methods on JAX values ----------------------------------------------------------------------------------
+    def _wrapped(self, values: Sequence[Any], level: Level) -> list[Any]:
+        args = list(self.args)
+        for i, v in zip(self.where, values, strict=True):
+            args[i] = wrap(v, self.args[i].device, level)
+        return args
+
+    def forward(self, values: Sequence[Any], needs: Sequence[bool], outer: Sequence[Any] = ()) -> tuple[list[Any], list[Any], _Kept]:
+        """Outputs, residuals (every tensor the context keeps) and the context with places where those were.
+
+        outer: values of ``self.outer``, here and below, if they are not to be read where they are.
+        """
+        flags = [False] * len(self.args)
+        for i, n in zip(self.where, needs, strict=True):
+            flags[i] = n
+        ctx = Context(tuple(flags))
+        with (
+            push("function") as level, self._given(outer), torch.no_grad(), private.set_forward_mode_enabled(False),
+        ):  # fmt: skip
+            args = self._wrapped(values, level)
+            for a, n in zip(args, flags, strict=True):
+                if n and (a.is_floating_point() or a.is_complex()):
+                    a.requires_grad_()
+            if self.new_style:
+                out = self.cls.forward(*args)
+                self.cls.setup_context(ctx, tuple(args), out)
+            else:
+                out = self.cls.forward(ctx, *args)
+            leaves, spec = trees.flatten(out)
+            self._note(leaves, spec)
+            outs = [x for x in leaves if isinstance(x, torch.Tensor)]
+            self.constant = [any(o is c for c in ctx._constant) or not (o.is_floating_point() or o.is_complex()) for o in outs]
+            self.dirty = [
+                (k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o
+            ]
+            residuals: list[Any] = []
+            kept = _Kept(ctx, residuals, [*outs, *[args[i] for i in self.where]], level)
+            return [value_of(o) for o in outs], residuals, kept
+
+    def _note(self, leaves: list[Any], spec: Any) -> None:
+        """Remember what the outputs look like."""
+        self.spec = spec
+        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
+        if len(self.constant) != sum(self.is_tensor):
+            self.constant = [not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor)]
+
+    def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
+        """Cotangents of the tensor arguments, None where there is none; cotangents may be None."""
+        with push("plain") as level, self._given(outer):
+            ctx = kept.restored(residuals, self.device, level)
+            cts: list[Any] = []
+            given = iter(cotangents)
+            for t in self.is_tensor:
+                c = next(given) if t else None
+                cts.append(wrap(conj(c), self.device, level) if c is not None else None)
+            method = self.cls.vjp if self.cls.vjp is not Function.vjp else self.cls.backward
+            once = private.once_differentiable_inner(method)
+            with torch.no_grad() if once else contextlib.nullcontext():
+                grads = (once or method)(ctx, *cts)
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            if len(grads) < len(self.args):
+                raise RuntimeError(
+                    f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
+                    f"got {len(grads)})"
+                )
+            out: list[Any] = []
+            for i in self.where:
+                g = grads[i]
+                if g is None:
+                    out.append(None)
+                    continue
+                v = conj(value_of(g))
+                if v.shape != tuple(self.args[i].shape):
+                    v = _summed(v, tuple(self.args[i].shape), self.cls.__name__)
+                out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once else v)
+            return out
+
+    def jvp(self, kept: Any, residuals: Sequence[Any], tangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
+        with push("plain") as level, self._given(outer):
+            ctx = kept.restored(residuals, self.device, level)
+            ctx._pushing = True
+            given = iter(tangents)
+            every = []
+            for a in self.args:
+                t = next(given) if isinstance(a, torch.Tensor) else None
+                every.append(None if t is None else wrap(t, self.device, level))
+            out = self.cls.jvp(ctx, *every)
+            leaves = list(out) if isinstance(out, tuple | list) else [out]
+            return [None if t is None else value_of(t) for t in leaves]
+
+    # -- as JAX functions with rules of their own --------------------------------------------------------------------------
+    def run(self, values: Sequence[Any], out: Any = None) -> Any:
+        """The outputs for these values of the tensor arguments; written into those of ``out``, where the forward has run before."""
+        level = state.level
+        innermost: Level | None = level
+        while innermost is not None and innermost.kind not in ("grad", "jvp"):
+            innermost = innermost.parent
+        has_jvp = self.cls.jvp is not Function.jvp
+        has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
+        forward_mode = innermost is not None and innermost.kind == "jvp"
+        if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
+            raise no_jvp(self.cls.__name__)
+        staged = level.root.staged
+        self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
+        captured: Any = [read(node, level) for node in self.outer]
+        if has_jvp and (forward_mode or not has_backward):
+            f, *constants = self._staged_with_jvp(values) if staged else (self._with_jvp(),)
+        elif has_backward:
+            f, *constants = self._staged_with_vjp(values) if staged else (self._with_vjp(),)
+        else:
+            f, constants = self._constant, []
+        if self.own_vmap and private.mapped_first(values):
+            f = self._batched(f)  # what its rule does is what the transforms around the vmap see
+        try:
+            outs = _called(f, (captured, *constants), values)
+        except TypeError as error:
+            if not is_no_jvp(error):
+                raise
+            raise no_jvp(self.cls.__name__) from error
+        outs = outs if torch.is_grad_enabled() else operands.stop(outs)
+        return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
+
+    def _constant(self, captured: Any, *values: Any) -> list[Any]:
+        return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
+
+    def primal(self) -> Callable[..., Any]:
+        """The forward alone, batched by the Function's own vmap where it has one."""
+
+        def plain(captured: Any, *values: Any) -> list[Any]:
+            return self.forward(values, [True] * len(values), captured[0])[0]
+
+        return self._batched(plain) if self.own_vmap else plain
+
+    def _batched(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """f with the Function's vmap staticmethod as its batching rule."""
+        batched = jax.custom_batching.custom_vmap(f)
+
+        @batched.def_vmap
+        def rule(axis_size: int, in_batched: Any, captured: Any, *values: Any) -> Any:
+            dims: list[int | None] = [None] * len(self.args)
+            for i, b in zip(self.where, in_batched[1:], strict=True):
+                dims[i] = 0 if b else None
+            if any(in_batched[0][0]):
+                raise RuntimeError(
+                    f"{self.cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it "
+                    f"along which dimension; give that tensor to apply as an argument{at_line()}"
+                )
+            with push("plain") as level, self._given(captured[0]):
+                args = self._wrapped(values, level)
+                info = private.vmap_info(axis_size, (state.level.randomness or "error"))
+                out, out_dims = self.cls.vmap(info, tuple(dims), *args)
+                leaves, spec = trees.flatten(out)
+                flat_dims = trees.broadcast(out_dims, spec) or []
+                self._note(leaves, spec)
+                tensors = [(x, d) for x, d in zip(leaves, flat_dims, strict=True) if isinstance(x, torch.Tensor)]
+                moved = [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in tensors]
+                return moved, [d is not None for _, d in tensors]
+
+        return batched
+
+    def _with_vjp(self) -> Callable[..., Any]:
+        primal = self.primal()
+
+        @jax.custom_vjp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return primal(captured, *values)
+
+        def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
+            captured = ([g.value for g in captured[0]],)
+            values = [g.value for g in given]
+            outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given], captured[0])
+            # at the levels around this one the outputs again have the Function's own derivative
+            outside = any(isinstance(v, jax.core.Tracer) for v in (*values, *captured[0]))
+            again = _called(f, captured, values) if outside else primal(captured, *values) if self.own_vmap else outs
+            return again, (captured, kept.linked(residuals, [*again, *values]), kept)
+
+        def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            captured, residuals, kept = given
+            zero: Any = jax.custom_derivatives.SymbolicZero
+            cts = []
+            for c, constant in zip(cotangents, self.constant, strict=True):
+                if isinstance(c, zero):
+                    c = jnp.zeros(c.aval.shape, c.aval.dtype) if kept.materialize and not constant else None
+                cts.append(c if c is None or c.dtype != jax.dtypes.float0 else None)
+            return None, *self.backward(kept, residuals, cts, captured[0])
+
+        f.defvjp(fwd, bwd, symbolic_zeros=True)
+        return f
+
+    def _with_jvp(self) -> Callable[..., Any]:
+        primal = self.primal()
+
+        @jax.custom_jvp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return primal(captured, *values)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            (captured, *primals), (_, *tangents) = primals, tangents
+            zero: Any = jax.custom_derivatives.SymbolicZero
+            outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents], captured[0])
+            given = [
+                (jnp.zeros(t.aval.shape, t.aval.dtype) if kept.materialize else None) if isinstance(t, zero) else t for t in tangents
+            ]
+            given = [None if t is not None and t.dtype == jax.dtypes.float0 else t for t in given]
+            again = _called(f, captured, primals)
+            found = self.jvp(kept, kept.linked(residuals, [*again, *primals]), given, captured[0])
+            return again, [
+                jnp.zeros_like(o) if p is None and inexact(o) else jnp.zeros(o.shape, jax.dtypes.float0) if p is None else p
+                for o, p in zip(outs, found, strict=True)
+            ]
+
+        f.defjvp(rule, symbolic_zeros=True)
+        return f
+
+    # In a program to be compiled, JAX asks for these rules when the program is differentiated, which may be after its trace has closed:
+    # then tensors that the methods capture would be met again, as constants.  So the methods run now, as jaxprs, whose constants, the
+    # captured tensors' values among them, are operands.
+    def _staged_with_vjp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        kept: Any = None
+        differentiable: list[bool] = []
+
+        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal kept
+            outs, residuals, kept = self.forward(values, [True] * len(values))
+            differentiable[:] = [inexact(o) and not c for o, c in zip(outs, self.constant, strict=True)]
+            return outs, residuals
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+            given = iter(cotangents)
+            cts = [next(given) if d else None for d in differentiable]
+            grads = self.backward(kept, residuals, cts)
+            return [jnp.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(grads, values, strict=True) if inexact(v)]
+
+        forward_jaxpr = Closed(forward, *values)
+        outs, residuals = forward_jaxpr.shapes
+        backward_jaxpr: Closed | None = None
+        refused: Exception | None = None
+        try:
+            backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
+        except (OutsideOfView, SeededInside):
+            raise
+        except Exception as error:  # raised when JAX asks for the derivative, if it does: PyTorch runs no backward before that
+            refused = error
+
+        @jax.custom_vjp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return forward_jaxpr(captured[1], *values)[0]
+
+        def fwd(captured: Any, *values: Any) -> tuple[list[Any], Any]:
+            _, residuals = forward_jaxpr(captured[1], *values)
+            outs = _called(f, captured, values)  # at the levels around this one the outputs again have the Function's own derivative
+            return outs, (captured, kept.linked(residuals, [*outs, *values]))
+
+        def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            captured, residuals = given
+            if backward_jaxpr is None:
+                raise refused
+            grads = iter(backward_jaxpr(captured[2], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
+            return None, *[next(grads) if inexact(v) else None for v in values]
+
+        f.defvjp(fwd, bwd)
+        return f, forward_jaxpr.captured, [] if backward_jaxpr is None else backward_jaxpr.captured
+
+    def _staged_with_jvp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        kept: Any = None
+
+        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal kept
+            outs, residuals, kept = self.forward(values, [True] * len(values))
+            return outs, residuals
+
+        def push_forward(residuals: list[Any], tangents: list[Any]) -> list[Any]:
+            given = iter(tangents)
+            pushed = self.jvp(kept, residuals, [next(given) if inexact(v) else None for v in values])
+            return [jnp.zeros(o.shape, o.dtype) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
+
+        forward_jaxpr = Closed(forward, *values)
+        outs, residuals = forward_jaxpr.shapes
+        tangent_jaxpr = Closed(push_forward, residuals, [v for v in values if inexact(v)])
+
+        @jax.custom_jvp
+        def f(captured: Any, *values: Any) -> list[Any]:
+            return forward_jaxpr(captured[1], *values)[0]
+
+        @f.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            captured, *values = primals
+            _, residuals = forward_jaxpr(captured[1], *values)
+            outs = _called(f, captured, values)
+            given = [t for v, t in zip(values, tangents[1:], strict=True) if inexact(v)]
+            pushed = iter(tangent_jaxpr(captured[2], kept.linked(residuals, [*outs, *values]), given))
+            return outs, [next(pushed) if inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
+
+        return f, forward_jaxpr.captured, tangent_jaxpr.captured
+
+    def _finish(self, outs: Sequence[Any], made: Any) -> Any:
+        tensors = []
+        dirty = dict(self.dirty)
+        earlier = [x for x in trees.flatten(made)[0] if isinstance(x, torch.Tensor)] if made is not None else None
+        for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
+            if constant and inexact(v):
+                v = stopped_by_torch(v) if state.level.root.staged else jax.lax.stop_gradient(v)
+            if k in dirty:
+                target = self.args[self.where[dirty[k]]]
+                assign(target, v)
+                # an input itself PyTorch returns without its history, unless it makes a node and the input is marked as dirty there
+                tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else alias(target))
+            elif earlier is not None and self._is_new(earlier[k]):
+                node_of(earlier[k]).value = v  # the same tensor, since the context may have kept it
+                tensors.append(earlier[k])
+            else:
+                tensors.append(wrap(v, self.device))
+        source = iter(tensors)
+        return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
+
+    def _is_new(self, t: torch.Tensor) -> bool:
+        """Whether a tensor owns its memory and is none of the arguments."""
+        return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
+
+
+@jax.tree_util.register_static
+class _Kept:
+    """A context whose tensors have been taken out as residuals, to be put back as new tensors; each level of transforms has its own."""
+
+    def __init__(self, ctx: Context, residuals: list[Any], known: Sequence[torch.Tensor], level: Level) -> None:
+        self.materialize = ctx._materialize
+        self.links: list[int | None] = []  # for each residual: which of the known tensors it is
+        places = {id(t): k for k, t in reversed(list(enumerate(known)))}
+        self.fields: dict[str, Any] = {}
+        for name, held in ctx.__dict__.items():
+            leaves, spec = trees.flatten(held)
+            slots = []
+            for x in leaves:
+                if isinstance(x, torch.Tensor):
+                    slots.append(len(residuals))
+                    self.links.append(places.get(id(x)))
+                    made_here = type(x) is Traced and x.node.root.level is level and id(x) not in places
+                    residuals.append(operands.constant(value_of(x)) if made_here else value_of(x))
+                else:
+                    slots.append(None)
+            self.fields[name] = (spec, slots, [None if isinstance(x, torch.Tensor) else x for x in leaves])
+
+    def linked(self, residuals: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+        """The residuals, those that are outputs or inputs as these: torch's autograd goes back through them, and through no others."""
+        return [r if k is None else known[k] for r, k in zip(residuals, self.links, strict=True)]
+
+    def restored(self, residuals: Sequence[Any], device: torch.device, level: Level) -> Context:
+        ctx = Context(())
+        for name, (spec, slots, static) in self.fields.items():
+            leaves = [x if s is None else wrap(residuals[s], device, level) for s, x in zip(slots, static, strict=True)]
+            ctx.__dict__[name] = trees.unflatten(spec, leaves)
+        return ctx
+
+
+def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
+    """A gradient broadcast against its input, summed back to the input's shape, as torch's engine does."""
+    try:
+        jnp.broadcast_shapes(v.shape, shape)
+    except ValueError:
+        raise RuntimeError(
+            f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape "
+            f"compatible with {list(shape)}"
+        ) from None
+    lead = v.ndim - len(shape)
+    v = v.sum(tuple(range(lead))) if lead > 0 else v
+    axes = tuple(i for i, (a, b) in enumerate(zip(v.shape, shape, strict=True)) if b == 1 and a != 1)
+    return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
+
+
+def _called(f: Callable[..., Any], captured: Any, values: Sequence[Any]) -> list[Any]:
+    """f's outputs, which depend on the values, and not on the tensors from outside that are operands of its rules."""
+    outs = f(captured, *values)
+    return _of_inputs(outs, *values) if any(captured) else outs
+
+
+@jax.jit
+def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
+    """The outputs, with a name by which ``bridge.jit.program`` tells that they depend on the inputs and on nothing else.
+
+    The inputs are used, without effect, since JAX drops from a program what is not.
+    """
+    outs, inputs = jax.lax.stop_gradient((outs, inputs))
+    nothing = sum(jnp.sum(jnp.real(v).reshape(-1)[:0]) for v in jax.tree_util.tree_leaves(inputs))
+    return [jnp.where(jnp.zeros(o.shape, bool), jnp.asarray(nothing).astype(o.dtype), o) for o in outs]
+
+
+@jax.custom_jvp
+def _of_inputs(outs: list[Any], *inputs: Any) -> list[Any]:
+    return of_inputs_alone(outs, inputs)
+
+
+def _of_inputs_jvp(primals: Any, tangents: Any) -> Any:
+    given, *others = tangents
+    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) for t in others):
+        given = [jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]]
+    return _of_inputs(*primals), given
+
+
+_of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _undifferentiable(v: Any, *sources: Any) -> Any:
+    return v
+
+
+def _refuse(primals: Any, tangents: Any) -> Any:
+    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents):
+        return primals[0], tangents[0]
+    raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+
+
+_undifferentiable.defjvp(_refuse, symbolic_zeros=True)
+
+
+HANDED_IN["intercepted"] = intercepted

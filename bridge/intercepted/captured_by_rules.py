@@ -1,0 +1,51 @@
+"""The tensors that a user's own derivative rules capture become operands: JAX may run the rules after their trace has closed."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge.programs import closure_scan
+from bridge.trace.levels import state
+from bridge.trace.storage import Node
+from bridge.trace.tracing import Traced, node_of, value_of
+
+
+class Closed:
+    """A function of JAX values, traced on these arguments; the values that it captured are its first argument when it is called.
+
+    Attributes:
+        captured: the values that it met beside its arguments.
+        shapes: of its results.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        self._jaxpr, self.captured = closed.jaxpr, closed.consts
+
+    def __call__(self, captured: Sequence[Any], *args: Any) -> Any:
+        outs = jax.core.eval_jaxpr(self._jaxpr, captured, *jax.tree_util.tree_leaves(args))
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.shapes), outs)
+
+
+def followed(*roots: Any) -> list[Node]:
+    """Tensors from outside that these functions reach and that JAX follows.
+
+    Those that require grad are noted: torch's autograd goes back to them in a second derivative, for which the rules run again.
+    """
+    root, nodes = state.level.root, []
+    with torch.no_grad():
+        for t, _ in closure_scan.scan(*roots).tensors.values():
+            if type(t) is Traced:
+                wanted = not t.node.level.closed
+            else:
+                wanted = id(t) in root.overrides or (t.requires_grad and not root.staged)
+            if not wanted:
+                continue
+            if isinstance(value_of(t), jax.core.Tracer):
+                nodes.append(node_of(t))
+            if type(t) is not Traced and t.requires_grad:
+                root.behind.add(id(t))
+    return nodes

@@ -1,0 +1,193 @@
+"""torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan as JAX's.
+
+Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge import private
+from bridge.convert import trees
+from bridge.errors import at_line, is_no_jvp
+from bridge.trace.levels import push, state
+from bridge.trace.tracing import Traced, value_of, wrap
+
+_UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
+
+
+def traced(*trees_: Any) -> bool:
+    """Whether a transform is in progress, or one of the tensors belongs to a trace."""
+    return state.level is not None and (state.level.parent is not None or any(type(x) is Traced for x in trees.flatten(trees_)[0]))
+
+
+class _Body:
+    """A Python function on trees of tensors as a function on flat lists of JAX values; notes the structure of what it returns."""
+
+    def __init__(self, fn: Callable[..., Any], spec: Any, leaves: Sequence[Any], what: str) -> None:
+        self.fn, self.spec, self.what = fn, spec, what
+        self.static = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self.device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        self.out_spec: Any = None
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        with push("plain") as level:
+            source = iter(values)
+            leaves = [wrap(next(source), self.device, level) if t else x for t, x in zip(self.is_tensor, self.static, strict=True)]
+            out = self.fn(*trees.unflatten(self.spec, leaves))
+            outs, spec = trees.flatten(out)
+            if self.out_spec is not None and spec != self.out_spec:
+                raise RuntimeError(f"{self.what}: expected an output of structure {self.out_spec}, got {spec}{at_line()}")
+            self.out_spec = spec
+            for i, x in enumerate(outs):
+                if not isinstance(x, torch.Tensor):
+                    outs[i] = torch.as_tensor(x)
+            if level.writes:
+                raise RuntimeError(f"{self.what}: must not write to tensors from outside it; return the new values instead{at_line()}")
+            return [value_of(x) for x in outs]
+
+
+def _values(leaves: Sequence[Any]) -> list[Any]:
+    return [value_of(x) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _wrapped(values: Sequence[Any], spec: Any, device: torch.device) -> Any:
+    return trees.unflatten(spec, [wrap(v, device) for v in values])
+
+
+def _known(pred: Any) -> bool | None:
+    """A predicate's value; None where it is not known."""
+    if not isinstance(pred, torch.Tensor):
+        return bool(pred)
+    value = value_of(pred)
+    if not isinstance(value, jax.core.Tracer):
+        return bool(value)
+    try:
+        return bool(lax.stop_gradient(value))
+    except jax.errors.JAXTypeError:
+        return None
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """torch.cond: both branches are traced, ``lax.cond`` chooses."""
+    if state.level is None:
+        return private.original("cond")(pred, true_fn, false_fn, operands)
+    known = _known(pred)
+    if known is not None:
+        return (true_fn if known else false_fn)(*operands)
+    value = value_of(pred)
+    if value.size != 1 or value.dtype != jnp.bool_:
+        raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of shape {list(pred.shape)}")
+    leaves, spec = trees.flatten(tuple(operands))
+    yes, no = _Body(true_fn, spec, leaves, "cond: true_fn"), _Body(false_fn, spec, leaves, "cond: false_fn")
+    try:
+        outs = lax.cond(value.reshape(()), yes, no, _values(leaves))
+    except TypeError as error:
+        if is_no_jvp(error):
+            raise
+        raise RuntimeError(f"cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes; {error}") from error
+    if yes.out_spec != no.out_spec:
+        raise RuntimeError(f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the same structure")
+    return _wrapped(outs, yes.out_spec, yes.device)
+
+
+def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, additional_inputs: Any = ()) -> Any:
+    """torch's while_loop: ``lax.while_loop``; forward mode only, as in JAX, unless its length is known."""
+    if state.level is None:
+        return private.original("while_loop")(cond_fn, body_fn, carried_inputs)
+    carry = tuple(carried_inputs)
+    known = _known(cond_fn(*carry, *additional_inputs))
+    while known:
+        out = body_fn(*carry, *additional_inputs)
+        carry = tuple(out) if isinstance(out, tuple | list) else (out,)
+        known = _known(cond_fn(*carry, *additional_inputs))
+    if known is not None:
+        return carry
+    leaves, spec = trees.flatten(carry)
+    leaves = [x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in leaves]
+    test = _Body(lambda *xs: cond_fn(*xs, *additional_inputs), spec, leaves, "while_loop: cond_fn")
+    body = _Body(lambda *xs: body_fn(*xs, *additional_inputs), spec, leaves, "while_loop: body_fn")
+    try:
+        outs = lax.while_loop(lambda vs: test(vs)[0].reshape(()), body, _values(leaves))
+    except TypeError as error:
+        if is_no_jvp(error):
+            raise
+        raise RuntimeError(f"while_loop: body_fn must return tensors of the shapes and dtypes it is given; {error}") from error
+    return tuple(_wrapped(outs, spec, body.device))
+
+
+def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
+    """torch's map: f over the first dimension of xs, one after the other (``lax.map``)."""
+    if not traced(xs, args):
+        return private.original("map")(f, xs, *args)
+    return scan(lambda _, x: ((), f(x, *args)), (), xs)[1]
+
+
+def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False, **_: Any) -> tuple[Any, Any]:
+    """torch's scan: ``lax.scan`` along dim."""
+    if not traced(init, xs):
+        return private.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
+    flat_xs, xs_spec = trees.flatten(xs)
+    if not flat_xs or not all(isinstance(x, torch.Tensor) for x in flat_xs):
+        raise RuntimeError("scan() operator requires xs leaves: expected at least one tensor, and tensors only")
+    lengths = {x.shape[dim] for x in flat_xs}
+    if len(lengths) != 1 or 0 in lengths:
+        raise RuntimeError(f"scan: expected all xs to have the same size, at least 1, along dim {dim}, got {sorted(lengths)}")
+    (length,) = lengths
+    if not state.level.root.staged and length <= _UNROLLED:
+        return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse, length)
+    flat_init = trees.flatten(init)[0]
+    n = len(flat_init)
+    spec = trees.flatten((init, xs))[1]
+    body = _Body(combine_fn, spec, [*flat_init, *flat_xs], "scan: combine_fn")
+    sizes: list[Any] = []
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body([*carry, *x])
+        sizes[:] = [body.out_spec]
+        return outs[:n], outs[n:]
+
+    moved = [jnp.moveaxis(value_of(x), dim, 0) for x in flat_xs]
+    try:
+        carry, ys = lax.scan(step, _values(flat_init), moved, reverse=reverse)
+    except TypeError as error:
+        if is_no_jvp(error):
+            raise
+        raise RuntimeError(f"scan: combine_fn must return a carry of the structure, shapes and dtypes of init; {error}") from error
+    ys = [jnp.moveaxis(y, 0, dim) for y in ys]
+    out = _wrapped([*carry, *ys], sizes[0], body.device)
+    return out[0], out[1]
+
+
+def _steps(combine_fn: Any, init: Any, flat_xs: list[Any], xs_spec: Any, dim: int, reverse: bool, length: int) -> tuple[Any, Any]:
+    carry, columns, y_spec = init, [], None
+    for i in reversed(range(length)) if reverse else range(length):
+        carry, y = combine_fn(carry, trees.unflatten(xs_spec, [x.select(dim, i) for x in flat_xs]))
+        leaves, y_spec = trees.flatten(y)
+        columns.append([x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in leaves])
+    if reverse:
+        columns.reverse()
+    return carry, trees.unflatten(y_spec, [torch.stack(list(c), dim) for c in zip(*columns, strict=True)])
+
+
+def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+    """torch's associative_scan: ``lax.associative_scan`` along dim."""
+    if not traced(xs):
+        return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
+    leaves, spec = trees.flatten(xs)
+    _, pair = trees.flatten((xs, xs))
+    body = _Body(combine_fn, pair, leaves * 2, "associative_scan: combine_fn")
+    # combine_fn sees slices without dim, as in torch; JAX combines many of them at once
+    combine = jax.vmap(lambda a, b: body([*a, *b]))
+    moved = [jnp.moveaxis(value_of(x), dim, 0) for x in leaves]
+    outs = lax.associative_scan(combine, moved, reverse=reverse)
+    return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], spec, body.device)
+
+
+private.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})

@@ -1,0 +1,79 @@
+"""FlexAttention inside a trace: PyTorch's own checks and outputs around a dense attention on traced tensors.
+
+PyTorch would hand its higher-order operator to torch.compile, which sees no traced tensors, and has no backward on CPUs.  The two
+functions of one element, score_mod and mask_mod, are mapped over batches, heads, queries and keys by ``jax.vmap``; the numbers are those
+of PyTorch's eager reference, ``torch._higher_order_ops.flex_attention.math_attention``.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import private
+from bridge.convert.trees import flatten
+from bridge.intercepted.control_flow import _Body
+from bridge.trace.levels import state
+from bridge.trace.tracing import value_of, wrap
+
+
+def flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention, on traced tensors if this thread has a trace open."""
+    if state.level is None:
+        return private.original("flex_attention")(*args, **kwargs)
+    return private.flex_attention_around(_dense)(*args, **kwargs)
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
+    kernel_options: dict[str, Any], *buffers: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, logsumexp and greatest scores, the latter two as logarithms to base 2: what the higher-order operator returns."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
+        with torch.autocast(kind, enabled=False):
+            return _dense(query, key, value, score_mod, block_mask, scale, kernel_options, *buffers)
+    if query.shape[0] != key.shape[0] and key.shape[0] != 1:
+        raise RuntimeError(f"Bq and Bkv must broadcast. Got Bq={query.shape[0]} and Bkv={key.shape[0]}")
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1).expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale
+    shown = _everywhere(block_mask[-1], scores.shape, None, "mask_mod")
+    scores = _everywhere(score_mod, scores.shape, scores, "score_mod")
+    scores = torch.where(shown, scores, float("-inf"))
+    hidden = (scores == float("-inf")).all(-1)
+    # a hidden score has no derivative: that of a logsumexp of nothing but -inf would be NaN
+    safe = torch.where(hidden[..., None], 0.0, scores)
+    logsumexp = torch.where(hidden, float("-inf"), safe.logsumexp(-1))
+    out = torch.where(hidden[..., None], 0.0, safe.softmax(-1)).to(query.dtype) @ value.to(query.dtype)
+    return out, logsumexp / math.log(2), scores.amax(-1) / math.log(2)
+
+
+def _everywhere(fn: Callable[..., Any], shape: Any, scores: torch.Tensor | None, what: str) -> torch.Tensor:
+    """fn of each element of (batch, head, query, key): of its score, if there are scores, and of the four numbers that say where it is."""
+    index = [wrap(jnp.zeros((), jnp.int64))] * 4
+    given = index if scores is None else [wrap(jnp.zeros((), value_of(scores).dtype)), *index]
+    leaves, spec = flatten(tuple(given))
+    body = _Body(fn, spec, leaves, what)
+
+    def at(*values: Any) -> Any:
+        outs = body(values)
+        if len(outs) != 1 or outs[0].shape != ():
+            raise RuntimeError(f"{what}: expected one tensor without dimensions, got shapes {[list(o.shape) for o in outs]}")
+        return outs[0]
+
+    with_score: list[int | None] = [] if scores is None else [0]
+    for place in reversed(range(4)):
+        at = jax.vmap(at, [*with_score, *(0 if i == place else None for i in range(4))])
+    values = [] if scores is None else [value_of(scores)]
+    return wrap(at(*values, *(jnp.arange(n, dtype=jnp.int64) for n in shape)))
+
+
+private.IN_TRACES["flex_attention"] = flex_attention

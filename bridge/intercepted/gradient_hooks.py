@@ -1,0 +1,259 @@
+"""Hooks on gradients inside a trace: ``Tensor.register_hook`` and full backward hooks of modules.
+
+PyTorch's engine calls a hook when a gradient reaches a tensor.  JAX's derivatives do not pass through that engine, so a hook becomes a part
+of the computation: an identity whose derivative calls it.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+from bridge.boundary.autograd import in_place_of
+from bridge.boundary.results import conj
+from bridge.errors import at_line
+from bridge.intercepted.captured_by_rules import Closed, followed
+from bridge.trace.aliasing import read
+from bridge.trace.levels import Level, push, state
+from bridge.trace.tracing import HANDED_IN, resumed, value_of, wrap
+
+
+def _followed(values: Sequence[Any]) -> None:
+    """Refuse a hook where a forward-mode transform differentiates: JAX knows no tangents of what has one.
+
+    Raises:
+        NotImplementedError: the innermost transform that differentiates is a forward-mode one.
+    """
+    level: Level = state.level
+    inner: Level | None = level
+    while inner is not None and inner.kind not in ("grad", "jvp"):
+        inner = inner.parent
+    if inner is not None and inner.kind == "jvp":
+        raise NotImplementedError(
+            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
+            f"what has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
+        )
+
+
+def _differentiated() -> bool:
+    level: Level | None = state.level
+    while level is not None:
+        if level.kind in ("grad", "jvp"):
+            return True
+        level = level.parent
+    return False
+
+
+def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Tensor.register_hook`` of a traced tensor: PyTorch's own, for its engine, and the same for JAX's derivatives."""
+    given = dict(zip(("self", "hook"), args, strict=False)) | kwargs
+    t, hook = given["self"], given["hook"]
+    if t.node.used:
+        raise RuntimeError(
+            "register_hook: the tensor has been used already, and inside a transform a hook sees the gradients of later uses only; "
+            f"register it right after the tensor is made{at_line()}"
+        )
+    handle = func(t, hook)
+    hooked, value, hooks = t.node.hooked or (None, None, [])
+    if value_of(t) is not hooked:
+        value, hooks = value_of(t), []
+    _followed([value])
+    hooks = [*hooks, _TensorHook(hook, handle, t, value)]
+    t.node.value = hooked = _observed(value, hooks, private.saved_by_its_operator(t))
+    t.node.seen = t.node.root.version
+    t.node.hooked = (hooked, value, hooks)
+    return handle
+
+
+class _TensorHook:
+    """A hook on the gradient of one tensor, on JAX's cotangents."""
+
+    def __init__(self, hook: Callable[..., Any], handle: Any, t: torch.Tensor, value: Any) -> None:
+        self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
+        # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
+        self.closed = Closed(self._call, value) if state.level.root.staged else None
+        self.outer = followed(hook) if self.closed is None else []
+
+    def captured(self) -> Any:
+        return [read(node, state.level) for node in self.outer] if self.closed is None else self.closed.captured
+
+    def __call__(self, captured: Any, cotangent: Any) -> Any:
+        if self.handle.id not in self.hooks:
+            return cotangent
+        if self.closed is not None:
+            return self.closed(captured, cotangent)
+        with _late(), in_place_of(self.outer, captured):
+            return self._call(cotangent)
+
+    def _call(self, cotangent: Any) -> Any:
+        with push("plain") as level, torch.enable_grad():
+            return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
+
+
+def _observed(value: Any, hooks: Sequence[_TensorHook], saved: bool) -> Any:
+    """The value, whose cotangent passes through the hooks in their order; saved: whether its operator's derivative is computed from it."""
+    # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
+    again = not _differentiated()
+    where = at_line() if again and saved else ""
+
+    @jax.custom_vjp
+    def observed(value: Any, captured: Any) -> Any:
+        return value
+
+    def forward(value: Any, captured: Any) -> Any:
+        return (observed(value, captured), (value if saved else None, captured)) if again else (value, (None, captured))
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        before, captured = kept
+        for hook, met in zip(hooks, captured, strict=True):
+            cotangent = hook(met, cotangent)
+        return cotangent if before is None else once(cotangent, before), None
+
+    @jax.custom_vjp
+    def once(cotangent: Any, before: Any) -> Any:
+        return cotangent
+
+    def twice(*_: Any) -> Any:
+        raise NotImplementedError(
+            "a second derivative through a hook on the result of an operator whose derivative PyTorch computes from that result (tanh, "
+            "exp, softmax, ...): PyTorch would call the hook where the result is used for that, too, and JAX's derivative does not pass "
+            f"there; register the hook on a copy (y = y.clone(); y.register_hook(...)), which is not called there{where}"
+        )
+
+    observed.defvjp(forward, backward)
+    once.defvjp(lambda cotangent, before: (cotangent, None), twice)
+    return observed(value, [hook.captured() for hook in hooks])
+
+
+def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: Any) -> Any:
+    """The cotangent that a hook leaves, checked as PyTorch's engine checks it."""
+    found = hook(gradient)
+    if found is None:
+        return cotangent
+    name = getattr(hook, "__name__", type(hook).__name__)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"hook '{name}': expected Tensor or None, but got {type(found).__name__}")
+    if found.shape != gradient.shape:
+        raise RuntimeError(f"hook '{name}' has changed the size of value")
+    if found.dtype != gradient.dtype:
+        raise RuntimeError(f"hook '{name}' has changed the type of value (was {gradient.type()} got {found.type()})")
+    return conj(value_of(found))
+
+
+# -- nodes of PyTorch's graph, as a program inside a trace sees them ---------------------------------------------------------------------
+class GraphNode:
+    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, but for the hooks, which JAX's derivatives must call too."""
+
+    def __init__(self, node: Any, hooks: _Hooks | None) -> None:
+        self._node, self._hooks = node, hooks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __repr__(self) -> str:
+        return repr(self._node)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node == (other._node if isinstance(other, GraphNode) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._add("register_hook", hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        return self._add("register_prehook", hook)
+
+    def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
+        if self._hooks is None:
+            raise NotImplementedError(
+                f"grad_fn.{kind}: inside a transform the derivative is JAX's, which does not pass through this node; register the hook on "
+                f"the tensor, with Tensor.register_hook{at_line()}"
+            )
+        handle = getattr(self._node, kind)(hook)
+        (self._hooks.before if kind == "register_prehook" else self._hooks.after).append(_Hook(handle, hook))
+        return handle
+
+
+class _Hooks:
+    """The hooks of one node: those called before its derivative, and those after."""
+
+    def __init__(self) -> None:
+        self.before: list[_Hook] = []
+        self.after: list[_Hook] = []
+
+    def called(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The gradients that the hooks leave of those that arrive, where the node's own derivative is the identity."""
+        for hook in self.before:
+            gradients = hook(gradients) or gradients
+        left = gradients
+        for hook in self.after:
+            left = hook(left, gradients) or left
+        return left
+
+
+class _Hook:
+    """A hook as long as its handle has not removed it."""
+
+    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
+        self.handle, self.hook, self.hooks = handle, hook, handle.hooks_dict_ref()
+
+    def __call__(self, *gradients: Any) -> Any:
+        return self.hook(*gradients) if self.handle.id in self.hooks else None
+
+
+def graph_node(node: Any) -> Any:
+    """What a traced tensor's ``grad_fn`` is, of PyTorch's own node."""
+    return None if node is None else GraphNode(node, getattr(node, "hooks_in_jax", None))
+
+
+def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The node that PyTorch puts around a module with full backward hooks: an identity, to which it adds the hooks afterwards."""
+    hooks = ctx.hooks_in_jax = _Hooks()
+    values = [value_of(t) for t in tensors]
+    _followed(values)
+    needed = [t.requires_grad for t in tensors]
+    devices = [t.device for t in tensors]
+
+    @jax.custom_vjp
+    def observed(*values: Any) -> list[Any]:
+        return list(values)
+
+    def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        with _late() as level, torch.enable_grad():
+            given = zip(cotangents, devices, needed, strict=True)
+            left = hooks.called(tuple(wrap(conj(c), d, level) if n else None for c, d, n in given))
+            return tuple(conj(value_of(g)) if n and g is not None else None for g, n in zip(left, needed, strict=True))
+
+    again = not _differentiated()
+    observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
+    outs = tuple(wrap(v, d) for v, d in zip(observed(*values), devices, strict=True))
+    ctx.mark_non_differentiable(*[o for o, n in zip(outs, needed, strict=True) if not n])
+    return outs
+
+
+@contextlib.contextmanager
+def _late() -> Iterator[Level]:
+    """The level in which a hook runs: the one that pulls back, or, where a compiled program does, one for all its hooks."""
+    if state.level is not None:
+        yield state.level
+        return
+    with resumed() as level:
+        yield level
+        if level.captured:
+            t = next(iter(level.captured.values()))[0]
+            level.captured.clear()
+            raise RuntimeError(
+                f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
+                "become a constant of the program; use Tensor.register_hook there, or do without jit"
+            )
+
+
+HANDED_IN["graph_node"] = graph_node
+
+__all__ = ["graph_node", "module_hooks", "register_hook"]

@@ -1,0 +1,1 @@
+"""What is done with each ATen operator: views, in-place writes, decompositions, refused dtypes, special cases."""

@@ -1,0 +1,42 @@
+"""Operators without a lowering: PyTorch's own decomposition of them, or an error that says how to register one."""
+from __future__ import annotations
+
+from typing import Any
+
+from bridge import private
+from bridge.errors import NoLoweringError, at_line
+from bridge.lowering.registry import LOWERINGS
+from bridge.operators.dtype_refusals import Plan
+from bridge.trace.tracing import traced_python
+
+
+def can_fall_back(func: Any) -> bool:
+    return func in private.decompositions() or private.is_composite(func) or func in LOWERINGS
+
+
+def fallback(func: Any) -> Plan:
+    """PyTorch's own decomposition, run on traced tensors; where there is none, an error that says what to do."""
+    table = private.decompositions()
+    if private.is_composite(func):
+
+        def composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with traced_python():
+                return func.decompose(*args, **kwargs)
+
+        return composite
+    decomposition = table.get(func)
+    if decomposition is not None:
+
+        def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with traced_python():
+                return decomposition(*args, **kwargs)
+
+        return decomposed
+
+    def missing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NoLoweringError(
+            f"{func}: this operator has no lowering to JAX and no decomposition{at_line()}. Register one: "
+            f"@bridge.register_lowering({str(func)!r}) above a function that takes and returns jax.Arrays"
+        )
+
+    return missing

@@ -1,0 +1,202 @@
+"""Operators that write their arguments: in-place and out= variants, derived from the operator that only computes."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from bridge import private
+from bridge.convert import dtypes
+from bridge.errors import at_line
+from bridge.lowering.common.promotion import cast
+from bridge.lowering.registry import LOWERINGS, Operator
+from bridge.operators.decomposition import can_fall_back, fallback
+from bridge.operators.dtype_refusals import NAMES, Plan, is_pointwise
+from bridge.operators.memory_overlap import refuse_overlap
+from bridge.operators.operands import meta_tree, pure, reverse_only
+from bridge.operators.views import meta_of
+from bridge.trace import pieces
+from bridge.trace.levels import state
+from bridge.trace.storage import Node
+from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
+
+
+def _becomes_view(func: Any, functional: Any) -> Plan:
+    """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
+
+    def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        t, rest = args[0], args[1:]
+        if type(t) is not Traced:
+            raise RuntimeError(
+                f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
+            )
+        node = plan_of(functional)((t, *rest), kwargs).node
+        meta = functional(meta_of(t), *rest, **kwargs)
+        with private.below_python():
+            t.as_strided_(meta.shape, meta.stride(), meta.storage_offset())
+        t.node = node
+        return t
+
+    return run_in_place_view
+
+
+def store(target: torch.Tensor, value: Any, detached: bool = False) -> None:
+    """Write a value into a tensor, cast to its dtype; detached: torch's autograd does not record the write."""
+    dtype = dtypes.to_jax(target.dtype)
+    if value.dtype != dtype:
+        source = dtypes.to_torch(value.dtype)
+        if not torch.can_cast(source, target.dtype):
+            names = [NAMES.get(d, str(d)) for d in (source, target.dtype)]
+            raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
+        value = pieces.run("cast", cast, (value, dtype), {})
+    shape = value.shape
+    if shape != target.shape:
+        raise RuntimeError(
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
+        )
+    if len(set(target.stride())) != target.dim() and 0 in target.stride() and target.numel() > 1 and _overlaps(target):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    assign(target, value, detached or None, keep=not (detached or torch.is_grad_enabled()) and reverse_only())
+
+
+def _overlaps(t: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def write_plan(func: Any) -> Plan:
+    """In-place and out= variants, derived from the operator's functional form, and operators whose row says that they write."""
+    if torch.Tag.inplace_view in func.tags:
+        functional = functional_form(func)
+        return _becomes_view(func, functional) if functional is not None else fallback(func)
+    names = [a.name for a in func._schema.arguments]
+    row, functional = LOWERINGS.get(func), functional_form(func)
+    writes = row.writes if row is not None else {}
+    if row is not None and (writes or functional is None):
+        inner = pure(func, row)
+    elif functional is not None and (functional in LOWERINGS or can_fall_back(functional)):
+        inner = plan_of(functional)
+        row = LOWERINGS.get(functional, Operator(inner))
+    else:
+        return fallback(func)
+    # in the order of the functional form's results: those of out= first
+    changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
+    written = list(writes) or [a.name for a in changed]
+    is_out = any(a.is_out for a in func._schema.arguments)
+    of_dtype = is_out and _is_factory(functional)
+    looks = row.apart is not None or is_pointwise(func) or (functional is not None and is_pointwise(functional))
+
+    def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        targets = [given[name] for name in written]
+        flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
+        if looks:
+            refuse_overlap(row.apart or (), flat, _tensors((name, x) for name, x in given.items() if name not in written))
+        if is_out:
+            kwargs = {k: v for k, v in kwargs.items() if k not in written}
+        if of_dtype:
+            kwargs = {**kwargs, "dtype": flat[0].dtype}
+        results = inner(args, kwargs)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        places = list(writes.values()) or range(len(results) - len(flat), len(results))
+        if places and not 0 <= min(places) <= max(places) < len(results):
+            raise RuntimeError(
+                f"{func}: its lowering returned {len(results)} results; expected its own and after them, or where writes= says, the new "
+                f"values of {', '.join(written)}{at_line()}"
+            )
+        for target, place in zip(flat, places, strict=True):
+            result = results[place]
+            if target is None or result is None:
+                continue
+            if is_out and target.dtype is not result.dtype:
+                _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)), row.exact_out)
+            if is_out and target.shape != result.shape:
+                _resize(target, result.shape)
+            store(target, value_of(result), detached=not is_out and place in row.no_grad_outputs)
+        if len(func._schema.returns) == 0:
+            return None
+        fresh, kept = (r for i, r in enumerate(results) if i not in places), iter(flat)
+        returned = tuple(next(fresh) if r.alias_info is None else next(kept) for r in func._schema.returns)
+        return returned[0] if len(returned) == 1 else returned
+
+    return run_write
+
+
+def _is_factory(func: Any) -> bool:
+    """Whether an operator makes a tensor of nothing but numbers."""
+    kinds = {a.name: str(a.type) for a in func._schema.arguments} if func is not None else {}
+    return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
+def _tensors(operands: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, x in operands:
+        yield from ((name, v) for v in (x if isinstance(x, list | tuple) else (x,)))
+
+
+def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any], exact: bool) -> None:
+    """PyTorch's own error if it does not cast the result to the dtype of out=; exact: its kernel for the device meta has no such error."""
+    if exact:
+        raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
+    try:
+        with private.below_python():
+            func(*meta_tree(args), **{k: meta_tree(v) for k, v in (kwargs | out).items()})
+    except NotImplementedError:  # the operator has no kernel for the device meta
+        return
+
+
+def _resize(target: torch.Tensor, shape: Any) -> None:
+    """Give a tensor another shape in place; elements keep their place in memory, new ones are zero."""
+    shape = tuple(shape)
+    if type(target) is not Traced or target.node.parent is not None:
+        raise RuntimeError(
+            f"resize_: a view, or a tensor from outside the transform, of shape {list(target.shape)} cannot be resized to {list(shape)}"
+            f"{at_line()}"
+        )
+
+    def resized(value: Any, shape: tuple[int, ...]) -> Any:
+        flat, size = value.reshape(-1), math.prod(shape)
+        return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
+
+    value = pieces.run("resize", resized, (value_of(target), shape), {})
+    with private.below_python():
+        # a wrapper has no memory to check bounds against, but that of nothing
+        target.as_strided_(shape, torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
+    target.node = Node(value, state.level)
+
+
+@own_rule("aten.resize_", "aten.resize_as_")
+def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    size = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
+    if tuple(size) != tuple(args[0].shape):
+        _resize(args[0], size)
+    return args[0]
+
+
+def functional_form(func: Any) -> Any:
+    """The overload that computes what an in-place or out= overload writes; None where torch has none."""
+    namespace, name = func._schema.name.split("::")
+    ops = getattr(torch.ops, namespace)
+    mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    bare = name.removesuffix("_")
+    candidates = list(dict.fromkeys([name, bare, bare + "_functional"]))
+    for candidate in candidates:
+        packet = getattr(ops, candidate, None)
+        if packet is None:
+            continue
+        kinds = sorted(packet.overloads(), key=lambda k: k != func._overloadname)
+        for kind in kinds:
+            other = getattr(packet, kind)
+            if other is func or other._schema.is_mutable:
+                continue
+            theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
+            if _is_factory(other):  # their dtype and device are those of out=
+                theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
+            same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
+            if theirs == mine or (kind == func._overloadname and same_types):
+                return other
+    return None

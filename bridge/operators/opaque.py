@@ -1,0 +1,76 @@
+"""Operators on objects that are no tensors: the profiler's marks, and the collectives of a process group.
+
+A mark computes nothing, so PyTorch runs it itself.  A collective among one process leaves its tensors as they are; among several it is
+refused, because a traced tensor has no memory to send.
+"""
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed
+
+from bridge import private
+from bridge.errors import at_line
+from bridge.operators.dtype_refusals import Plan
+
+#: Collectives that write each tensor of their first argument with what all processes have in its place.
+_IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_")
+
+
+def opaque_plan(func: Any) -> Plan | None:
+    """The plan of such an operator; None for any other."""
+    if func.namespace == "profiler":
+        return _mark(func)
+    if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in _IN_PLACE:
+        return _collective(func)
+    return None
+
+
+def _mark(func: Any) -> Plan:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = private.marked_distributed()
+        if module is not None:
+            _local_forward(module, entered=type(args[0]) is str)
+        return func(*args, **kwargs)
+
+    return run
+
+
+_lock = threading.Lock()
+_inside: dict[int, int] = {}  # how many forwards of a DistributedDataParallel are being traced, by its id
+
+
+def _local_forward(module: Any, entered: bool) -> None:
+    """Have DistributedDataParallel call the module that it wraps and nothing else, from the mark that opens its forward to the one that
+    closes it: its buckets and its hooks belong to torch's own backward."""
+    if entered and module.process_group.size() > 1:
+        raise _several("DistributedDataParallel")
+    with _lock:
+        count = _inside.get(id(module), 0) + (1 if entered else -1)
+        if count < 0 or (count == 1 and entered and private.is_local(module)):
+            return  # it was local already
+        private.make_local(module, count > 0)
+        _inside[id(module)] = count
+        if not count:
+            del _inside[id(module)]
+
+
+def _collective(func: Any) -> Plan:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, group = args[:2]
+        if private.processes(group) > 1:
+            raise _several(str(func))
+        # the object that a caller waits for is made by PyTorch, for tensors without elements
+        out = func([torch.empty(0, dtype=t.dtype) for t in tensors], group, *args[2:], **kwargs)
+        return (tensors, out[1]) if isinstance(out, tuple) else out
+
+    return run
+
+
+def _several(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: expected a process group of one process inside a transform, got several; a traced tensor cannot be sent to another "
+        f"process. Call the module that is wrapped (.module), and average the gradients after the transform{at_line()}"
+    )

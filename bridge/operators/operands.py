@@ -1,0 +1,175 @@
+"""What every operator does with its arguments and results: traced tensors become values, values are wrapped, no_grad is obeyed."""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+
+from bridge import private
+from bridge.errors import at_line
+from bridge.lowering.registry import Operator
+from bridge.operators.dtype_refusals import Plan
+from bridge.trace import pieces, requires_grad, saved_tensor_hooks
+from bridge.trace.levels import Level, state
+from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
+
+_CPU = torch.device("cpu")
+
+
+def value_in(x: Any) -> Any:
+    kind = type(x)
+    if kind is Traced:
+        node = x.node
+        return node.value if node.parent is None and node.level is state.level else value_of(x)
+    if kind is list or kind is tuple:
+        return [value_in(v) for v in x]
+    return value_of(x) if isinstance(x, torch.Tensor) else x
+
+
+def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    given = kwargs.get("device")
+    if given is not None:
+        device = torch.device(given)
+        if device.type == "meta":
+            raise RuntimeError(
+                "meta: a function that runs in JAX was to make a tensor on the device meta, by its device= or by the default device; such "
+                f"tensors have no data, and JAX computes with data; give another device{at_line()}"
+            )
+        return device
+    found = None
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+        elif type(x) is list and x and isinstance(x[0], torch.Tensor):
+            return x[0].device
+    return found or _CPU
+
+
+def wrap_all(out: Any, device: torch.device) -> Any:
+    if isinstance(out, tuple | list):
+        return type(out)(wrap_all(x, device) for x in out) if type(out) in (tuple, list) else tuple(wrap_all(x, device) for x in out)
+    return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
+
+
+def pure(func: Any, row: Operator) -> Plan:
+    """An operator that only computes."""
+    lower, no_grad = row.lowering, row.no_grad_outputs
+    checks_only = not func._schema.returns and not func._schema.is_mutable  # it looks at values, which a compiled piece has not
+
+    def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [value_in(x) for x in args]
+        named = {k: value_in(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if row.takes_contiguous:
+            named = {**named, "contiguous": args[0].is_contiguous()}
+        try:
+            out = lower(*values, **named) if checks_only else pieces.run(func, lower, values, named)
+        except Exception as error:
+            raise _explain(func, args, kwargs, error) from error
+        if no_grad:
+            out = constant(out) if isinstance(out, jax.Array) else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
+        if not torch.is_grad_enabled():
+            out = stop(out)
+        else:
+            for x in args:
+                if type(x) is Traced:
+                    x.node.used = True
+            if state.level.root.recorded:
+                saved_tensor_hooks.refuse_hooks()
+                out = requires_grad.tie(out, values, no_grad)
+        if not private.forward_mode_enabled():
+            out = stop_tangents(out)
+        device = device_of(args, kwargs)
+        return wrap(out, device) if isinstance(out, jax.Array) else wrap_all(out, device)
+
+    return run_pure
+
+
+def stop(out: Any) -> Any:
+    """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
+    level, root = state.level, state.level.root
+    if level.kind == "function":  # its own rule gives the derivative, not what it computes
+        return out
+    forward, probes = False, [root.probe] if root.recorded else []
+    while level is not None:
+        forward = forward or level.kind == "jvp"
+        if level.kind == "grad":
+            probes.append(level.probe)
+        level = level.parent
+    if not probes:
+        return out
+    if not forward:
+        return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
+
+    def stopped(v: Any) -> Any:
+        if not isinstance(v, jax.Array):
+            return v
+        for probe in probes:
+            if probe is not None:
+                v = private.stop_at(v, probe)
+        return requires_grad.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
+
+    return jax.tree_util.tree_map(stopped, out)
+
+
+def stop_tangents(out: Any) -> Any:
+    """Values computed where forward-mode AD is off: constants to the innermost of the forward-mode transforms."""
+    level: Level | None = state.level
+    while level is not None and level.kind != "jvp":
+        if level.kind == "function":  # its own rule gives the derivative, not what it computes
+            return out
+        level = level.parent
+    if level is None:
+        return out
+    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe) if isinstance(v, jax.Array) else v, out)
+
+
+def reverse_only() -> bool:
+    """Whether grad transforms, or torch's autograd from outside, are in progress, and no forward-mode ones (those do not obey no_grad)."""
+    level, found = state.level, state.level.root.recorded
+    while level is not None:
+        if level.kind == "jvp":
+            return False
+        found = found or level.kind == "grad"
+        level = level.parent
+    return found
+
+
+def constant(value: Any) -> Any:
+    """The value without derivatives, at every level."""
+    if value is None:
+        return None
+    if state.level.root.staged and isinstance(value, jax.core.Tracer):
+        return requires_grad.stopped_by_torch(value)
+    return lax.stop_gradient(value)
+
+
+def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """The error to raise in the place of one that a lowering raised: torch's own words where torch refuses the same call."""
+    if isinstance(error, jax.errors.JAXTypeError):
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            return error
+        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
+    if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    try:
+        with private.below_python():
+            func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+    except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
+        if "meta" not in str(theirs).lower():
+            return theirs
+    except Exception:
+        pass
+    if isinstance(error, TypeError | ValueError):
+        return RuntimeError(f"{func}: {error}{at_line()}")
+    return error
+
+
+def meta_tree(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return type(x)(meta_tree(v) for v in x) if type(x) in (list, tuple) else x

@@ -1,0 +1,78 @@
+"""torch.nn.utils.rnn's packed sequences inside a trace.  The lengths alone say which rows of a padded tensor a packed one has.
+
+PyTorch itself packs, or pads, the numbers of the rows; the rows are then gathered by those.  The recurrent layers' C++ reads the sizes
+of the batches from memory, so it gets a tensor that has some.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import private
+from bridge.trace.tracing import concrete, own_rule, traced_python, wrap
+
+
+def _known(t: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor's values in memory; DataDependentError if they are not known."""
+    found = concrete(t, what)
+    with private.below_python():
+        return torch.from_numpy(found.copy())
+
+
+def _constant(t: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory as one whose values the trace knows."""
+    with private.below_python(), jax.ensure_compile_time_eval():
+        return wrap(jnp.array(t.numpy()))
+
+
+def _pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    steps = input.transpose(0, 1) if batch_first else input
+    known = _known(lengths, "pack_padded_sequence by lengths that are a tensor (give them as a list of ints)")
+    with private.below_python():
+        rows = torch.arange(steps.shape[0] * steps.shape[1]).reshape(steps.shape[:2]) if steps.numel() else torch.empty(steps.shape)
+        places, sizes = torch._VF._pack_padded_sequence(rows, known, False)
+    return steps.flatten(0, 1).index_select(0, _constant(places)), _constant(sizes)
+
+
+def _pad(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = _known(batch_sizes, "pad_packed_sequence")
+    with private.below_python():
+        places, lengths = torch._VF._pad_packed_sequence(torch.arange(data.shape[0]), sizes, batch_first, -1, total_length)
+        kept = (places >= 0).reshape(*places.shape, *[1] * (data.dim() - 1))
+        flat = places.clamp(min=0).reshape(-1)
+    rows = data.index_select(0, _constant(flat)).unflatten(0, tuple(places.shape))
+    return torch.where(_constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)), _constant(lengths)
+
+
+def _pack_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _pack(*args, **kwargs)
+
+
+def _pad_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _pad(*args, **kwargs)
+
+
+def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer: of a packed sequence if its second argument is the sizes of the batches."""
+    if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
+        args = (args[0], _known(args[1], "a recurrent layer of a packed sequence"), *args[2:])
+    return func(*args, **kwargs)
+
+
+@own_rule("aten._pack_padded_sequence")
+def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plan of the operator itself, which runs if both tensors come from outside the trace."""
+    with traced_python():
+        return _pack(*args, **kwargs)
+
+
+#: Functions of torch's -> the functions called in their place.
+FUNCTIONS: dict[Any, Any] = {
+    torch._VF._pack_padded_sequence: _pack_rule, torch._VF._pad_packed_sequence: _pad_rule,
+    **{getattr(torch._VF, name): _recurrent_rule for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}

@@ -1,0 +1,42 @@
+"""What is done with each ATen operator: which are views, which write, which are lowered and which fall to a decomposition.
+
+``plan`` looks at an operator's schema once and returns the function that runs it from then on.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from bridge import lowering as _lowering  # noqa: F401  fills the registry
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
+from bridge.operators import special_cases as _own_rules  # noqa: F401  fills OWN_RULES
+from bridge.operators.decomposition import fallback
+from bridge.operators.dtype_refusals import Plan, guarded
+from bridge.operators.mutation import write_plan
+from bridge.operators.opaque import opaque_plan
+from bridge.operators.operands import pure
+from bridge.operators.views import view_plan
+from bridge.trace import tracing
+from bridge.trace.tracing import OWN_RULES
+
+
+def plan(func: Any) -> Plan:
+    """The function (args, kwargs) -> result that runs an operator on traced tensors."""
+    return _plan(func) if func in OVERRIDDEN else guarded(func, _plan(func))
+
+
+def _plan(func: Any) -> Plan:
+    special = OWN_RULES.get(func)
+    if special is not None:
+        return special
+    opaque = opaque_plan(func)
+    if opaque is not None:
+        return opaque
+    row = LOWERINGS.get(func)
+    if func._schema.is_mutable or (row is not None and row.writes):
+        return write_plan(func)
+    if row is not None:
+        return view_plan(func, row) if func.is_view else pure(func, row)
+    return fallback(func)
+
+
+tracing.HANDED_IN["plan"] = plan

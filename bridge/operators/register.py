@@ -1,0 +1,185 @@
+"""The public way to add a lowering; and what lowerings are given by the bridge."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bridge import private
+from bridge.lowering.common.provided import PROVIDED
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
+from bridge.trace import pieces, random_keys, tracing, value_checks
+
+PROVIDED.update(check=value_checks.check, next_key=random_keys.next_key, float32_precision=private.float32_precision)
+
+
+def register_lowering(
+    *operators: Any,
+    view_inverse: Callable[..., Any] | None = None,
+    view_parts: Callable[..., Sequence[Part]] | None = None,
+    writes: Mapping[str, int] | None = None,
+    no_grad_outputs: Sequence[int] | None = None,
+    apart: Sequence[str] | None = None,
+    pointwise: bool | None = None,
+    exact_out: bool | None = None,
+    takes_contiguous: bool | None = None,
+) -> Callable[[Lowering], Lowering]:
+    """Decorator: the function is how these torch operators are computed in JAX, from now on and in place of what was.
+
+    The function gets what PyTorch's dispatcher passes: jax.Arrays (or tracers) where the schema says Tensor, lists of them for Tensor[],
+    None for an absent optional, Python numbers for Scalar, torch's own dtypes and devices. Trailing arguments that equal the schema's
+    defaults are left out, so it repeats the defaults. It returns arrays of exactly the shape and dtype that torch would return, and is
+    made of jax.numpy and jax.lax, so that every transform goes through it. 64-bit types are enabled while it runs. In-place and out=
+    variants are made from the functional one. Functions compiled by ``jit`` before keep the lowering they were compiled with.
+
+    An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it returns
+    the operator's results that are new, and after them what is in each written argument then, in the schema's order. An operator whose
+    schema says that its result shares memory with its first argument (``Tensor(a) x -> Tensor(a)``) is a view; PyTorch's kernel for the
+    device meta says where it lies. The keywords say what else is known; what is not given
+    stays as it was.
+
+    Args:
+        operators: "namespace.operator", "namespace.operator.overload", or an OpOverload such as ``torch.ops.aten.sin.default``.
+        view_inverse: of a view: (base, value, *args, **kwargs) -> base with value in the place of the view, for writing through it.
+            Without one the view must only select elements of its base, each of them unchanged.
+        view_parts: of an operator that returns several views: (shape of the base, *args, **kwargs) -> for each of them the view operator
+            that makes it and its arguments after the tensor, such as ``("aten.select.int", (0, 1))``.
+        writes: by name the arguments that are written, and the place of each new value among what the function returns, if the schema
+            does not say so, or if another order is wanted. A new value that is None is not written.
+        no_grad_outputs: places, among what the function returns, of results that never require grad and have no derivative. A written
+            argument whose new value is among them keeps no history either.
+        apart: names of arguments that may share no memory with what the in-place or out= variant writes; every other tensor may be all
+            of that memory but not a part of it. Without names memory is not looked at, but for ``torch.Tag.pointwise`` it always is.
+        pointwise: the operator computes element by element, and has no ``torch.Tag.pointwise``.
+        exact_out: out= must have the result's dtype, and PyTorch's kernel for the device meta does not refuse another.
+        takes_contiguous: the function takes contiguous=, which says whether its first argument is.
+
+    Returns:
+        Callable: takes the function and returns it.
+
+    Raises:
+        ValueError: no operator is given, torch has no such operator, or one of the others does not fit its schema.
+
+    Source: https://docs.pytorch.org/docs/stable/library.html, for operators of one's own.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, torchfunc_jax
+        >>> from bridge import register_lowering
+        >>> @torch.library.custom_op("bridge_example::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @register_lowering("bridge_example.double")
+        ... def bridge_example_double(x):
+        ...     return x * 2
+        >>> torchfunc_jax.grad(lambda x: double(x) * x)(torch.tensor(3.0))
+        tensor(12.)
+
+        An operator that writes its first argument, and whose result requires no grad:
+
+        >>> @torch.library.custom_op("bridge_example::count_", mutates_args=("counter",))
+        ... def count_(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ...     counter += 1
+        ...     return x.sign()
+        >>> @register_lowering("bridge_example.count_", no_grad_outputs=(0, 1))
+        ... def bridge_example_count_(counter, x):
+        ...     return jnp.sign(x), counter + 1
+        >>> counter = torch.zeros(())
+        >>> torchfunc_jax.vmap(lambda x: count_(counter.clone(), x))(torch.tensor([-2.0, 3.0]))
+        tensor([-1.,  1.])
+        >>> torchfunc_jax.jit(lambda x: count_(counter, x))(torch.tensor(-2.0)), counter
+        (tensor(-1.), tensor(1.))
+    """
+    if not operators:
+        raise ValueError("operators: expected at least one name such as 'aten.sin'")
+    given = {
+        "view_inverse": view_inverse,
+        "view_parts": view_parts,
+        "writes": _mapping(writes),
+        "no_grad_outputs": _tuple("no_grad_outputs", no_grad_outputs, "places such as (1,)"),
+        "apart": _tuple("apart", apart, "names of arguments such as ('index',)"),
+        "pointwise": pointwise,
+        "exact_out": exact_out,
+        "takes_contiguous": takes_contiguous,
+    }
+    facts: dict[str, Any] = {name: fact for name, fact in given.items() if fact is not None}
+    found = [overload(op) if isinstance(op, str) else op for op in operators]
+    for op in found:
+        if not hasattr(op, "_schema"):
+            raise ValueError(f"operators: expected a name or an OpOverload such as torch.ops.aten.sin.default, got {op!r}")
+        _check_facts(op, Operator(_no_lowering, **facts))
+
+    def register(fn: Lowering) -> Lowering:
+        for op in found:  # a row of the table is put back as it was
+            LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(LOWERINGS.get(op, Operator(fn)), lowering=fn, **facts)
+            OVERRIDDEN.add(op)
+        tracing._plans.clear()  # what was decided about operators while they had another lowering, or none
+        pieces.forget()
+        return fn
+
+    return register
+
+
+def _no_lowering(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+def _mapping(writes: Any) -> Mapping[str, int] | None:
+    if writes is not None and not isinstance(writes, Mapping):
+        raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
+    return writes
+
+
+def _tuple(name: str, given: Any, expected: str) -> tuple[Any, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ValueError(f"{name}: expected {expected}, got {given!r}")
+    return tuple(given)
+
+
+def _check_facts(op: Any, row: Operator) -> None:
+    """Raise ValueError for a given fact that cannot be true of an operator with such a schema."""
+    _check_views(op, row)
+    kinds = {a.name: str(a.type) for a in op._schema.arguments}
+    for fact, names in (("writes", row.writes), ("apart", row.apart or ())):
+        for name in names:
+            if "Tensor" not in kinds.get(name, ""):
+                tensors = [n for n, kind in kinds.items() if "Tensor" in kind]
+                raise ValueError(f"{fact}: {op} takes no tensor {name!r}; expected some of {', '.join(tensors) or 'none'}")
+    for name, place in row.writes.items():
+        if "List" in kinds[name]:
+            raise ValueError(f"writes: {name!r} of {op} is a list of tensors; only single tensors can be named")
+        if not _is_place(place):
+            raise ValueError(f"writes: expected the place of the new value of {name!r}, a number from 0, got {place!r}")
+    if len(set(row.writes.values())) < len(row.writes):
+        raise ValueError(f"writes: expected a place of its own for each argument, got {row.writes}")
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    if row.writes and not written <= set(row.writes):
+        raise ValueError(f"writes: {op} writes {', '.join(sorted(written))} by its schema; expected all of them, got {row.writes}")
+    count = sum(r.alias_info is None for r in op._schema.returns) + len(row.writes or written)
+    for place in row.no_grad_outputs:
+        if not _is_place(place):
+            raise ValueError(f"no_grad_outputs: expected places of results, numbers from 0, got {place!r}")
+        if place >= count and not _returns_list(op):
+            raise ValueError(f"no_grad_outputs: expected places below {count}, the number of results of {op}'s function, got {place}")
+
+
+def _check_views(op: Any, row: Operator) -> None:
+    for name, fact in (("view_inverse", row.view_inverse), ("view_parts", row.view_parts)):
+        if fact is not None and not callable(fact):
+            raise ValueError(f"{name}: expected a function, got {fact!r}")
+        if fact is not None and not op.is_view:
+            raise ValueError(f"{name}: {op} is no view by its schema, {op._schema}; expected one such as 'f(Tensor(a) x) -> Tensor(a)'")
+    known = LOWERINGS.get(op, row)
+    if op.is_view and _returns_list(op) and row.view_parts is None and known.view_parts is None:
+        raise ValueError(f"view_parts: expected a function, as {op} returns several views")
+    if op.is_view and not _returns_list(op) and row.view_parts is not None:
+        raise ValueError(f"view_parts: {op} returns one view; expected view_inverse=, or neither")
+
+
+def _returns_list(op: Any) -> bool:
+    return len(op._schema.returns) == 1 and "List" in str(op._schema.returns[0].type)
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0

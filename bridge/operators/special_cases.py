@@ -1,0 +1,119 @@
+"""Operators that need more than their values: those that read them, or exchange memory."""
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import private
+from bridge.convert import dtypes, tensors
+from bridge.errors import DataDependentError, at_line
+from bridge.lowering.common.promotion import cast
+from bridge.lowering.common.provided import refuse
+from bridge.lowering.registry import LOWERINGS
+from bridge.operators.memory_overlap import refuse_overlap
+from bridge.operators.mutation import store
+from bridge.operators.operands import stop, value_in
+from bridge.trace import pieces
+from bridge.trace.tracing import Traced, concrete, own_rule, unknown_value, wrap
+
+
+@own_rule("aten._local_scalar_dense")
+def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return concrete(args[0], "item()").item()
+
+
+@own_rule("aten.copy_")
+def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    refuse_overlap((), [target], [("src", source)])
+    value = value_in(source)
+    if not hasattr(value, "shape"):
+        value = jnp.asarray(value, dtypes.to_jax(target.dtype))
+    if value.dtype != dtypes.to_jax(target.dtype):
+        value = pieces.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
+    if value.shape != tuple(target.shape):
+        try:
+            value = pieces.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
+        except ValueError:
+            raise RuntimeError(
+                f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
+            ) from None
+    store(target, stop(value) if not torch.is_grad_enabled() else value)
+    return target
+
+
+@own_rule("aten.lift_fresh", "aten.lift")
+def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    if type(t) is Traced or t.is_meta:  # torch 2.15 asks for the default device by making a tensor
+        return t
+    # a tensor just made from Python data: a constant, and not one to be read again at the next call
+    with jax.ensure_compile_time_eval():
+        return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
+
+
+@own_rule("aten.is_same_size")
+def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+@own_rule("aten._is_all_true")
+def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.distributions checks its arguments with this; where values are not known they are looked at when the program has run."""
+    value = value_in(args[0])
+    known = not isinstance(value, jax.core.Tracer)
+    if not known:
+        refuse(~value, "torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError)
+    with jax.ensure_compile_time_eval():
+        return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
+
+
+@own_rule("aten._assert_async", "aten._assert_async.msg", "aten._functional_assert_async.msg")
+def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch._assert_async: looked at now, or when the program has run."""
+    value = value_in(args[0])
+    refuse(value == 0, args[1] if len(args) > 1 else "Expected Tensor with single nonzero value, but got zero")
+    return args[2] if len(args) > 2 else None
+
+
+_UNEXPECTED = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
+
+
+@own_rule("aten.equal")
+def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    a, b = args
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    with contextlib.suppress(DataDependentError):
+        return bool((concrete(a, "torch.equal") == concrete(b, "torch.equal")).all())
+    maker = LOWERINGS.get(a.node.maker) if type(a) is Traced else None
+    if a.dim() == 0 and a.dtype is torch.bool and maker is not None and maker.presumed is not None:
+        refuse(value_in(a) != maker.presumed, _UNEXPECTED)
+        return maker.presumed
+    raise unknown_value("torch.equal")
+
+
+@own_rule("aten._has_same_storage_numel")
+def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].numel() == args[1].numel()
+
+
+@own_rule("aten._new_zeros_with_same_feature_meta")
+def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    other = args[1]
+    return wrap(jnp.zeros(tuple(other.shape), dtypes.to_jax(other.dtype)), other.device)
+
+
+@own_rule("aten.set_.source_Tensor")
+def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not Traced or type(source) is not Traced:
+        raise RuntimeError(f"set_: a tensor from outside the transform cannot be given other memory inside it; use copy_{at_line()}")
+    with private.below_python():
+        target.as_strided_(source.shape, source.stride(), source.storage_offset())
+    target.node = source.node
+    return target

@@ -1,0 +1,128 @@
+"""Operators whose result shares memory with their argument: nodes that are computed when they are first read."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bridge import private
+from bridge.errors import at_line
+from bridge.lowering.registry import Operator, overload
+from bridge.operators.dtype_refusals import Plan
+from bridge.operators.operands import constant, stop
+from bridge.trace.aliasing import View
+from bridge.trace.levels import state
+from bridge.trace.storage import Geometry, Node, OutsideOfView
+from bridge.trace.tracing import Traced, node_of, own_rule, value_of
+
+aten = torch.ops.aten
+_make = private.make_wrapper
+
+
+def meta_of(t: torch.Tensor) -> torch.Tensor:
+    if t.storage_offset():
+        span = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
+        return torch.empty(span, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), t.storage_offset())
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced:
+    t: Traced = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
+    t.node = node
+    return t
+
+
+def view_plan(func: Any, row: Operator) -> Plan:
+    """An operator whose results share its input's memory: each computed when it is first read."""
+    parts = row.view_parts
+
+    def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, rest = args[0], args[1:]
+        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs))
+
+    def run_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, rest = args[0], args[1:]
+        metas = func(meta_of(base), *rest, **kwargs)
+        return [
+            _viewed(base, meta, View(overload(name), own, {}))
+            for meta, (name, own) in zip(metas, parts(tuple(base.shape), *rest, **kwargs), strict=True)
+        ]
+
+    return run_view if parts is None else run_views
+
+
+def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
+    """The view of a tensor; meta: a tensor of the same geometry."""
+    parent = node_of(base)
+    parent.used = True
+    node = Node(None, state.level, parent, view)
+    if not torch.is_grad_enabled():  # the same memory, no derivative through it
+        node.value, node.seen = stop(view.forward(value_of(base))), node.root.version
+    return _view_tensor(meta, node, base.device)
+
+
+@own_rule("aten.detach")
+def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
+    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
+        t.node = _detached_node(base, constant)
+    else:
+        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, (), {}))
+    return t
+
+
+def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
+    """The same memory without derivatives."""
+    with torch.no_grad():  # met, and not to be differentiated for it
+        value, parent = value_of(base), node_of(base)
+    node = Node(stopped(value), state.level, parent, View(aten.detach.default, (), {}, stopped))
+    node.seen = node.root.version
+    return node
+
+
+def detach_in_place(t: Traced) -> None:
+    """What detach_() leaves: PyTorch's kernel changes the innermost autograd's metadata and calls no other."""
+    level: Any = state.level
+    while level is not None and level.kind != "grad":
+        level = level.parent
+    t.node = _detached_node(t, constant if level is None else lambda v: private.stop_at(v, level.probe))
+
+
+@own_rule("aten.as_strided")
+def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    size, stride = args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    offset = base.storage_offset() if offset is None else offset
+    root = node_of(base).root
+    first = _first_place(root)
+    if offset < first:
+        raise OutsideOfView(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+    end = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=False)) if 0 not in size else 0
+    if end > first + root.value.size:
+        raise OutsideOfView(
+            f"as_strided: sizes {list(size)}, strides {list(stride)} and offset {offset} lead to element {end - 1}, and of the tensor only "
+            f"elements {first} to {first + root.value.size - 1} of its memory are known{at_line()}"
+        )
+    meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
+    view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
+    return _view_tensor(meta, Node(None, state.level, root, view), base.device)
+
+
+def _first_place(root: Node) -> int:
+    """Where in its memory the tensor begins that a root stands for, of which only its own elements have crossed."""
+    found = next((t for t, node in state.level.root.captured.values() if node is root), None)
+    if root.geometry is None and found is not None:
+        root.geometry = Geometry.of(found)
+    if root.geometry is None or root.geometry.ask():
+        return 0
+    if found is None:
+        raise OutsideOfView(
+            "as_strided: it counts from where a tensor's memory begins, and of an argument that is a view, or is not contiguous, only its "
+            f"own elements are known; pass the whole tensor and take the view inside the function, or call .clone() first{at_line()}"
+        )
+    if not found.is_contiguous():
+        raise OutsideOfView(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
+    return int(found.storage_offset())

@@ -1,0 +1,1 @@
+"""What all compiled programs share: keys, guards, what a function captures."""

@@ -1,0 +1,570 @@
+"""What a function reaches without being given it: tensors and modules in its closure, globals, defaults, bound object.
+
+A tensor is found together with its place (a dict or cell and the key in it), so that a compiled function can look at the place
+again at each call: after ``model.weight = new`` it sees the new tensor.  The containers and objects on the way to it, and the Python
+numbers, functions and other objects that the function reads, are found with their places too, for ``guards``.
+"""
+from __future__ import annotations
+
+import collections
+import contextvars
+import dis
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bridge.programs.cache_keys import identical
+
+_DEPTH, _DEEPER = 4, 16  # objects within objects that are looked into, and where a tensor was used that is not among what was found
+_FUNCTION = type(torch.autograd.Function)
+#: What they hold is no deeper than they are.
+_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
+_SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_DATA, _BYTES = 4096, 1 << 20  # entries of containers of numbers, and bytes of numpy arrays, up to which they are compared at each call
+_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
+_OURS = frozenset({"bridge", "torchfunc_jax"})
+#: Names that give access to attributes that the code names as strings, and to any attribute.
+_BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+_GLOBAL = "the global variable"
+#: In the place of "grad" where it is read, as a tensor's is, and not called, as torch.func.grad is.
+_GRAD = ".grad"
+#: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
+_IMPLICIT = frozenset({
+    "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
+    "__getattr__",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__",
+    "__pow__", "__neg__", "__eq__", "__lt__", "__gt__", "__le__", "__ge__", "__float__", "__int__", "__index__", "__torch_function__",
+})  # fmt: skip
+
+
+class Place:
+    """Where something was found; ``get()`` is what is there now.
+
+    Attributes:
+        container, key: a dict, list or tuple and the key in it; key None: a cell, or the thing itself.
+        owner: what the container belongs to, to be read in messages.
+    """
+
+    __slots__ = ("container", "key", "owner")
+
+    def __init__(self, container: Any, key: Any, owner: str = "") -> None:
+        self.container, self.key, self.owner = container, key, owner
+
+    def get(self) -> Any:
+        if self.key is None:
+            return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container
+        return self.container[self.key]
+
+    def __str__(self) -> str:
+        if self.key is None:
+            return self.owner or "a value that the function uses"
+        if self.owner == _GLOBAL:
+            return f"{self.owner} {self.key}"
+        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
+
+
+class _OfTensor(Place):
+    """An attribute of the tensor that is at a place."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return getattr(self.container.get(), self.key)
+
+
+class Slots:
+    """The attributes of an object without a ``__dict__``, as a container that does not keep the object alive if it can do without."""
+
+    def __init__(self, owner: Any) -> None:
+        try:
+            self.owner: Callable[[], Any] = weakref.ref(owner)
+        except TypeError:
+            self.owner = lambda: owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.owner(), name)
+
+
+class _Asked(Place):
+    """The answer of an object that is asked at each call: the value of a context variable, whether a weak reference is dead."""
+
+    __slots__ = ("_ask",)
+
+    def __init__(self, container: Any, ask: Callable[[], Any], owner: str) -> None:
+        super().__init__(container, None, owner)
+        self._ask = ask
+
+    def get(self) -> Any:
+        return self._ask()
+
+
+class _Referent(Place):
+    """What a weak reference refers to; the place does not keep it alive."""
+
+    __slots__ = ()
+
+    def __init__(self, reference: weakref.ReferenceType[Any]) -> None:
+        super().__init__(reference, None, "the referent of a weak reference")
+
+    def get(self) -> Any:
+        return self.container()
+
+
+class _Edge:
+    """A step from a container to what it holds."""
+
+    __slots__ = ("attribute", "child", "parent", "place")
+
+    def __init__(self, place: Place, child: Any, parent: _Edge | None, attribute: bool) -> None:
+        self.place, self.child, self.parent = place, child, parent
+        self.attribute = attribute  # of an object: of interest only if the function's code names it
+
+    def named(self, names: set[str] | None) -> bool:
+        edge: _Edge | None = self
+        while edge is not None:
+            if edge.attribute and names is not None and edge.place.key not in names:
+                return False
+            edge = edge.parent
+        return True
+
+
+class Found:
+    """Tensors (by id, with their places) and modules that a function reaches, and the way to them."""
+
+    def __init__(self, depth: int = _DEPTH) -> None:
+        self.depth = depth
+        self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.generators: list[torch.Generator] = []
+        self._holds: dict[int, bool] = {}  # by the id of what was visited: whether there is a tensor or a module in it
+        self._edges: list[_Edge] = []
+        self._leaves: list[_Edge] = []
+        self._data: list[tuple[Place, Any, _Edge | None]] = []
+        self._sizes: list[tuple[Any, int, _Edge | None]] = []
+        self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
+        self._names: set[str] = set(_IMPLICIT)
+        self._optional: set[str] = set()  # those that the code asks for by getattr and hasattr
+        self._spaces: dict[Any, None] = {}  # classes and Python modules, whose attributes are looked at if they are named
+        self._inherited: dict[type, set[str]] = {}  # names that a class has of its bases
+        self._alive: list[Any] = []  # what was visited: no id may be given to another object meanwhile
+
+    def visit_named(self) -> None:
+        """Look into what classes and Python modules have under names that the function uses, methods too, and into what those reach."""
+        done: set[tuple[Any, str]] = set()
+        while True:
+            new = [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]
+            if not new:
+                return
+            done.update(new)
+            for space, name in new:
+                if isinstance(space, types.ModuleType):
+                    _visit(space.__dict__[name], where := Place(space.__dict__, name, space.__name__), self, self.depth,
+                           _Edge(where, space.__dict__[name], None, True))  # fmt: skip
+                    continue
+                for at, owner in enumerate(space.__mro__):
+                    found = owner.__dict__.get(name)
+                    if name in owner.__dict__ and owner is not object:
+                        for heir in space.__mro__[:at]:
+                            if not _of_library(heir.__module__) and name not in heir.__dict__:
+                                self._inherited.setdefault(heir, set()).add(name)
+                    if name not in owner.__dict__ or owner in (object, torch.nn.Module) or _ours(owner.__module__):
+                        continue
+                    function = _function_of(found)
+                    if _of_library(owner.__module__):
+                        if function is not None:
+                            self._names.update(set(_read_by(function.__code__).names) - _ANY_NAME)
+                        continue
+                    where = Place(owner.__dict__, name, owner.__name__)
+                    edge = _Edge(where, found, None, True)
+                    if function is None:
+                        _visit(found, where, self, self.depth, edge)
+                    elif (owner, name) not in done or owner is space:
+                        self._leaves.append(edge)
+                        _visit(function, Place(function, None), self, self.depth, None)
+
+    def _names_in(self, space: Any) -> list[str]:
+        """The names of a class, or of a Python module, that the function uses."""
+        if isinstance(space, types.ModuleType):
+            return [n for n in self._names if n in space.__dict__]
+        if self._named is not None:
+            return list(self._names)
+        return [*self._names, *[n for c in space.__mro__ if not _of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
+
+    def visit_tensors(self) -> None:
+        """Look at what the function may ask of the tensors beside their values, and into it."""
+        for t, place in list(self.tensors.values()):
+            if type(t) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            wanted = [n for n in vars(t) if not n.startswith("_")]
+            if "requires_grad" in self._names:
+                wanted.append("requires_grad")
+            if _GRAD in self._names and t.is_leaf:
+                wanted.append("grad")
+            for name in wanted:
+                where = _OfTensor(place, name, "a tensor")
+                _visit(getattr(t, name), where, self, self.depth, _Edge(where, getattr(t, name), None, name != "grad"))
+
+    @property
+    def _named(self) -> set[str] | None:
+        """Names of attributes that the function, and the methods that it calls, may read; None: any."""
+        return None if not _ANY_NAME.isdisjoint(self._names) else self._names
+
+    def names(self, name: str) -> bool:
+        """Whether the function, or a method that it calls, uses that name."""
+        return self._named is None or name in self._named
+
+    def edges(self) -> list[tuple[Place, Any]]:
+        """What is found where: containers and objects on the way to tensors and modules, and numbers, functions and other objects."""
+        return [(e.place, e.child) for e in [*self._edges, *self._leaves] if e.named(self._named)]
+
+    def data(self) -> list[tuple[Place, Any]]:
+        """Containers of numbers and the like, and numpy arrays, ``frozen``."""
+        return [(p, x) for p, x, e in self._data if e is None or e.named(self._named)]
+
+    def sizes(self) -> list[tuple[Any, int]]:
+        """Other containers, with how much they hold."""
+        return [(c, n) for c, n, e in self._sizes if e is None or e.named(self._named)]
+
+    def absent(self) -> list[tuple[Any, frozenset[str]]]:
+        """The attributes of objects and classes, with names that the function uses and that others have in their place, or nobody."""
+        found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
+        for cls, attributes, edge in self._objects:
+            if edge is None or edge.named(self._named):
+                names = {n for n in self._optional if not hasattr(cls, n)}
+                for owner in cls.__mro__:
+                    if not _of_library(owner.__module__):
+                        names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__get__"))
+                names.difference_update(attributes)
+                if names:
+                    found.append((attributes, frozenset(names)))
+        return found
+
+
+def scan(*roots: Any, deeper: bool = False) -> Found:
+    """Everything reachable from these functions, modules and objects, to a small depth; or to one that is not small."""
+    found = Found(_DEEPER if deeper else _DEPTH)
+    for r in roots:
+        _visit(r, Place(r, None), found, found.depth, None)
+    found.visit_named()
+    found.visit_tensors()
+    found.visit_named()
+    return found
+
+
+def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> bool:
+    """Whether there is a tensor, a module or a generator in x."""
+    if isinstance(x, torch.Generator):
+        found.generators.append(x)
+        if edge is not None:
+            found._edges.append(edge)
+        return True
+    if isinstance(x, torch.Tensor):
+        first = found.tensors.setdefault(id(x), (x, place))[1]
+        if first is not place:  # one tensor at two places: as long as it is at both, the first is read
+            found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
+        return True
+    if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
+        found._spaces[x] = None
+        if not _of_library(type(x).__module__):  # a metaclass of the user's
+            found._spaces[type(x)] = None
+    if isinstance(x, _SKIP) and not isinstance(x, _FUNCTION):
+        if isinstance(x, types.ModuleType):
+            if _of_user(x):
+                found._spaces[x] = None
+        elif edge is not None:
+            found._leaves.append(edge)
+        return False
+    if id(x) in found._holds:
+        holds = found._holds[id(x)]
+        if edge is not None:
+            (found._edges if holds else found._leaves).append(edge)
+        return holds
+    if isinstance(x, _CONTAINERS):
+        data = frozen(x)
+        if data is not None:
+            if not isinstance(x, tuple) or not _hashable(x):
+                found._data.append((place, data, edge))
+            elif edge is not None:
+                found._leaves.append(edge)
+            return False
+    found._holds[id(x)] = True  # in progress
+    found._alive.append(x)
+    if isinstance(x, torch.nn.Module):
+        _visit_module(x, found, depth, edge)
+        holds = True
+    elif depth == 0:
+        holds = False
+    else:
+        holds = _visit_children(x, found, depth, edge)
+    found._holds[id(x)] = holds
+    if edge is not None:
+        (found._edges if holds else found._leaves).append(edge)
+    return holds
+
+
+def frozen(x: Any) -> Any:
+    """A container of numbers, strings and such containers, or a numpy array, as a key of its content; None for what is large or else."""
+    try:
+        return _frozen(x, iter(range(_DATA)))
+    except TypeError:
+        return None
+
+
+def entries(x: Any) -> Any:
+    """The keys and values of a container, to be compared by their identity; None where that does not tell whether it is as it was."""
+    found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else None
+    return found if found is not None and all(isinstance(v, _PLAIN) for v in found) else None
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _frozen(x: Any, room: Iterator[int]) -> Any:
+    if isinstance(x, _PLAIN):
+        if next(room, None) is None:
+            raise TypeError
+        return identical(x)
+    if isinstance(x, dict):
+        return type(x), *[(identical(k), _frozen(v, room)) for k, v in x.items()]
+    if isinstance(x, list | tuple | collections.deque):
+        return type(x), *[_frozen(v, room) for v in x]
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset([_frozen(v, room) for v in x])
+    if isinstance(x, np.ndarray) and x.nbytes <= _BYTES and x.dtype.kind != "O":
+        return x.dtype, x.shape, x.tobytes()
+    raise TypeError
+
+
+#: What is told by its content.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
+
+
+class _Together(Place):
+    """Two places; ``get()`` is whether one thing is at both."""
+
+    __slots__ = ("first", "other")
+
+    def __init__(self, first: Place, other: Place) -> None:
+        super().__init__(first.container, first.key, first.owner)
+        self.first, self.other = first, other
+
+    def get(self) -> Any:
+        return self.first.get() is self.other.get()
+
+    def __str__(self) -> str:
+        return f"whether one tensor is at {self.other} and at another place"
+
+
+def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> bool:
+    holds = False
+    transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
+    attributes = not transparent and not isinstance(x, _CONTAINERS)
+    if isinstance(x, types.FunctionType):
+        if not _of_library(x.__module__) and not _ours(_defined_in(x)):
+            read = _read_by(x.__code__)
+            found._names.update(read.names)
+            found._optional.update(read.optional)
+            found._leaves.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
+            for name, value in x.__dict__.items():
+                if name != "__wrapped__":
+                    place = Place(x.__dict__, name, x.__name__)
+                    holds = _visit(value, place, found, depth - 1, _Edge(place, value, edge, True)) or holds
+    elif attributes:
+        found._spaces[type(x)] = None
+        if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
+            found._objects.append((type(x), x.__dict__, edge))
+    for child, where in _children(x):
+        constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
+        step = edge if constant else _Edge(where, child, edge, attributes)
+        holds = _visit(child, where, found, depth if transparent else depth - 1, step) or holds
+    if isinstance(x, dict | list | set | collections.deque):
+        found._sizes.append((x, len(x), edge))
+    return holds
+
+
+def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge | None) -> None:
+    for m in module.modules():
+        if id(m) in found.modules:
+            continue
+        found.modules[id(m)] = m
+        found._holds[id(m)] = True
+        found._spaces[type(m)] = None
+        name = type(m).__name__
+        users = not _of_library(type(m).__module__)
+        if users:
+            found._objects.append((type(m), m.__dict__, edge))
+        listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
+        for store in (m._parameters, m._buffers):
+            missing = False
+            for key, t in store.items():
+                place = Place(store, key, name)
+                if t is None:
+                    missing = True
+                    found._leaves.append(_Edge(place, None, edge, False))
+                else:
+                    _visit(t, place, found, depth, None)
+            if missing or listed:
+                found._sizes.append((store, len(store), edge))
+        for hooks in HOOKS:
+            for hook in m.__dict__.get(hooks, {}).values():
+                _visit(hook, Place(hook, None), found, depth, None)
+        for key, value in m.__dict__.items():
+            if key in _OWN:
+                continue
+            place = Place(m.__dict__, key, name)
+            if depth and (users or not key.startswith("_") or isinstance(value, torch.Tensor)):
+                _visit(value, place, found, depth - 1, _Edge(place, value, edge, True))
+
+
+#: Where a module keeps the hooks that run with its forward and its backward.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Attributes that every module has.
+_OWN = frozenset(torch.nn.Module().__dict__)
+
+
+def _children(x: Any) -> Iterator[tuple[Any, Place]]:
+    if isinstance(x, types.FunctionType):
+        ours = _ours(_defined_in(x))
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a variable not yet bound
+                continue
+            yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # ours are bound once
+        inside = ours or _of_library(x.__module__)  # what its own module holds is none of the user's
+        for name in () if inside else _read_by(x.__code__).globals:
+            if name in x.__globals__:
+                yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
+        for name in () if inside else ("__defaults__", "__kwdefaults__"):
+            if getattr(x, name):
+                yield getattr(x, name), Place(Slots(x), name, x.__name__)
+        if hasattr(x, "__wrapped__"):
+            yield x.__wrapped__, Place(x.__wrapped__, None) if ours else Place(x.__dict__, "__wrapped__")
+    elif isinstance(x, types.MethodType):
+        yield x.__self__, Place(x.__self__, None)
+        yield x.__func__, Place(x.__func__, None)
+    elif isinstance(x, _FUNCTION):
+        for owner in () if _of_library(x.__module__) else x.__mro__:
+            for method in () if _of_library(owner.__module__) else owner.__dict__.values():
+                if isinstance(method, staticmethod):
+                    yield method.__func__, Place(method.__func__, None)
+    elif isinstance(x, contextvars.ContextVar):
+        ask = functools.partial(x.get, None)
+        yield ask(), _Asked(x, ask, f"the context variable {x.name}")
+    elif isinstance(x, weakref.ReferenceType):
+        referent = x()
+        yield referent is None, _Asked(x, lambda: x() is None, "whether the referent of a weak reference is dead")
+        if referent is not None:
+            yield referent, _Referent(x)
+    elif isinstance(x, functools.partial):
+        for name in ("func", "args", "keywords"):
+            yield getattr(x, name), Place(Slots(x), name, "functools.partial")
+    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled; it keeps its function for good
+        yield x.__wrapped__, Place(x.__wrapped__, None)
+    elif isinstance(x, dict):
+        for key, value in x.items():
+            yield value, Place(x, key)
+    elif isinstance(x, list | tuple | collections.deque):
+        for i, value in enumerate(x):
+            yield value, Place(x, i)
+    elif _of_library(type(x).__module__):
+        return
+    elif type(getattr(x, "__dict__", None)) is dict:
+        for key, value in x.__dict__.items():
+            yield value, Place(x.__dict__, key, type(x).__name__)
+    else:
+        for cls in type(x).__mro__:
+            for name in getattr(cls, "__slots__", ()):
+                if not name.startswith("__") and hasattr(x, name):
+                    yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
+
+
+def _of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OURS
+
+
+def _defined_in(function: types.FunctionType) -> str | None:
+    """The name of the Python module with a function's code, where ``__module__`` is that of what it wraps."""
+    return function.__globals__.get("__name__")
+
+
+def _of_user(module: types.ModuleType) -> bool:
+    """Whether a Python module is one that the user writes, rather than one of an installed package."""
+    name, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or ""
+    installed = "site-packages" in file or "dist-packages" in file or name in sys.stdlib_module_names
+    return not installed and not _of_library(name) and not _ours(name)
+
+
+def _function_of(attribute: Any) -> types.FunctionType | None:
+    """The function that an attribute of a class runs."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    attribute = getattr(attribute, "__func__", attribute)
+    while hasattr(attribute, "__wrapped__"):
+        attribute = attribute.__wrapped__
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+class _Read(NamedTuple):
+    """The names that a function, or a function inside it, may read: of globals and attributes, of globals, and of those by getattr."""
+
+    names: tuple[str, ...]
+    globals: tuple[str, ...]
+    optional: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_by(code: types.CodeType) -> _Read:
+    steps = list(dis.get_instructions(code))
+    names, optional = list(code.co_names), []
+    loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for i, step in enumerate(steps):
+        if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
+            names.append(_GRAD)
+        if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            name = _second_argument(steps[i + 1 :])
+            if name is not None:
+                optional.append(name)
+            elif code.co_name != "__getattr__":  # which hands on a name that other code names
+                names.append("__dict__")
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = _read_by(const)
+            names += inner.names
+            loaded += inner.globals
+            optional += inner.optional
+    return _Read(*[tuple(dict.fromkeys(x)) for x in (names + optional, loaded, optional)])
+
+
+def _second_argument(steps: list[dis.Instruction]) -> str | None:
+    """The second argument of the call whose function was just put on the stack, if it is a string that stands there."""
+    depth, second = 0, None
+    for step in steps:
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            return None
+        before, depth = depth, depth + dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth >= 2 > before:
+            second = step
+        if second is not None and depth < 2:
+            if "CALL" in step.opname:
+                return second.argval if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str) else None
+            second = None
+        elif second is not None and before > depth and "CALL" not in step.opname:  # it was computed
+            second = step
+    return None

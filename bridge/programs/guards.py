@@ -1,0 +1,301 @@
+"""What a compiled program depends on beside its arguments, looked at before each call: PyTorch's ambient state, modules, objects.
+
+``ambient`` is part of the key under which programs are kept.  ``Guards`` belong to one program: the tree of modules, their modes and
+hooks, and which objects, functions and Python numbers are found where.
+"""
+from __future__ import annotations
+
+import contextlib
+import operator
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge import private
+from bridge.programs import closure_scan
+from bridge.programs.cache_keys import identical
+
+#: What the entries of ``ambient`` are called.
+AMBIENT = (
+    "the default dtype", "the precision of float32 matrix products", "deterministic algorithms", "inference mode", "anomaly mode",
+    "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors",
+)  # fmt: skip
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+
+
+def ambient() -> tuple[Any, ...]:
+    """The state of PyTorch that a program depends on, as part of its key; see ``AMBIENT``.
+
+    Returns:
+        tuple: hashable.
+
+    Example:
+        >>> import torch
+        >>> from bridge import guards
+        >>> outside = guards.ambient()
+        >>> with torch.autocast("cpu"):
+        ...     print(guards.ambient() == outside)
+        False
+    """
+    recording = torch.is_grad_enabled()
+    unchanged, precision, entered, known = _usual[recording]
+    if (
+        unchanged() and private.float32_precision() == precision and torch.get_autocast_dtype("cpu") is entered
+        and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled() and not private.function_modes()
+        and private.global_module_hooks() is None and private.saved_tensor_pack() is None
+    ):  # fmt: skip
+        return known
+    found = (
+        torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
+        _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # a function may enter it
+        _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
+    )  # fmt: skip
+    if found[3:5] == (False, False) and found[6:] == (None, None, False):
+        _usual[recording] = private.state_question(), found[1], torch.get_autocast_dtype("cpu"), found
+    return found
+
+
+def _never() -> bool:
+    return False
+
+
+#: Without grad mode and with it: what was found where nothing was entered that takes several questions, and whether the rest is as then.
+_usual: list[tuple[Any, ...]] = [(_never, None, None, ()), (_never, None, None, ())]
+
+
+def _autocast() -> Any:
+    found = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES)
+    return found, torch.is_autocast_cache_enabled()
+
+
+def _modes() -> Any:
+    modes = private.function_mode_stack()
+    return tuple([private.default_device_of(m) or identical(m) for m in modes])
+
+
+@contextlib.contextmanager
+def without_cast_weights() -> Iterator[None]:
+    """While entered, autocast keeps no copies of weights, and no parametrized ones are kept: those of before would be constants in here,
+    those of a trace useless after it.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    if private.any_autocast():
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with private.parametrizations_anew():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        if private.any_autocast():
+            torch.clear_autocast_cache()
+
+
+# -- of one program -----------------------------------------------------------------------------------------------------------------
+_MODULE = ("training", "_modules", "_parameters", "_buffers", *closure_scan.HOOKS)
+
+
+def _hooks(d: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([tuple(d[name]) for name in closure_scan.HOOKS])  # their keys are numbers that PyTorch gives out once
+
+
+class Guards:
+    """What a function reached when it was traced, to be compared with what is there now.
+
+    Args:
+        found: what ``capture.scan`` found before the function was traced.  What is another one after it was changed by the function
+            itself, and is not looked at: a jitted function's Python runs when it is traced.
+    """
+
+    __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
+
+    def __init__(self, found: closure_scan.Found) -> None:
+        self.names: dict[int, str] = {}
+        self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without children and hooks
+        self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...], Any]] = []
+        for m in found.modules.values():
+            d = m.__dict__
+            if not all(name in d for name in _MODULE):  # ScriptModules
+                continue
+            self.names[id(d)] = type(m).__name__
+            if d["_modules"] or any(d[name] for name in closure_scan.HOOKS) or "forward" in d:
+                children = dict(d["_modules"])
+                self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
+            else:
+                self.plain.append((d, m.training))
+        self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
+        self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
+        self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
+        data = [(p, _now(p), data) for p, data in found.data()]
+        self.data = [(p, *_with_entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
+        self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
+        self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
+        self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
+
+    def hold(self) -> bool:
+        """Whether everything is as it was; always, where nothing is ``needed``."""
+        for d, training in self.plain:
+            if (
+                d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
+                or d["_backward_pre_hooks"] or d["_modules"] or "forward" in d
+            ):
+                return False
+        for d, training, children, order, hooks, forward in self.others:
+            now = d["_modules"]
+            if (
+                d["training"] is not training or now != children or [*now] != order or _hooks(d) != hooks
+                or d.get("forward") is not forward
+            ):
+                return False
+        try:
+            for function, code in self.codes:
+                if function().__code__ is not code:
+                    return False
+            for container, getter, values in self.grouped:
+                now = getter(container)
+                if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
+                    return False
+            for place, value in self.single:
+                if not _same(place.get(), value):
+                    return False
+            for place, container, entries, data in self.data:
+                now = place.get()
+                known = entries is not None and now is container and _holds(now, entries)
+                if not known and closure_scan.frozen(now) != data:
+                    return False
+        except _GONE_ERRORS:
+            return False
+        for container, size in self.sizes:
+            if len(container) != size:
+                return False
+        for d, names in self.absent:  # noqa: SIM110  # half as fast by all()
+            if not d.keys().isdisjoint(names):
+                return False
+        return True
+
+    def differences(self) -> Iterator[str]:
+        """What is not as it was, each as a sentence."""
+        plain: list[Any] = [(d, training, {}, [], ((),) * len(closure_scan.HOOKS), None) for d, training in self.plain]
+        for d, training, children, order, hooks, forward in [*plain, *self.others]:
+            name = self.names[id(d)]
+            if d.get("forward") is not forward:
+                yield f"the module {name} has been given another forward"
+            if d["training"] is not training:
+                yield f"the module {name} was in {_mode(training)} mode and now is in {_mode(d['training'])} mode"
+            now = d["_modules"]
+            for key in {**children, **now}:
+                if now.get(key) is not children.get(key):
+                    yield (
+                        f"the submodule {key!r} of the module {name} was {_kind(children.get(key))} and now is "
+                        f"{'another ' if type(now.get(key)) is type(children.get(key)) else ''}{_kind(now.get(key))}"
+                    )
+            if now == children and [*now] != order:
+                yield f"the submodules of the module {name} were in the order {order} and now are in the order {[*now]}"
+            if _hooks(d) != hooks:
+                yield f"the hooks of the module {name} were numbers {sum(hooks, ())} and now are numbers {sum(_hooks(d), ())}"
+        for place, child in self.places:
+            now = _now(place)
+            if _same(now, child):
+                continue
+            if isinstance(child, _BY_VALUE):
+                yield f"{place} was {child!r} and now is {now!r}"
+            else:
+                yield f"{place} was one {_kind(child)} and now is {'another ' if type(now) is type(child) else ''}{_kind(now)}"
+        for place, _, _, data in self.data:
+            if closure_scan.frozen(_now(place)) != data:
+                yield f"{place} holds other numbers than before"
+        for d, names in self.absent:
+            for name in names.intersection(d):
+                yield f"an object that the function uses has been given an attribute {name}"
+        for c, n in self.sizes:
+            if len(c) != n:
+                yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c)}"
+
+
+class _Gone:
+    """Stands for what is no longer where it was."""
+
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_GONE = _Gone()
+
+
+_GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
+#: Types of which two are the same if their content is.
+_BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
+
+
+def _now(place: closure_scan.Place) -> Any:
+    try:
+        return place.get()
+    except _GONE_ERRORS:
+        return _GONE
+
+
+def _same(now: Any, before: Any) -> bool:
+    try:
+        return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
+    except TypeError:  # a tuple of what has no key
+        return False
+
+
+def _with_entries(container: Any) -> tuple[Any, Any]:
+    """A container and its entries, if they tell whether it is as it was; else it is not kept alive."""
+    entries = closure_scan.entries(container)
+    return (None, None) if entries is None else (container, entries)
+
+
+def _holds(container: Any, entries: Any) -> bool:
+    now = (*container, *container.values()) if isinstance(container, dict) else container
+    return len(now) == len(entries) and all(map(operator.is_, now, entries))
+
+
+def _is_code(place: closure_scan.Place) -> bool:
+    return place.key == "__code__" and type(place.container) is closure_scan.Slots
+
+
+def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[tuple[closure_scan.Place, Any]]]:
+    """(container, what gets several entries of it, these entries) of the places in containers; and the others."""
+    groups: dict[int, tuple[Any, dict[Any, Any]]] = {}
+    single = []
+    for place, value in places:
+        if type(place) is closure_scan.Place and place.key is not None:
+            groups.setdefault(id(place.container), (place.container, {}))[1][place.key] = value
+        else:
+            single.append((place, value))
+    return [
+        (c, operator.itemgetter(*values, next(iter(values))), (*values.values(), next(iter(values.values()))))
+        for c, values in groups.values()
+    ], single
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _kind(x: Any) -> str:
+    return "missing" if x is None or x is _GONE else type(x).__name__
+
+
+def describe(state: Sequence[Any]) -> list[tuple[str, str]]:
+    """The entries of ``ambient`` with their names, to be read."""
+    return [(name, _words(name, value)) for name, value in zip(AMBIENT, state, strict=True)]
+
+
+def _words(name: str, value: Any) -> str:
+    if name != "autocast":
+        return repr(value)
+    if isinstance(value, torch.dtype):
+        return f"off ({value} if it is entered)"
+    devices, cached = value
+    entered = [f"{dtype} on {device}" for device, dtype, on in devices if on]
+    return ", ".join(entered) + ("" if cached else ", without its cache of weights")
+
+
+__all__ = ["AMBIENT", "Guards", "ambient", "describe", "without_cast_weights"]

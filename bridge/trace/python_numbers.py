@@ -1,0 +1,339 @@
+"""Python's numbers as inputs of a compiled program: what stands for one while a function is traced, and what is computed at each call.
+
+``Float`` and ``Int`` go wherever PyTorch takes a number (it knows them as SymFloat and SymInt).  Arithmetic among them is written down
+and done again at each call, by Python itself: ``1 - lr`` or ``n // 2`` is exact, whatever the number.  Where an operator meets one, it
+becomes an input of the program.  Whoever asks for the value (a comparison, ``int()``, a shape, a hash, a format) gets it, and it is noted:
+the program is then right for that value alone.
+"""
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from bridge.errors import NotInLoopError
+from bridge.lowering.common.builders import number as as_number
+from bridge.lowering.common.promotion import cast
+from bridge.programs.cache_keys import identical
+from bridge.trace.levels import state
+
+SLOTS = 64  # numbers of one kind that a program can take
+_INT = np.iinfo(np.int64)
+_DTYPES: dict[type, Any] = {float: np.float64, int: np.int64}
+
+
+class Misfit(Exception):
+    """These numbers cannot be inputs of the program: too large for a dtype, or an operation gave another type than when it was traced."""
+
+
+class Inputs:
+    """The numbers of one call, as inputs of the program that is traced with them.
+
+    Args:
+        values: the numbers, floats and ints; those that stay static among them too.
+        size: how many of one kind the program can take.
+    """
+
+    def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
+        self.values, self.size = list(values), size
+        self.asked: set[int] = set()
+        self.closed = False
+        self.slots: dict[type, list[_Number]] = {float: [], int: []}
+        self._vectors: dict[type, Any] = {}
+        self._value_of: Any = None
+        self._where: dict[Any, int] = {}
+
+    def number(self, k: int) -> Any:
+        """What stands for the number at that position while the function is traced."""
+        return _made(_Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
+
+    @contextmanager
+    def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
+        """While entered, the function is traced, and these are the inputs that the numbers are taken from; value_of: of a tensor there."""
+        self._vectors, self._value_of = {float: floats, int: ints}, value_of
+        before, state.numbers = state.numbers, self
+        try:
+            yield
+        finally:
+            state.numbers = before
+            self.closed, self._vectors, self._value_of = True, {}, None
+
+    def array(self, number: _Number, dtype: Any = None) -> Any:
+        """The number as a 0-dim JAX value: of a dtype that takes it, else float64 or int64."""
+        if type(number) is _Row:
+            value = self._row(number, dtype)
+        else:
+            at = self._slot(number, dtype)
+            if at is None:
+                return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
+            value = lax.index_in_dim(self._value_of(self._vectors[number.kind]), at, 0, keepdims=False)
+        return value if dtype is None else cast(value, dtype)
+
+    def _row(self, row: _Row, dtype: Any) -> Any:
+        """The number of the repetition in progress."""
+        places = [self._slot(n, dtype) for n in row.numbers]
+        if None in places:
+            raise NotInLoopError("a number that is no input, in a loop")
+        at = lax.dynamic_index_in_dim(np.asarray(places), row.repetition, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(self._value_of(self._vectors[row.kind]), at, 0, keepdims=False)
+
+    def _slot(self, number: _Number, dtype: Any) -> int | None:
+        """Where in the inputs of its kind the number is, put there if it is not; None if it does not fit."""
+        slots = self.slots[number.kind]
+        at = self._where.get((number.kind, number.rule), len(slots))
+        if not number.takes(number.value, dtype) or at == self.size:
+            return None
+        if at == len(slots):
+            self._where[number.kind, number.rule] = at
+            slots.append(number)
+        if dtype is not None:
+            slots[at].limits.add(np.dtype(dtype))
+        return at
+
+    def evaluated(self, values: Sequence[float | int]) -> tuple[np.ndarray, np.ndarray]:
+        """The program's inputs for these numbers; Misfit where there are none."""
+        out = []
+        for kind, dtype in _DTYPES.items():
+            vector = np.zeros(self.size, dtype)
+            for i, number in enumerate(self.slots[kind]):
+                value = number.evaluate(values)
+                if not number.takes(value):
+                    raise Misfit
+                vector[i] = value
+            out.append(vector)
+        return out[0], out[1]
+
+
+class _Number:
+    """A number as a rule: ("input", k) or (function, operands).  PyTorch knows it as the node of a SymFloat or SymInt."""
+
+    __slots__ = ("inputs", "kind", "limits", "origin", "rule", "value")
+
+    def __init__(self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int]) -> None:
+        self.inputs, self.kind, self.rule, self.value, self.origin = inputs, kind, rule, value, origin
+        self.limits: set[Any] = set()  # dtypes that it is cast to
+
+    def asked(self) -> Any:
+        """The value; while the function is traced, that is noted."""
+        if not self.inputs.closed:
+            self.inputs.asked |= self.origin
+        return self.value
+
+    def takes(self, value: Any, cast_to: Any = None) -> bool:
+        """Whether a number can be in its place: PyTorch refuses some that are out of a dtype's range, and wraps others around."""
+        if self.kind is int and not _INT.min <= value <= _INT.max:
+            return False
+        for dtype in self.limits if cast_to is None else (np.dtype(cast_to),):
+            if dtype.kind in "iu":
+                if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+                    return False
+            elif dtype.kind != "b" and math.isfinite(value) and abs(value) > _greatest(dtype):
+                return False
+        return True
+
+    def evaluate(self, values: Sequence[Any]) -> Any:
+        rule, *operands = self.rule
+        if rule == "input":
+            return values[operands[0]]
+        try:
+            value = rule(*[o.evaluate(values) if type(o) is _Number else o for o in operands])
+        except ArithmeticError:
+            raise Misfit from None
+        if type(value) is not self.kind:
+            raise Misfit
+        return value
+
+    # -- what PyTorch's C++ asks of a node -------------------------------------------------------------------------------------------
+    def is_int(self) -> bool:
+        return self.kind is int
+
+    def is_float(self) -> bool:
+        return self.kind is float
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def constant_int(self) -> None:
+        return None
+
+    def clone(self) -> _Number:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("guard_float", "guard_int", "int_", "float_"):
+            return lambda *_: self.asked()
+        raise AttributeError(name)
+
+
+class _Row(_Number):
+    """A number of a step that repeats, another input in each repetition."""
+
+    __slots__ = ("numbers", "repetition")
+
+    def __init__(self, numbers: Sequence[_Number], repetition: Any) -> None:
+        first = numbers[0]
+        super().__init__(first.inputs, first.kind, ("row",), None, frozenset())
+        self.numbers, self.repetition = numbers, repetition
+
+    def asked(self) -> Any:
+        raise NotInLoopError("a number whose value is asked for, in a loop")
+
+
+def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[Any]:
+    """What stands for the numbers of one step in a loop, of those of all its repetitions one after the other.
+
+    Args:
+        numbers: Python numbers, or what stands for them, for the repetitions one after the other.
+        step: how many numbers one repetition has.
+        repetition: which one it is, a JAX value.
+    """
+    found = []
+    for k in range(step):
+        rows = list(numbers[k::step])
+        if all(is_input(x) and x.node.rule[0] == "input" for x in rows):
+            found.append(_made(_Row([x.node for x in rows], repetition)))
+        elif any(map(is_input, rows)) or len({identical(x) for x in rows}) > 1:
+            raise NotInLoopError("a number that is another one each time, in a loop")
+        else:
+            found.append(rows[0])
+    return found
+
+
+def stored(inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: set[Any]) -> _Number:
+    """A number that another process has taken as an input of the same program."""
+    number = _Number(inputs, kind, rule, value, origin)
+    number.limits = limits
+    return number
+
+
+@functools.cache
+def _greatest(dtype: np.dtype) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+def _made(number: _Number) -> Any:
+    return Float(number) if number.kind is float else Int(number)
+
+
+def _plain(x: Any) -> Any:
+    return x.node if type(x) in (Float, Int) else x
+
+
+def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
+    """An operation on numbers: written down; done at once when the trace is over."""
+    if any(type(o) is _Row for o in operands):
+        raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
+    numbers = [o for o in operands if type(o) is _Number]
+    value = rule(*[o.value if type(o) is _Number else o for o in operands])
+    if all(n.inputs.closed for n in numbers):
+        return value
+    if type(value) is not float and type(value) is not int:
+        return rule(*[o.asked() if type(o) is _Number else o for o in operands])
+    origin = frozenset().union(*[n.origin for n in numbers])
+    return _made(_Number(numbers[0].inputs, type(value), (rule, *operands), value, origin))
+
+
+def _binary(rule: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        if type(other) not in (Float, Int, int, float, bool):
+            return NotImplemented
+        a, b = self.node, _plain(other)
+        return _applied(rule, b, a) if swapped else _applied(rule, a, b)
+
+    return method
+
+
+def _unary(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: _applied(rule, self.node, *args)
+
+
+def _asked(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        return rule(self.node.asked(), *[a.node.asked() if type(a) in (Float, Int) else a for a in args])
+
+    return method
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda value, *args: getattr(value, name)(*args)
+
+
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": operator.floordiv,
+    "mod": operator.mod, "pow": operator.pow,
+}  # fmt: skip
+_UNARY: dict[str, Callable[..., Any]] = {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs}
+_ASKED = (
+    "bool", "float", "int", "index", "complex", "hash", "str", "repr", "format", "round", "trunc", "floor", "ceil", "eq", "ne", "lt", "le",
+    "gt", "ge", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift", "invert",
+)  # fmt: skip
+
+
+def _namespace(kind: type) -> dict[str, Any]:
+    def as_array(self: Any, dtype: np.dtype) -> Any:
+        """The number as a 0-dim JAX value of a dtype, for a lowering."""
+        return self.node.inputs.array(self.node, dtype)
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("__") or not hasattr(kind, name):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        return getattr(self.node.asked(), name)
+
+    space: dict[str, Any] = {
+        "__class__": property(lambda self: kind), "as_array": as_array, "__getattr__": attribute,
+        "__jax_array__": lambda self: self.node.inputs.array(self.node),
+        "__doc__": f"Stands for a Python {kind.__name__} while a function is traced.",
+        "__reduce__": _asked(_method("__reduce__")), "__array__": _asked(lambda value, *args: np.asarray(value, *args)),
+        "__deepcopy__": lambda self, memo: self, "__copy__": lambda self: self,
+        "__sym_float__": lambda self: self if kind is float else _applied(float, self.node),
+    }
+    for name, rule in _BINARY.items():
+        space[f"__{name}__"], space[f"__r{name}__"] = _binary(rule, False), _binary(rule, True)
+    space |= {f"__{name}__": _unary(rule) for name, rule in _UNARY.items()}
+    return space | {f"__{name}__": _asked(_method(f"__{name}__")) for name in _ASKED}
+
+
+Float = type("Float", (torch.SymFloat,), _namespace(float))
+Int = type("Int", (torch.SymInt,), _namespace(int))
+
+
+def is_input(x: Any) -> bool:
+    """Whether x stands for a number that is an input of the program being traced."""
+    return type(x) is Float or type(x) is Int
+
+
+def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments as PyTorch hands them on, with our own numbers in place of PyTorch's view of them."""
+    if state.numbers is None:
+        return args, kwargs
+    return tuple(map(_own, args)), {name: _own(x) for name, x in kwargs.items()}
+
+
+def _own(x: Any) -> Any:
+    if type(x) in (torch.SymFloat, torch.SymInt) and isinstance(x.node, _Number):
+        return _made(x.node)
+    return type(x)(map(_own, x)) if type(x) in (list, tuple) else x
+
+
+__all__ = ["Float", "Inputs", "Int", "Misfit", "is_input", "own"]

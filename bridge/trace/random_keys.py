@@ -1,0 +1,202 @@
+"""torch's generators and JAX's keys: where a trace's random numbers come from.
+
+Outside a compiled function the root key is drawn from torch's generator at each call, so ``torch.manual_seed`` repeats a run.  A
+vmap with randomness="different" gives every lane a key of its own, with "same" one key to all.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from bridge import private
+from bridge.trace import pieces
+from bridge.trace.levels import Level, refuse_in_loop, state
+
+_ERROR = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
+    "on vmap or perform the randomness operation out of vmap"
+)
+
+
+def seed_from(generator: torch.Generator | None) -> int:
+    """A seed drawn from torch's (default) generator, which moves on by one draw."""
+    device = "cpu" if generator is None else generator.device
+    with private.below_python():
+        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
+
+
+def next_key(generator: torch.Generator | None = None) -> jax.Array:
+    """The next JAX key of the trace in progress; each call gives another.
+
+    Args:
+        generator: the torch generator the operator was given; None for torch's default.
+
+    Returns:
+        jax.Array: a typed key (``jax.random.key``), shape ().
+
+    Raises:
+        RuntimeError: under a vmap with randomness="error".
+    """
+    if state.compiling:
+        raise pieces.NotPure
+    level = state.level
+    if level is None:
+        return jax.random.key(seed_from(generator))
+    walk: Level | None = level
+    while walk is not None:
+        if walk.kind == "vmap" and walk.randomness == "error":
+            raise RuntimeError(_ERROR)
+        walk = walk.parent
+    return _draw(source(level), generator)
+
+
+class SeededInside(RuntimeError):
+    """A function that is being compiled sets the state of a generator, which its program would not do."""
+
+
+class Watch:
+    """Notices that the Python of a function that is being compiled changes torch's generators: the program would not do it again.
+
+    Args:
+        generators: those that the function reaches, beside the default one.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        every = [torch.default_generator, *generators]
+        self.before = {private.which_generator(g): (g, _state_of(g)) for g in every}
+        self.now = dict(self.before)
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        """Called before the program takes a seed from a generator: it advances the generator, so that resetting it is noticed."""
+        g = torch.default_generator if generator is None else generator
+        which = private.which_generator(g)
+        if which not in self.before:
+            raise SeededInside(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
+        self.check()
+        seed_from(generator)
+        self.now[which] = g, _state_of(g)
+
+    def check(self) -> None:
+        for g, expected in self.now.values():
+            if _state_of(g) != expected:
+                raise SeededInside(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watch]:
+        """Watch while entered; afterwards the generators are as they were before."""
+        for which, (g, _) in self.before.items():  # so that setting them to the state that they are in is noticed too
+            seed_from(g)
+            self.now[which] = g, _state_of(g)
+        try:
+            yield self
+            self.check()
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Leave the generators as they were before."""
+        with private.below_python():
+            for g, state in self.before.values():
+                g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class Unwatched:
+    """In the place of a ``Watch`` where no Python of the user's runs: nothing is drawn, and nothing looked at."""
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Unwatched]:
+        yield self
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    with private.below_python():
+        return generator.get_state().numpy().tobytes()
+
+
+_SEEDED = "it {}, where a program would draw other numbers and leave the generator in another state; do it around the call instead"
+
+
+class NoKeyError(RuntimeError):
+    """A random operator draws, and the function that gives the key raised ``reason``: another class than torch's operators raise."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
+    """Random operators of the level in progress draw from this key, or from what the function returns when one draws.
+
+    Those that are given a torch generator do so too: drawn outside of a compiled program, its numbers would be the same for ever. What the
+    function raises comes out as ``NoKeyError``.
+    """
+    def asked(*_: Any) -> jax.Array:
+        if not callable(key):
+            return key
+        try:
+            return key()
+        except Exception as error:
+            raise NoKeyError(error) from error
+
+    level = state.level
+    assert level is not None
+    before = level.root.seeds
+    level.key = asked
+    if before is None:  # a whole program that is being staged has seeds for each call
+        level.root.seeds = asked
+    try:
+        yield
+    finally:
+        level.root.seeds = before
+
+
+def source(level: Level) -> Level:
+    """The level whose key random operators of this level draw from."""
+    while level.parent is not None and level.key is None:
+        level = level.parent
+    return level
+
+
+def _draw(level: Level, generator: torch.Generator | None) -> Any:
+    refuse_in_loop("a random number")
+    level.draws += 1
+    if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
+        key = _root_key(level.root, generator)
+        walk: Level | None = state.level
+        while walk is not None:
+            if walk.lane is not None:
+                key = jax.random.fold_in(key, walk.lane)
+            walk = walk.parent
+    elif level.parent is None:
+        key = _root_key(level, None)
+    else:
+        if callable(level.key):
+            level.key = level.key()
+        key = level.key
+    return jax.random.fold_in(key, level.draws)
+
+
+def lane_key(parent: Level, lane: Any) -> Any:
+    """A lane's own key under vmap(randomness="different"): the parent's next key with the lane's number folded in."""
+    return jax.random.fold_in(_draw(source(parent), None), lane)
+
+
+def _root_key(root: Level, generator: torch.Generator | None) -> Any:
+    if root.seeds is not None:
+        return root.seeds(generator)
+    if generator is not None:  # one seed a call, also where a transform has to start again
+        which = private.which_generator(generator)
+        if which not in root.generators:
+            root.generators[which] = (generator, jax.random.key(seed_from(generator)))
+        return root.generators[which][1]
+    if root.key is None:
+        root.key = jax.random.key(seed_from(None))
+    return root.key

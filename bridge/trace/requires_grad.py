@@ -1,0 +1,173 @@
+"""Whether an output requires grad as in PyTorch, which is another question than whether its derivative can differ from zero.
+
+PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  Outside of compilation, where outputs
+are asked after the run whether they depend on what requires grad, such an operator's outputs are tied to its inputs again.
+"""
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.extend.core import Literal
+
+from bridge import private
+from bridge.trace.levels import state
+
+
+@jax.jit
+def stopped_by_torch(value: Any) -> Any:
+    """``lax.stop_gradient`` with a name, to be told in a compiled program from those inside of lowerings."""
+    return lax.stop_gradient(value)
+
+
+def stopped_outside(value: Any) -> Any:
+    """In a program that is being traced: the value without its derivative at the border, which keeps its tangents."""
+    times = private.times_differentiated(value)
+    return _stopped_outside(value, times) if times else stopped_by_torch(value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _stopped_outside(value: Any, times: int) -> Any:
+    return value
+
+
+@_stopped_outside.defjvp
+def _stopped_outside_jvp(times: int, primals: Any, tangents: Any) -> Any:
+    if times > 1:
+        return _stopped_outside(primals[0], times - 1), _stopped_outside(tangents[0], times - 1)
+    return stopped_by_torch(primals[0]), stopped_by_torch(tangents[0])
+
+
+def depends(value: Any) -> bool:
+    """Whether an array is one that JAX differentiates, at whatever level."""
+    while isinstance(value, jax.core.Tracer):
+        below = private.batched_value(value)
+        if below is None:
+            return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+        value = below
+    return False
+
+
+def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
+    """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none.
+
+    no_grad: the places of those that never require grad.
+    """
+    if state.level.root.staged:  # the question is asked of the program
+        return out
+    linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
+    if not linked:
+        return out
+    if isinstance(out, jax.Array):
+        return out if no_grad or not _inexact(out) or depends(out) else _tied(out, linked)
+    return type(out)(v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
+
+
+def tie_tangents(tangents: list[Any], primals: list[Any]) -> list[Any]:
+    """The tangents of outputs: PyTorch's require grad where their primals do, constant ones too."""
+    if not (state.level.root.recorded and torch.is_grad_enabled()):
+        return tangents
+    staged = state.level.root.staged
+    pairs = zip(tangents, primals, strict=True)
+    return [_tied(t, [p]) if depends(p) and _inexact(t) and (staged or not depends(t)) else t for t, p in pairs]
+
+
+def _inexact(v: Any) -> bool:
+    return isinstance(v, jax.Array) and bool(jnp.issubdtype(v.dtype, jnp.inexact))
+
+
+@jax.custom_jvp
+def _tied(value: Any, inputs: Any) -> Any:
+    return value
+
+
+@_tied.defjvp
+def _tied_jvp(primals: Any, tangents: Any) -> Any:
+    value, inputs = primals
+    zero = sum(_nothing(t).astype(value.dtype) for t in tangents[1])
+    return _tied(value, inputs), tangents[0] + jnp.broadcast_to(zero, value.shape)
+
+
+def _nothing(t: Any) -> Any:
+    """A sum of none of t's elements: zero, whatever they are, and yet a linear function of t that JAX keeps."""
+    return jnp.sum(jnp.real(t).reshape(-1)[:0])
+
+
+def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
+    """For each output of a jaxpr the inputs, as the bits given for them, that it depends on; behind: see ``bridge.jit.program.Program``."""
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def sources(variables: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
+
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.params.get("name"), _followed(eqn)
+        if name == "stopped_by_torch":
+            continue
+        if inner is not None:
+            every = functools.reduce(operator.or_, sources(eqn.invars), 0)
+            flows = flow(inner, sources(eqn.invars), behind)
+            # of an empty array JAX drops operands that PyTorch goes back to
+            found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
+            continue
+        if eqn.primitive.name == "scan":
+            found.update(zip(eqn.outvars, _scanned(eqn, sources(eqn.invars), behind), strict=True))
+            continue
+        inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
+        bits = functools.reduce(operator.or_, sources(inputs), 0)
+        if bits:
+            found.update((v, bits) for v in eqn.outvars)
+    return sources(jaxpr.outvars)
+
+
+#: Primitives whose result holds the same numbers as their operand, or some of them, as a view does.
+_MOVING = frozenset({lax.broadcast_in_dim_p, lax.reshape_p, lax.slice_p, lax.squeeze_p, lax.transpose_p})
+
+
+def moved(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
+    """For each output of a jaxpr which input, of those given, it is, be it in another shape or a part of it; None: it is computed."""
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def inputs(variables: Sequence[Any]) -> list[int | None]:
+        return [None if isinstance(v, Literal) else found.get(v) for v in variables]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _MOVING:
+            found[eqn.outvars[0]] = inputs(eqn.invars)[0]
+        elif (inner := _followed(eqn)) is not None:
+            found.update(zip(eqn.outvars, moved(inner, inputs(eqn.invars)), strict=True))
+    return inputs(jaxpr.outvars)
+
+
+def _scanned(eqn: Any, given: list[int], behind: bool) -> list[int]:
+    """The same for a loop: what it carries may take several steps to depend on an input."""
+    jaxpr, consts, carried = private.scanned(eqn)
+    while True:
+        outs = flow(jaxpr, given, behind)
+        carry = [a | b for a, b in zip(given[consts : consts + carried], outs, strict=False)]
+        if carry == given[consts : consts + carried]:
+            return outs
+        given = [*given[:consts], *carry, *given[consts + carried :]]
+
+
+def _followed(eqn: Any) -> Any:
+    """The jaxpr inside an equation that is looked into: a checkpoint's, a jitted function's, and the outputs of an autograd.Function.
+
+    JAX 0.12 leaves in a derivative the calls of jitted functions that earlier versions put in line, in that of jax.vjp as "vjp_node[jit]".
+    """
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]") and eqn.params["name"] != "of_inputs_alone":
+        inner = eqn.params["jaxpr"]
+        return getattr(inner, "jaxpr", inner)  # it may be closed
+    inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
+    return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
+
+
+__all__ = ["depends", "flow", "moved", "tie", "tie_tangents"]

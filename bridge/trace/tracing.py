@@ -1,0 +1,353 @@
+"""Running torch code on JAX values: the traced tensor, and what happens to each operator that reaches it.
+
+``Traced`` is a torch.Tensor without storage whose values live in a ``Node``.  While a trace is open, a dispatch mode hands every
+ATen operator, factories included, to ``dispatch``; what is done with one is decided once per operator (bridge/operators/plan.py).
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from bridge import compiling, private
+from bridge.convert import dtypes, tensors
+from bridge.errors import DataDependentError, EscapedTensorError, at_line
+from bridge.lowering.registry import of_this_torch
+from bridge.programs import guards
+from bridge.trace import python_numbers
+from bridge.trace.aliasing import read, write
+from bridge.trace.levels import Level, push, state
+from bridge.trace.storage import Node
+
+_make = private.make_wrapper
+_CPU = torch.device("cpu")
+_torch_dtype = dtypes._TO_TORCH
+
+
+class Traced(torch.Tensor):
+    """A torch tensor whose values are a JAX array or tracer; shape, dtype, device and strides are torch's own."""
+
+    node: Node
+
+    @classmethod
+    @private.opaque
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
+            return NotImplemented  # another class has rules of its own (functorch's dims)
+        rule = PYTHON_RULES.get(func)
+        with private.without_torch_function():
+            if rule is not None:
+                return rule(func, args, kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    @classmethod
+    @private.opaque
+    def __torch_dispatch__(  # type: ignore[override]  # torch documents it so, and has typed something else
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        level = state.level
+        if level is None or self.node.level.closed:
+            return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
+        value = value_of(self)
+        shown = f"shape={tuple(self.shape)}, dtype={self.dtype}"
+        with contextlib.suppress(jax.errors.JAXTypeError):
+            shown = np.array2string(np.asarray(jax.lax.stop_gradient(value)), separator=", ", prefix="Traced(") + f", dtype={self.dtype}"
+        return f"Traced({shown})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec or self.dim() else format(self.item(), spec)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory, without derivatives (torch's own getter looks to the dispatcher like autograd's own use of detach)."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.set_(value)  # type: ignore[call-overload]  # torch has typed storages alone
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # torch has typed an attribute that can be written
+        return HANDED_IN["graph_node"](torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
+
+    def tolist(self) -> Any:
+        return concrete(self, "tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        return concrete(self if force else _without_derivative(self), "numpy()")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        found = concrete(_without_derivative(self), "numpy.asarray()")
+        return found if dtype is None else found.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
+
+
+#: What stands on this file and is needed here: "plan" of an operator, "intercepted" for as long as a trace is open, "graph_node" of a
+#: tensor.  The file that has such a function puts it here when it is imported.
+HANDED_IN: dict[str, Callable[..., Any]] = {}
+#: Public functions that are looked at before PyTorch's own code for them; filled by bridge/intercepted/torch_functions.py.
+PYTHON_RULES: dict[Any, Any] = {}
+_default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:
+    """A traced tensor of that value, a root of its own."""
+    try:
+        dtype = _torch_dtype[value.dtype]
+    except KeyError:
+        dtype = dtypes.to_torch(value.dtype)
+    level = level or state.level
+    t: Traced = _make(Traced, value.shape, dtype=dtype, device=device)
+    t.node = node = Node(value, level)
+    node.maker = level.operator
+    return t
+
+
+def alias(t: Traced) -> Traced:
+    """Another traced tensor with the same values and memory."""
+    other: Traced = _make(Traced, t.shape, strides=t.stride(), storage_offset=t.storage_offset(), dtype=t.dtype, device=t.device)
+    other.node = t.node
+    return other
+
+
+def value_of(t: torch.Tensor) -> Any:
+    """The JAX value of a tensor: a traced one's own, any other's by crossing the border."""
+    level = state.level
+    if type(t) is Traced:
+        node = t.node
+        if node.level.closed:
+            raise EscapedTensorError(
+                "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
+                f"function instead of keeping it elsewhere{at_line()}"
+            )
+        if node.root.level is not level:
+            level.met[id(t)] = t
+        if node.level is not level and t.requires_grad:
+            level.outer[id(t)] = t
+        if node.parent is None:
+            return node.value
+        return read(node, level)
+    if level is None:
+        return tensors.to_jax(t)
+    if level is not level.root:
+        level.met[id(t)] = t
+        if t.requires_grad and torch.is_grad_enabled():
+            level.outer[id(t)] = t
+    return lift(t).value
+
+
+def lift(t: torch.Tensor) -> Node:
+    """The node that stands for a torch tensor met from outside the trace; one per tensor and trace."""
+    root = state.level.root
+    if torch.is_grad_enabled():
+        root.live.add(id(t))
+    entry = root.captured.get(id(t))
+    if entry is None:
+        value = root.overrides.get(id(t))
+        if value is None:
+            value = tensors.to_jax(t)
+            if root.lasting:
+                with jax.ensure_compile_time_eval():  # also where a checkpoint or a rule meets the tensor first
+                    value = jax.numpy.copy(value)
+        if t.requires_grad:
+            root.with_history.add(id(t))
+        node = Node(value, root)
+        root.captured[id(t)] = entry = (t, node)
+    return entry[1]
+
+
+def node_of(t: torch.Tensor) -> Node:
+    """The node behind a tensor, traced or met from outside."""
+    if type(t) is Traced:
+        value_of(t) if t.node.level.closed else None
+        return t.node
+    return lift(t)
+
+
+def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool = False) -> None:
+    """Write a value of t's shape and dtype into t, and so into every tensor that shares its memory.
+
+    detached: torch's autograd does not record the write; None: as the grad mode says.  keep: see ``nodes.write``.
+    """
+    if type(t) is not Traced and torch.is_grad_enabled():
+        node_of(t)
+        if id(t) in state.level.root.with_history:
+            raise RuntimeError(
+                "a tensor from outside that requires grad was changed in place; pass it to the function as an argument, change a clone of "
+                f"it, or write under torch.no_grad(){at_line()}"
+            )
+    if state.level is not state.level.root:
+        state.level.met[id(t)] = t
+    write(node_of(t), value, state.level, not torch.is_grad_enabled() if detached is None else detached, keep)
+
+
+def concrete(t: torch.Tensor, what: str) -> np.ndarray:
+    """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
+    value = value_of(t)
+    try:
+        return np.asarray(jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value)
+    except jax.errors.JAXTypeError as error:
+        raise unknown_value(what) from error
+
+
+def _without_derivative(t: torch.Tensor) -> torch.Tensor:
+    """The tensor; RuntimeError in torch's words if a transform differentiates it: an array of numbers would end the derivative."""
+    value = value_of(t)
+    if t.requires_grad or private.differentiates(value):
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
+            f"with it would have no derivative either{at_line()}"
+        )
+    return t
+
+
+def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
+    """The error for a value, or a shape that depends on values, asked for under vmap or jit; its words contain torch.func's own."""
+    kinds = set()
+    level: Level | None = state.level
+    while level is not None:
+        kinds.add(level.kind)
+        level = level.parent
+    if "vmap" in kinds and dynamic_shape:
+        said = "vmap: We do not support batching operators that can output dynamic shape. "
+        where = "vmap"
+    elif "vmap" in kinds:
+        said = (
+            "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow. "
+            "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
+        )
+        if "item" in what:
+            said = "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over calling .item() on a Tensor. "
+        where = "vmap"
+    else:
+        said, where = "", "jit"
+    if dynamic_shape:
+        return DataDependentError(
+            f"{said}{what} has an output of dynamic shape, which depends on a tensor's values, and under {where} only its shape and dtype "
+            f"are known; keep the shape and mask with torch.where instead, or do it outside the transformed function{at_line()}"
+        )
+    return DataDependentError(
+        f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or "
+        f"torch.cond instead, or do it outside the transformed function{at_line()}"
+    )
+
+
+class _Mode(private.DispatchMode):
+    """Hands every operator called while a trace is open to ``dispatch``."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # a wrapper around each call that keeps torch.compile out: there is nothing to keep out of
+        return False
+
+    @private.opaque
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operator on traced and captured tensors."""
+    level = state.level
+    if level is None:
+        raise EscapedTensorError(
+            f"{func}: got a tensor that was made inside a transform which has returned; it holds no values any more. Return it from the "
+            f"transformed function instead of keeping it elsewhere{at_line()}"
+        )
+    level.operator = func
+    args, kwargs = python_numbers.own(args, kwargs)
+    plan = _plans.get(func) or plan_of(func)
+    return plan(args, kwargs)
+
+
+_plans: dict[Any, Any] = {}
+
+
+def plan_of(func: Any) -> Any:
+    """The function (args, kwargs) -> result that runs an operator, made when it is first asked for."""
+    found = _plans.get(func)
+    if found is None:
+        found = _plans[func] = HANDED_IN["plan"](func)
+    return found
+
+
+#: Operators that need more than their values, filled by ``own_rule``: they read values, exchange memory, or make none.
+OWN_RULES: dict[Any, Any] = {}
+
+
+def own_rule(*names: str) -> Any:
+    """Decorator: the function (args, kwargs) -> result is the plan of these operators, whatever lowering they have."""
+
+    def register(plan: Any) -> Any:
+        OWN_RULES.update(of_this_torch(dict.fromkeys(names, plan)))
+        return plan
+
+    return register
+
+
+@contextlib.contextmanager
+def root() -> Iterator[Level]:
+    """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
+    with (
+        jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
+        push("root") as level, _Mode(),
+    ):
+        try:
+            yield level
+        finally:
+            forget_captured(level)
+
+
+def forget_captured(root: Level) -> None:
+    """Forget what a trace knows of tensors from outside.
+
+    PyTorch's C++ has made a history for one that was changed in place to a value with a derivative, out of nodes of the trace.
+    """
+    for t, node in root.captured.values():
+        if node.version and id(t) not in root.with_history:
+            owner = t._base if t._is_view() else t
+            if owner.requires_grad and not owner.is_leaf:
+                owner.detach_()
+
+
+@contextlib.contextmanager
+def resumed() -> Iterator[Level]:
+    """The level for Python that runs when a compiled program is differentiated, after its own trace has closed; one per thread."""
+    if state.late is None:
+        state.late = Level("plain", None)
+        state.late.staged = True
+    before, state.level = state.level, state.late
+    try:
+        with jax.enable_x64(True), HANDED_IN["intercepted"](), _Mode():
+            yield state.late
+    finally:
+        state.level = before
+
+
+@contextlib.contextmanager
+def traced_python() -> Iterator[None]:
+    """Inside an operator's own handler: operators called from Python are traced again (for decompositions)."""
+    with _Mode():
+        yield
+
+
+def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
+    """A traced tensor's values as a plain tensor, mapped dimensions in front; any other tensor as it is."""
+    if type(t) is not Traced:
+        return t
+    value = private.innermost_removed(value_of(t), recurse)
+    if isinstance(value, jax.core.Tracer):
+        return wrap(value, t.device)
+    with private.below_python():  # a tensor to look at, not one of the trace
+        return tensors.to_torch(value, t.device)

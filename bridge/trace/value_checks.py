@@ -1,0 +1,133 @@
+"""What PyTorch refuses by values that are known only when a program runs: an index out of range.
+
+A check is an operation that gives its operand back.  Outside of compilation it looks at the values, through vmap and derivatives, and
+raises.  Inside of it, it costs nothing by itself: who compiles takes the checked operands out of the program and looks at them when
+it has run.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from bridge.errors import at_line
+from bridge.lowering.common.provided import Range
+from bridge.trace.levels import refuse_in_loop, state
+
+_check_p = Primitive("in_range")
+_check_p.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_check_p] = lambda primals, tangents, **params: (_check_p.bind(*primals, **params), tangents[0])
+batching.primitive_batchers[_check_p] = lambda args, dims, **params: (_check_p.bind(*args, **params), dims[0])
+mlir.register_lowering(_check_p, lambda _, x, **__: [x])
+
+
+@_check_p.def_impl
+def _look(x: Any, *, where: Range) -> Any:
+    values = np.asarray(x)
+    if values.size:
+        where.judge(values.min(), values.max())
+    return x
+
+
+def check(x: Any, where: Range) -> Any:
+    """What ``bridge.lowering.common.provided.check`` does."""
+    refuse_in_loop("a check of values")
+    state.checks += 1
+    if state.level is not None and state.level.root.staged:
+        line = at_line().replace("{", "{{").replace("}", "}}")
+        where = dataclasses.replace(where, error=where.error + line)
+    return _check_p.bind(x, where=where)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["where"])
+@dataclasses.dataclass(slots=True)
+class Found:
+    """A checked operand, out of the compiled function that computed it."""
+
+    value: Any
+    where: Range
+
+    def verify(self) -> None:
+        """Raise if it lies outside of its range; inside of a transform, leave that to it."""
+        if isinstance(self.value, jax.core.Tracer):
+            check(self.value, self.where)
+        else:
+            _look(self.value, where=self.where)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit(fn)``, whose checks are made after each call."""
+
+    @jax.jit
+    def run(*arrays: Any) -> tuple[Any, list[Found]]:
+        before = state.checks
+        out = fn(*arrays)
+        return (out, []) if state.checks == before else _with_operands(fn, arrays)
+
+    def call(*arrays: Any) -> Any:
+        out, found = run(*arrays)
+        for f in found:
+            f.verify()
+        return out
+
+    call.clear_cache = run.clear_cache  # type: ignore[attr-defined]
+    return call
+
+
+def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Found]]:
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+    jaxpr, ranges = _taken(closed.jaxpr)
+    values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
+    tree: Any = jax.tree_util.tree_structure(shapes)
+    return tree.unflatten(values[: tree.num_leaves]), [Found(v, r) for v, r in zip(values[tree.num_leaves :], ranges, strict=True)]
+
+
+def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
+    """The jaxpr with the operands of its checks as outputs, after those it has; and their ranges."""
+    eqns = [e for e in jaxpr.eqns if e.primitive is _check_p and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
+    if not eqns:
+        return jaxpr, []
+    outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [e.params["where"] for e in eqns]
+
+
+def ends(operands: Sequence[Any]) -> list[Any]:
+    """What ``Bounds`` judges, as a list: the least and the greatest number of each operand, in one array; of none, none."""
+    return [jnp.stack([jnp.stack([jnp.min(v), jnp.max(v)]).astype(np.int64) for v in operands])] if operands else []
+
+
+class Bounds:
+    """The ranges of the operands that a whole program checks."""
+
+    __slots__ = ("high", "low", "ranges")
+
+    def __init__(self, ranges: list[Range]) -> None:
+        self.ranges = ranges
+        self.low, self.high = np.array([r.low for r in ranges]), np.array([r.high for r in ranges])
+
+    @classmethod
+    def of(cls, closed: Any) -> tuple[Any, Bounds | None]:
+        """A closed jaxpr with the operands as its last outputs, and their ranges; as it is and None where nothing is checked.
+
+        What is checked inside of a loop or a branch is not seen.
+        """
+        taken, ranges = _taken(closed.jaxpr)
+        return (closed.replace(jaxpr=taken), cls(ranges)) if ranges else (closed, None)
+
+    def judge(self, found: Any) -> None:
+        """Raise for the first operand whose ``ends`` lie outside of its range."""
+        found = np.asarray(found)
+        wrong = (found[:, 0] < self.low) | (found[:, 1] >= self.high)
+        if wrong.any():
+            k = int(wrong.argmax())
+            self.ranges[k].judge(*found[k])
+
+
+__all__ = ["Bounds", "Found", "Range", "check", "compiled", "ends"]

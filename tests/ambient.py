@@ -823,7 +823,7 @@ for _name, _set, _body in (
     ("global forward hook", lambda: modules.register_module_forward_hook(lambda m, a, y: y * 2), Program.linear),
 ):
     state(f"{_name}, left so", None, _body, *[Other(
-        "differs", "A transform leaves the grad mode as it was before the call.", when="inside", ways="functionalize, vmap, jvp"
+        "differs", "A transform leaves the grad mode as it was before the call.", when="inside", ways="functionalize"
     )] * (_name == "grad mode"), wrap=_left(_set), rtol=0.03, atol=0.03)
 
 

@@ -369,6 +369,8 @@ class Recorder(TorchFunctionMode):
         metas = [self.aval(t).meta() for t in template.tensors]
         values = [_filled(x, metas, self.numbers[template.first :]) for x in (given, kw)]
         where = values[1].get("device")
+        if where is not None and torch.device(where).type != "cpu":
+            raise Unrecordable("a tensor on another device")
         if (metas and where is not None) or (not metas and func in FACTORIES):
             values[1]["device"] = torch.device("meta")  # nothing is drawn, and no memory taken
         before = [(m.shape, m.stride()) for m in metas]

@@ -48,7 +48,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python tools/structure.py --imports
+	$(BIN)/python tools/structure.py
 
 clean:
 	rm -rf $(VENV) .venv-versions .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import torch
 
-_default: jax.Device | None = None
+from bridge.process import process
 
 
 def default() -> jax.Device | None:
     """The JAX device CPU tensors are sent to; None: they stay where they are."""
-    return _default
+    return process.default_device
 
 
 def set_default(device: Any) -> None:
@@ -30,8 +30,7 @@ def set_default(device: Any) -> None:
         >>> devices.set_default("cpu:0")
         >>> devices.set_default(None)
     """
-    global _default
-    _default = None if device is None else find(device)
+    process.default_device = None if device is None else find(device)
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def use(device: Any) -> Iterator[None]:
         ...     devices.default().platform
         'cpu'
     """
-    before = _default
+    before = process.default_device
     set_default(device)
     try:
         yield
@@ -68,8 +67,8 @@ def find(device: Any) -> jax.Device:
 def jax_device(device: torch.device) -> jax.Device | None:
     """Where a tensor on that torch device is computed; None: leave it to zero-copy on the device that has its memory."""
     if device.type == "cpu":
-        if _default is not None:
-            return _default
+        if process.default_device is not None:
+            return process.default_device
         return None if jax.default_backend() == "cpu" else jax.devices("cpu")[0]
     if device.type == "cuda":
         return None

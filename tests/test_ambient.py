@@ -12,7 +12,7 @@ import jax
 import pytest
 import torch
 
-from bridge.record import transforms
+from bridge.process import process
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,7 +43,7 @@ def cells(name: str, every: bool) -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ambient.STATES)
 def test_the_table(name: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transforms, "_unrecordable", set())  # the cells share their functions' code
+    monkeypatch.setattr(process, "unrecordable", set())  # the cells share their functions' code
     state, wrong = ambient.STATES[name], []
     for when, way, tensors in cells(name, every):
         other = ambient.declared(state, when, way, tensors)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torchfunc_jax
+from bridge.process import process
 from bridge.record import lanes, programs
 
 torch.manual_seed(0)
@@ -232,7 +233,7 @@ def test_a_number_of_lanes_that_stays_gets_a_program_of_its_own(monkeypatch: pyt
 
 def test_programs_that_are_used_once_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = programs._Kept()
-    monkeypatch.setattr(programs, "_kept", kept)
+    monkeypatch.setattr(process, "programs", kept)
     monkeypatch.setattr(programs, "_ONCE", 4)
     kept.limit = 4
     for n in range(1, 9):
@@ -244,7 +245,7 @@ def test_programs_that_are_used_once_do_not_fill_memory(monkeypatch: pytest.Monk
 
 
 def test_a_number_that_changes_needs_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_kept", kept := programs._Kept())
+    monkeypatch.setattr(process, "programs", kept := programs._Kept())
     for k in range(12):
         same(torchfunc_jax.vmap(lambda x, k=k: x * (k + 0.5))(X), X * (k + 0.5))
     assert len(kept.once) + len(kept.often) == 1

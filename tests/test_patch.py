@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, jacrev
 from torch.func import vmap as mapped
 
 import torchfunc_jax
+from bridge.process import process
 from bridge.record.tensor import Recorded
 from bridge.trace.tracing import Traced
 from torchfunc_jax import patch, patching
@@ -39,7 +40,7 @@ def _left_as_it_was() -> Iterator[None]:
     yield
     for m, names in zip(NAMESPACES, before, strict=True):
         assert names and all(vars(m)[k] is v for k, v in names.items())
-    assert patching._active == 0 and not patching._changes
+    assert process.patches == 0 and not process.patched
 
 
 def runs_on_jax(transform: Any) -> bool:

@@ -8,15 +8,14 @@ import pytest
 import torch
 from agreement import same
 
-from bridge.record import transforms
-from bridge.trace import pieces
+from bridge.process import process
 from torchfunc_jax import grad, vmap
 
 
 @pytest.fixture(autouse=True)
 def _nothing_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_never", {})
-    monkeypatch.setattr(transforms, "_unrecordable", set())
+    monkeypatch.setattr(process, "no_pieces", {})
+    monkeypatch.setattr(process, "unrecordable", set())
 
 
 def test_indexing_by_a_mask_does_not_bar_indexing_by_integers(caplog: pytest.LogCaptureFixture) -> None:

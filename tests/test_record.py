@@ -16,6 +16,7 @@ from torch import nn
 
 import torchfunc_jax
 from bridge.errors import NotInLoopError
+from bridge.process import process
 from bridge.record import disk, programs, replay, transforms
 from bridge.trace import python_numbers
 from bridge.trace.python_numbers import Inputs
@@ -27,7 +28,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 def unrecorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """Fails if something was not recorded; gives, and forgets, what was not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(transforms, "_unrecordable", set())
+    monkeypatch.setattr(process, "unrecordable", set())
     caplog.set_level(logging.INFO, "torchfunc_jax")
 
     def take() -> list[str]:
@@ -418,7 +419,7 @@ def test_arithmetic_with_a_number_of_a_loop_is_refused() -> None:
 def test_a_stored_program_takes_numbers_of_the_type_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with stored(monkeypatch, tmp_path):
         for number in (2, 2.5, 3, 3.5):
-            monkeypatch.setattr(programs, "_kept", programs._Kept())  # as in another process
+            monkeypatch.setattr(process, "programs", programs._Kept())  # as in another process
             same(torchfunc_jax.vmap(lambda x, s=number: (x * s).sin())(X), (X * number).sin())
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -432,7 +433,7 @@ def test_a_stored_program_is_made_again_for_what_was_not_stored(monkeypatch: pyt
 
     with stored(monkeypatch, tmp_path):
         for _ in range(2):
-            monkeypatch.setattr(programs, "_kept", programs._Kept())
+            monkeypatch.setattr(process, "programs", programs._Kept())
             same(gradients(torchfunc_jax), gradients(torch.func), rtol=1e-4, atol=1e-5)
 
 
@@ -450,7 +451,7 @@ def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.Monk
         before = file.read_bytes()
         file.write_bytes(before)
         written = file.stat().st_mtime_ns
-        monkeypatch.setattr(programs, "_kept", programs._Kept())
+        monkeypatch.setattr(process, "programs", programs._Kept())
         monkeypatch.setattr(disk, "unpacked", broken)
         same(call(X), torch.func.vmap(lambda r: (r @ r) * r)(X))
         assert file.stat().st_mtime_ns > written

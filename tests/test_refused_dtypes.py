@@ -20,7 +20,7 @@ import bridge
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.operators import dtype_refusals_table as committed
 from bridge.operators.dtype_refusals import NAMES, guarded
-from bridge.trace import tracing
+from bridge.process import process
 from torchfunc_jax import functionalize, jit, vmap
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_a_lowering_of_ones_own_takes_what_it_likes() -> None:
     finally:
         bridge.register_lowering(op)(own)
         OVERRIDDEN.discard(op)
-        tracing._plans.clear()
+        process.plans.clear()
     with pytest.raises(NotImplementedError, match="frac_cpu"):
         jit(lambda x: torch.frac(x))(INTS)
 

@@ -43,6 +43,12 @@ OPTIONAL = {
 LIMIT = 8
 STATE: dict[str, str] = {
     "bridge.trace.levels.state": "what each thread is at: the levels of its open trace, and its recorder",
+    "bridge.process.process": "what bridge remembers between calls, for all threads",
+    "bridge.lowering.registry.LOWERINGS": "the registry of lowerings, filled at import and by users",
+    "bridge.lowering.registry.OVERRIDDEN": "the operators that users have registered again",
+    "bridge.trace.tracing.OWN_RULES": "the registry of operators that need more than arrays, filled at import",
+    "bridge.programs.guards._usual": "the answer to the question for ambient state that is asked at each call",
+    "bridge.private._applied": "the autograd.Function that is being applied, for each thread",
 }
 
 _CHANGING = frozenset({

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bridge.process import process
+
 _NAMES = (
     *torch.func.__all__, "chunk_vmap", "make_functional", "make_functional_with_buffers", "make_functional_deprecated_v1",
     "make_functional_with_buffers_deprecated_v1", "combine_state_for_ensemble", "functional_init", "functional_init_with_buffers",
@@ -55,12 +57,9 @@ ORIGINAL = SimpleNamespace(**{name: getattr(torch.func, name) for name in torch.
 with contextlib.suppress(ImportError, AttributeError):  # in a version without functorch
     ORIGINAL.chunk_vmap = importlib.import_module("functorch.experimental").chunk_vmap
 _lock = threading.RLock()
-_active = 0
-_changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # (namespace, name, torch's, ours)
 
 
 def _apply() -> None:
-    global _active
     with _lock:
         try:
             for name, module in list(sys.modules.items()):
@@ -69,10 +68,10 @@ def _apply() -> None:
                     if type(namespace) is dict:
                         _change(namespace)
         except BaseException:
-            if not _active:
+            if not process.patches:
                 _restore()
             raise
-        _active += 1
+        process.patches += 1
 
 
 def _change(namespace: dict[str, Any]) -> None:
@@ -80,21 +79,20 @@ def _change(namespace: dict[str, Any]) -> None:
     for name, value in list(namespace.items()):
         if id(value) in table:
             theirs, ours = table[id(value)]
-            _changes.append((namespace, name, theirs, ours))
+            process.patched.append((namespace, name, theirs, ours))
             namespace[name] = ours
 
 
 def _release() -> None:
-    global _active
     with _lock:
-        _active -= 1
-        if not _active:
+        process.patches -= 1
+        if not process.patches:
             _restore()
 
 
 def _restore() -> None:
-    while _changes:
-        namespace, name, theirs, ours = _changes.pop()
+    while process.patched:
+        namespace, name, theirs, ours = process.patched.pop()
         if namespace.get(name) is ours:  # a name bound to something else meanwhile keeps its new meaning
             namespace[name] = theirs
 

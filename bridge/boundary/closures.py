@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from bridge.convert import tensors
+from bridge.process import process
 from bridge.programs import closure_scan
-
-_captured_by: dict[Any, list[weakref.ref[torch.Tensor]]] = {}
-_captures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def code_of(fn: Any) -> Any:
@@ -43,10 +41,10 @@ def _identity(fn: Any) -> Any:
 
 def known(fn: Any) -> list[torch.Tensor]:
     """Tensors that fn captures and that require grad: those it used the last time, else all that it reaches."""
-    refs = _captured_by.get(_identity(fn))
+    refs = process.captured.get(_identity(fn))
     if refs is None:
         code = code_of(fn)
-        if isinstance(code, types.CodeType) and not _captures.get(code, True):
+        if isinstance(code, types.CodeType) and not process.captures.get(code, True):
             return []  # none in another closure of the same code
         found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
         return [t for t in found if not t._backward_hooks]  # if the tensor is not used in the end, PyTorch would call its hooks with None
@@ -54,7 +52,7 @@ def known(fn: Any) -> list[torch.Tensor]:
 
 
 def remember(fn: Any, captured: list[torch.Tensor]) -> None:
-    if len(_captured_by) >= 4096:
-        _captured_by.clear()
-    _captured_by[_identity(fn)] = [weakref.ref(t) for t in captured]
-    _captures[code_of(fn)] = bool(captured)
+    if len(process.captured) >= 4096:
+        process.captured.clear()
+    process.captured[_identity(fn)] = [weakref.ref(t) for t in captured]
+    process.captures[code_of(fn)] = bool(captured)

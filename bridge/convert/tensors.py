@@ -19,8 +19,7 @@ import torch
 
 from bridge import devices, private
 from bridge.convert import dtypes
-
-_cache: dict[int, tuple[weakref.ref[torch.Tensor], jax.Array, int, list[int]]] = {}
+from bridge.process import process
 
 # numpy has no bfloat16 or 8-bit floats of its own: they cross as integers of the same width
 _AS_INT = {
@@ -41,7 +40,7 @@ def _forget(store: dict[int, Any], key: int, _: Any) -> None:
 
 def cached(t: torch.Tensor) -> jax.Array | None:
     """The array that shares t's memory, where one was made before and still does."""
-    entry = _cache.get(id(t))
+    entry = process.arrays.get(id(t))
     if entry is None or entry[0]() is not t or entry[2] != t.data_ptr():
         return None
     seen = entry[3]
@@ -88,16 +87,15 @@ def _cross(t: torch.Tensor) -> jax.Array:
     array = jax.device_put(as_numpy(source), device)
     if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
         key = id(t)
-        _cache[key] = (weakref.ref(t, functools.partial(_forget, _cache, key)), array, t.data_ptr(), [t._version, _signature(t)])
+        forget = functools.partial(_forget, process.arrays, key)
+        process.arrays[key] = (weakref.ref(t, forget), array, t.data_ptr(), [t._version, _signature(t)])
     elif device is None:
         array.block_until_ready()
     return array
 
 
-_signatures: dict[Any, int] = {}
 
 
-_met: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def crossing(t: torch.Tensor) -> tuple[Any, int]:
@@ -106,14 +104,14 @@ def crossing(t: torch.Tensor) -> tuple[Any, int]:
     The first is the array that shares t's memory, or for small tensors met for the first time numpy's view of it.
     """
     key = id(t)
-    entry = _cache.get(key)
+    entry = process.arrays.get(key)
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
         return entry[1], entry[3][1]
     signature = _signature(t)
     if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
-        met = _met.get(key)
+        met = process.met.get(key)
         if met is None or met() is not t:
-            _met[key] = weakref.ref(t, functools.partial(_forget, _met, key))
+            process.met[key] = weakref.ref(t, functools.partial(_forget, process.met, key))
             return as_numpy(plain(t)), signature
     return to_jax(t), signature
 
@@ -121,7 +119,7 @@ def crossing(t: torch.Tensor) -> tuple[Any, int]:
 def _signature(t: torch.Tensor) -> int:
     if t.is_nested:  # has no shape to speak of
         plain(t)
-    return _signatures.setdefault((t.shape, t.dtype, t.device), len(_signatures))
+    return process.signatures.setdefault((t.shape, t.dtype, t.device), len(process.signatures))
 
 
 def crosses(t: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import jax
 import torch
 
 from bridge import private
+from bridge.process import process
 from bridge.programs.cache_keys import identical
 
 #: The spec of a leaf.
@@ -55,7 +56,6 @@ def _children(spec: Spec) -> tuple[Spec | None, ...]:
     return (LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
 
 
-_interned: dict[Any, Spec] = {}
 _DICTS, _STRINGS = frozenset({dict, OrderedDict}), frozenset({str})
 
 
@@ -65,11 +65,11 @@ def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> S
         exact = identical(context)
     key = (kind, exact, children)
     try:
-        spec = _interned.get(key)
+        spec = process.treedefs.get(key)
         if spec is None:
             spec = Spec(kind, context, exact, children, hash(key))
-            if len(_interned) < 4096:
-                _interned[key] = spec
+            if len(process.treedefs) < 4096:
+                process.treedefs[key] = spec
         return spec
     except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
         return Spec(kind, context, exact, children, hash((kind, children)))

@@ -29,6 +29,7 @@ from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
+from bridge.process import process
 from bridge.record import recorder
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, push, state
@@ -39,24 +40,22 @@ from bridge.trace.tracing import HANDED_IN, Traced, alias, assign, dispatch, nod
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
-_users = 0
 
 
 @contextmanager
 def intercepted() -> Iterator[None]:
     """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
-    global _users
     with _lock:
-        if _users == 0:
+        if process.open_traces == 0:
             private.redirect(True)
             private.answer_apply(_forward_in_trace)
-        _users += 1  # last: if one of these raises, the next trace tries again
+        process.open_traces += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
     finally:
         with _lock:
-            _users -= 1
-            if _users == 0:
+            process.open_traces -= 1
+            if process.open_traces == 0:
                 private.answer_apply(None)
                 private.redirect(False)
 

@@ -13,9 +13,8 @@ import torch
 from bridge.boundary.calls import Call
 from bridge.convert import trees
 from bridge.jit.compiled import Compiled
+from bridge.process import process
 from bridge.programs.guards import Guards, describe
-
-_logs: list[tuple[list[str], TextIO | None]] = []
 
 
 @contextmanager
@@ -43,20 +42,20 @@ def explain(file: TextIO | None = None) -> Iterator[list[str]]:
     """
     log: list[str] = []
     entry = (log, file)
-    _logs.append(entry)
+    process.explanations.append(entry)
     try:
         yield log
     finally:
-        _logs[:] = [e for e in _logs if e is not entry]
+        process.explanations[:] = [e for e in process.explanations if e is not entry]
 
 
 def say(jitted: Any, sentence: str) -> None:
     """Tell everybody who listens."""
     said = f"jit of {name_of(jitted)}: {sentence}"
-    for log, file in list(_logs):
+    for log, file in list(process.explanations):
         log.append(said)
         print(said, file=file or sys.stderr)
-    if not _logs and os.environ.get("TORCHFUNC_JAX_EXPLAIN", "0") not in ("", "0"):
+    if not process.explanations and os.environ.get("TORCHFUNC_JAX_EXPLAIN", "0") not in ("", "0"):
         print(said, file=sys.stderr)
 
 

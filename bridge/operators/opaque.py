@@ -14,6 +14,7 @@ import torch.distributed
 from bridge import private
 from bridge.errors import at_line
 from bridge.operators.dtype_refusals import Plan
+from bridge.process import process
 
 #: Collectives that write each tensor of their first argument with what all processes have in its place.
 _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_")
@@ -39,7 +40,6 @@ def _mark(func: Any) -> Plan:
 
 
 _lock = threading.Lock()
-_inside: dict[int, int] = {}  # how many forwards of a DistributedDataParallel are being traced, by its id
 
 
 def _local_forward(module: Any, entered: bool) -> None:
@@ -48,13 +48,13 @@ def _local_forward(module: Any, entered: bool) -> None:
     if entered and module.process_group.size() > 1:
         raise _several("DistributedDataParallel")
     with _lock:
-        count = _inside.get(id(module), 0) + (1 if entered else -1)
+        count = process.distributed.get(id(module), 0) + (1 if entered else -1)
         if count < 0 or (count == 1 and entered and private.is_local(module)):
             return  # it was local already
         private.make_local(module, count > 0)
-        _inside[id(module)] = count
+        process.distributed[id(module)] = count
         if not count:
-            del _inside[id(module)]
+            del process.distributed[id(module)]
 
 
 def _collective(func: Any) -> Plan:

@@ -8,7 +8,8 @@ from typing import Any
 from bridge import private
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
-from bridge.trace import pieces, random_keys, tracing, value_checks
+from bridge.process import process
+from bridge.trace import pieces, random_keys, value_checks
 
 PROVIDED.update(check=value_checks.check, next_key=random_keys.next_key, float32_precision=private.float32_precision)
 
@@ -112,7 +113,7 @@ def register_lowering(
         for op in found:  # a row of the table is put back as it was
             LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(LOWERINGS.get(op, Operator(fn)), lowering=fn, **facts)
             OVERRIDDEN.add(op)
-        tracing._plans.clear()  # what was decided about operators while they had another lowering, or none
+        process.plans.clear()  # what was decided about operators while they had another lowering, or none
         pieces.forget()
         return fn
 

@@ -18,6 +18,7 @@ from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
+from bridge.process import process
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
@@ -186,14 +187,14 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
     """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
     key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), pieces.local_generation())
     numbers = recorder.numbers
-    if final and key not in _kept:
+    if final and key not in process.programs:
         wide = lanes.wide(recorder, refs)
-        if wide is not None and _widths.pays(wide, key):
+        if wide is not None and process.widths.pays(wide, key):
             start = time.perf_counter()
             outs = run(wide.record(), refs, True)
-            _widths.ran(wide, key, time.perf_counter() - start)
+            process.widths.ran(wide, key, time.perf_counter() - start)
             return wide.narrow(refs, outs)
-    family = _kept.of(key)
+    family = process.programs.of(key)
     for found in reversed(family):
         if all(identical(numbers[k]) == value for k, value in found.static) and all(g.hold() for g in found.guards):
             try:
@@ -207,7 +208,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             stored.path = path
             try:
                 outs = _called(stored, recorder, final)
-                _kept.add(key, stored)
+                process.programs.add(key, stored)
                 return outs
             except (Misfit, _NotStored):
                 pass
@@ -215,7 +216,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 disk.drop(path)
     with _lock:
         program = _made_for(recorder, refs)
-        _kept.add(key, program)
+        process.programs.add(key, program)
         program.path = path
         program.compiled.changed = program.save
     return _called(program, recorder, final)
@@ -293,7 +294,6 @@ def _rules(cls: Any) -> list[Any]:
     return [rule for rule in found if not rule.__module__.startswith("torch.")]
 
 
-_kept = _Kept()
-_widths = lanes.Widths()
 _lock = threading.RLock()
+process.programs, process.widths = _Kept(), lanes.Widths()
 __all__ = ["run"]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.errors import DataDependentError
+from bridge.process import process
 from bridge.programs.cache_keys import identical
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval, aval_of, escaped, recorded
 from bridge.trace.levels import state
@@ -151,7 +152,6 @@ def _refuse(name: str) -> None:
 private.asked_outside.append(_refuse)
 
 _FLOAT, _INT = object(), object()
-_ops: dict[Any, Op] = {}
 _grad_mode = torch.is_grad_enabled
 
 
@@ -255,7 +255,7 @@ class Recorder(TorchFunctionMode):
         key.append(_grad_mode())
         whole = tuple(key)
         try:
-            op = _ops.get(whole)
+            op = process.recorded.get(whole)
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
         if op is None:
@@ -264,7 +264,7 @@ class Recorder(TorchFunctionMode):
             except _ByValue:
                 del self.numbers[numbers:]
                 return self.by_value(func, args, kwargs or {})
-            _ops[whole] = op
+            process.recorded[whole] = op
         if op.draws:
             self.draw()
         self.trace.append((op, tuple(refs)))

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from bridge import compiling
+from bridge.process import process
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  One that this
-#: jaxlib lacks is taken out when it says so.
+#: jaxlib lacks is left out from when it says so.
 _FAST = {
     "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
     "xla_llvm_disable_expensive_passes": True,
@@ -59,7 +60,7 @@ class Tiered:
         self._ran += seconds
         if self._lowered is not None and self._ran > self._took:
             lowered, self._lowered = self._lowered, None
-            _worker.later(lambda: self._compile(lowered))
+            process.compiler.later(lambda: self._compile(lowered))
 
     def _compile(self, lowered: Any) -> None:
         with jax.enable_x64(True), compiling.correctly():
@@ -78,13 +79,13 @@ class Tiered:
 def _quickly(lowered: Any) -> Any:
     while True:
         try:
-            return lowered.compile({**(compiling.options() or {}), **_FAST})
+            fast = {option: value for option, value in _FAST.items() if option not in process.unknown_options}
+            return lowered.compile({**(compiling.options() or {}), **fast})
         except jax.errors.JaxRuntimeError as error:
-            unknown = [option for option in list(_FAST) if f"'{option}'" in str(error)]
+            unknown = {option for option in fast if f"'{option}'" in str(error)}
             if not unknown:
                 raise
-            for option in unknown:
-                _FAST.pop(option, None)
+            process.unknown_options |= unknown
 
 
 class _Worker:
@@ -122,4 +123,3 @@ class _Worker:
             self.thread.join()
 
 
-_worker = _Worker()

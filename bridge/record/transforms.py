@@ -15,6 +15,7 @@ from bridge.boundary.calls import refuse_recording
 from bridge.boundary.closures import code_of
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
+from bridge.process import process
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, Unrecordable, escaped
@@ -23,7 +24,6 @@ from bridge.trace.levels import state
 
 NOT_RECORDED = object()
 _log = logging.getLogger("torchfunc_jax")
-_unrecordable: set[Any] = set()
 
 
 def transform(
@@ -61,7 +61,7 @@ def transform(
 def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> Any:
     refuse_recording()
     key = (code_of(func), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
-    if key in _unrecordable or _ambient():
+    if key in process.unrecordable or _ambient():
         return NOT_RECORDED
     recorder = state.recorder = Recorder(run)
     recorder.lasting = lasting
@@ -73,7 +73,7 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
             raise Unrecordable("a function that writes, and is called again")
         return build(run(recorder, [t.ref for t in outs], True))
     except Unrecordable as reason:
-        _unrecordable.add(key)
+        process.unrecordable.add(key)
         _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
         return NOT_RECORDED
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,31 +18,25 @@ import numpy as np
 import torch
 
 from bridge import private
+from bridge.process import process
 from bridge.programs.cache_keys import Same
 from bridge.trace import python_numbers, value_checks
 from bridge.trace.levels import state
 
 _LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
 _WINDOW, _NEWEST = 16, 2  # calls with other shapes in which shapes are expected to come again, and how many are kept of those that do not
-_seen: dict[Any, dict[Any, Piece]] = {}  # by operator and static arguments, then by shapes
-_calls: OrderedDict[Any, OrderedDict[Any, Shapes]] = OrderedDict()  # by the code of the function, the oldest first
-_never: dict[Any, set[Any]] = {}
 
 
 def forget() -> None:
     """Compile every piece anew from now on: a lowering has changed."""
-    global _generation
-    _generation += 1
-    _seen.clear()
-    _never.clear()
-
-
-_generation = 0
+    process.lowerings_changed += 1
+    process.pieces.clear()
+    process.no_pieces.clear()
 
 
 def local_generation() -> int:
     """How often a lowering has changed in this process."""
-    return _generation
+    return process.lowerings_changed
 
 
 class Shapes:
@@ -63,11 +56,11 @@ def called(code: Any, leaves: Sequence[Any]) -> None:
     never used again.
     """
     key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array) or (isinstance(x, torch.Tensor) and not x.is_nested)])
-    known = _calls.get(code)
+    known = process.piece_calls.get(code)
     if known is None:
-        known = _calls[code] = OrderedDict()
-        if len(_calls) > _LIMIT:
-            _release(set(_calls.popitem(last=False)[1].values()))
+        known = process.piece_calls[code] = OrderedDict()
+        if len(process.piece_calls) > _LIMIT:
+            _release(set(process.piece_calls.popitem(last=False)[1].values()))
     found = known.get(key)
     if found is None:
         found = known[key] = Shapes()
@@ -85,16 +78,13 @@ def called(code: Any, leaves: Sequence[Any]) -> None:
 def _release(done: set[Shapes]) -> None:
     for shapes in done:
         shapes.released = True
-    for family in list(_seen.values()):
+    for family in list(process.pieces.values()):
         for key, piece in list(family.items()):
             if piece.shapes in done:
                 family.pop(key, None)
                 piece.clear()
-    if next(_releases) % 16 == 15:
+    if next(process.releases) % 16 == 15:
         _trim()
-
-
-_releases = itertools.count()
 
 
 def _trim() -> None:
@@ -181,18 +171,18 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
             static += tuple([_static(x, arrays) for x in kwargs.values()])
         # settings a lowering may read while it is traced
         key = (func, static, tuple(kwargs), torch.get_default_dtype(), private.float32_precision())
-        family = _seen.get(key)
+        family = process.pieces.get(key)
     except TypeError:  # an unhashable argument
         return lower(*args, **kwargs)
-    never = _never.get(func)
+    never = process.no_pieces.get(func)
     if never is not None and _kinds(arrays) in never:
         return lower(*args, **kwargs)
     met = family is not None
     if family is None:
-        while len(_seen) >= _LIMIT:
-            for old in _seen.pop(next(iter(_seen))).values():
+        while len(process.pieces) >= _LIMIT:
+            for old in process.pieces.pop(next(iter(process.pieces))).values():
                 old.clear()
-        family = _seen[key] = {}
+        family = process.pieces[key] = {}
     shapes = tuple([(a.shape, a.dtype) for a in arrays])
     piece = family.get(shapes)
     if piece is None:
@@ -218,7 +208,7 @@ def _kinds(arrays: list[Any]) -> tuple[Any, ...]:
 
 
 def _bar(func: Any, arrays: list[Any]) -> None:
-    _never.setdefault(func, set()).add(_kinds(arrays))
+    process.no_pieces.setdefault(func, set()).add(_kinds(arrays))
 
 
 _FOLDED = 4096  # elements; larger constants are left to XLA rather than held in the program

@@ -17,6 +17,7 @@ from bridge import compiling, private
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.lowering.registry import of_this_torch
+from bridge.process import process
 from bridge.programs import guards
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import read, write
@@ -267,18 +268,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     level.operator = func
     args, kwargs = python_numbers.own(args, kwargs)
-    plan = _plans.get(func) or plan_of(func)
+    plan = process.plans.get(func) or plan_of(func)
     return plan(args, kwargs)
 
 
-_plans: dict[Any, Any] = {}
 
 
 def plan_of(func: Any) -> Any:
     """The function (args, kwargs) -> result that runs an operator, made when it is first asked for."""
-    found = _plans.get(func)
+    found = process.plans.get(func)
     if found is None:
-        found = _plans[func] = HANDED_IN["plan"](func)
+        found = process.plans[func] = HANDED_IN["plan"](func)
     return found
 
 

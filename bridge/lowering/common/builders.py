@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from bridge.lowering.common.promotion import cast, default_float, is_array, opmath, result_dtype
 
@@ -23,7 +24,7 @@ _FLOATS = frozenset(map(np.dtype, (np.float32, np.float64, np.complex64, np.comp
 _BOOL = np.dtype(np.bool_)
 
 
-def number(value: Any, dtype: Any) -> Any:
+def number(value: Any, dtype: np.dtype) -> Any:
     """A Python number as a scalar of that dtype; integers wrap around as a cast tensor does.  Arrays pass unchanged."""
     if is_array(value):
         return value
@@ -39,39 +40,39 @@ def number(value: Any, dtype: Any) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
-def align(*arrays: Any) -> list[Any]:
+def align(*arrays: Any) -> list[Array]:
     """The arrays broadcast to their common shape (as lax wants its operands)."""
     shape = np.broadcast_shapes(*(np.shape(a) for a in arrays))
     return [a if np.shape(a) == shape else expand(a, shape) for a in arrays]
 
 
-def expand(x: Any, shape: Sequence[int]) -> Any:
+def expand(x: ArrayLike, shape: Sequence[int]) -> Array:
     """x broadcast to a shape, in one primitive."""
     ndim = np.ndim(x)
     return lax.broadcast_in_dim(x, tuple(shape), tuple(range(len(shape) - ndim, len(shape))))
 
 
-def like(value: Any, x: Any) -> Any:
+def like(value: Any, x: Array) -> Array:
     """A number as an array of x's dtype and shape."""
     return lax.broadcast(number(value, x.dtype), x.shape)
 
 
-def choose(mask: Any, a: Any, b: Any) -> Any:
+def choose(mask: Array, a: Any, b: Array) -> Array:
     """a where mask, else b; b is an array of mask's shape, a the same or a number."""
     return lax.select_n(mask, b, a if np.shape(a) == b.shape and is_array(a) else like(a, b))
 
 
-def scaled(x: Any, factor: float) -> Any:
+def scaled(x: Array, factor: float) -> Array:
     """x times a Python number, in x's dtype."""
     return lax.mul(x, number(factor, x.dtype))
 
 
-def affine(x: Any, factor: float, shift: float) -> Any:
+def affine(x: Array, factor: float, shift: float) -> Array:
     """factor * x + shift, in x's dtype."""
     return lax.add(scaled(x, factor), number(shift, x.dtype))
 
 
-def define_slopes(function: Any, *slopes: Callable) -> None:
+def define_slopes(function: jax.custom_jvp, *slopes: Callable) -> None:
     """Give a custom_jvp function its partial derivatives, one per operand, each a function of (operands..., result).
 
     An operand that is not differentiated costs nothing, and its infinite or NaN derivative does not meet a zero tangent (0 * inf is NaN).
@@ -94,12 +95,12 @@ def unary(fn: Callable, wide: bool = False) -> Callable:
     """
 
     @fused
-    def widened(x: Any) -> Any:
+    def widened(x: Array) -> Array:
         return cast(fn(cast(x, opmath(x.dtype))), x.dtype)
 
     call = widened if wide else fn
 
-    def apply(self: Any) -> Any:
+    def apply(self: Array) -> Array:
         return call(lax.convert_element_type(self, default_float()) if self.dtype.kind in "iub" else self)
 
     return apply
@@ -117,11 +118,11 @@ def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitiv
     """
 
     @functools.partial(fused, static_argnums=(2, 3))
-    def mixed(a: Any, b: Any, work: np.dtype, dtype: np.dtype) -> Any:
+    def mixed(a: Array, b: Array, work: np.dtype, dtype: np.dtype) -> Array:
         result = fn(*align(cast(a, work), cast(b, work)))
         return result if boolean else cast(result, dtype)
 
-    def apply(self: Any, other: Any) -> Any:
+    def apply(self: Any, other: Any) -> Array:
         if is_array(self) and is_array(other):
             dtype = self.dtype
             if primitive and dtype == other.dtype and self.shape == other.shape and (dtype in _FLOATS or not floating):

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from bridge.convert import dtypes
 
@@ -40,7 +42,7 @@ def result_dtype(*operands: Any) -> np.dtype:
     return dtypes.to_jax(dtypes.promoted(operands))
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: Any, dtype: DTypeLike) -> Array:
     """x as an array of that dtype; no-op where it has it.  A complex array cast to a real type keeps its real part."""
     if not is_array(x):  # a number, or what stands for one that is known only when the program runs
         return x.as_array(dtype) if hasattr(x, "as_array") else jnp.asarray(x, dtype=dtype)
@@ -53,7 +55,7 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _whole(x: Any, dtype: np.dtype) -> Any:
+def _whole(x: Array, dtype: np.dtype) -> Array:
     """Floats as integers: towards zero, and where they do not fit as PyTorch's on x86, by way of 32 (or 64) bits, the least for NaN."""
     info = np.iinfo(np.int32 if dtype.itemsize < 4 else dtype)
     wide = lax.convert_element_type(x, info.dtype)  # XLA's goes to the nearest instead, and NaN to 0
@@ -64,31 +66,31 @@ def _whole(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(wide, dtype)
 
 
-def promote(*operands: Any) -> list[Any]:
+def promote(*operands: Any) -> list[Array]:
     """The operands as arrays of their common dtype, as an element-wise torch operator sees them (shapes untouched)."""
     dtype = result_dtype(*operands)
     return [None if x is None else cast(x, dtype) for x in operands]
 
 
-def promote_float(*operands: Any) -> list[Any]:
+def promote_float(*operands: Any) -> list[Array]:
     """Like promote, with integers and bools taken to the default float dtype (true division, sin, mean …)."""
     dtype = float_dtype(result_dtype(*operands))
     return [None if x is None else cast(x, dtype) for x in operands]
 
 
-def float_dtype(dtype: Any) -> np.dtype:
+def float_dtype(dtype: np.dtype) -> np.dtype:
     """dtype itself where it is floating or complex, else the default float dtype."""
     dtype = np.dtype(dtype)
     return default_float() if is_integral(dtype) else dtype
 
 
-def opmath(dtype: Any) -> np.dtype:
+def opmath(dtype: np.dtype) -> np.dtype:
     """The dtype PyTorch computes in internally: float32 for float16 and bfloat16, else the dtype itself."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if dtype in _LOW else dtype
 
 
-def real_dtype(dtype: Any) -> np.dtype:
+def real_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype of the real part: float32 for complex64; a real dtype is itself."""
     dtype = np.dtype(dtype)
     if dtype == np.complex64:
@@ -96,27 +98,27 @@ def real_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float64) if dtype == np.complex128 else dtype
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: Array | np.dtype) -> bool:
     """Real floating dtype (an array or a dtype)."""
     return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.FLOAT
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Array | np.dtype) -> bool:
     """Complex dtype (an array or a dtype)."""
     return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.COMPLEX
 
 
-def is_integral(x: Any) -> bool:
+def is_integral(x: Array | np.dtype) -> bool:
     """Integer or bool dtype (an array or a dtype)."""
     return _kind(np.dtype(getattr(x, "dtype", x))) <= dtypes.INT
 
 
-def jdtype(dtype: torch.dtype | None, default: Any) -> np.dtype:
+def jdtype(dtype: torch.dtype | None, default: DTypeLike) -> np.dtype:
     """The JAX dtype of an optional torch dtype argument."""
     return np.dtype(default) if dtype is None else dtypes.to_jax(dtype)
 
 
-def concrete(x: Any) -> np.ndarray:
+def concrete(x: Array) -> np.ndarray:
     """The values of an array that are known now, derivatives dropped; raises JAX's concretization error under vmap or jit."""
     return np.asarray(lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x)
 
@@ -129,7 +131,7 @@ def wrap_dim(dim: int, ndim: int) -> int:
     return dim % max(ndim, 1)
 
 
-def wrap_dims(dims: Any, ndim: int) -> tuple[int, ...]:
+def wrap_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """A dim argument (int, list, empty or None for all) as a tuple of non-negative dimensions; () for a 0-dim array."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return tuple(range(ndim))
@@ -140,7 +142,7 @@ def wrap_dims(dims: Any, ndim: int) -> tuple[int, ...]:
     return wrapped if ndim else ()
 
 
-def fused(*static: str) -> Any:
+def fused(*static: str) -> Callable[..., Any]:
     """A decorator that makes a lowering of several primitives one call: jitted, the named arguments static (hashable).
 
     Outside jit a transform then sees one primitive with cached rules instead of many; inside jit it is inlined and costs nothing.
@@ -148,7 +150,7 @@ def fused(*static: str) -> Any:
     return functools.partial(jax.jit, inline=True, static_argnames=static)
 
 
-def require_inexact(x: Any, name: str) -> None:
+def require_inexact(x: Array, name: str) -> None:
     """NotImplementedError, as from PyTorch, where an operator that needs floating or complex values gets integers."""
     if is_integral(x):
         raise NotImplementedError(f"{name}: not implemented for {dtypes.to_torch(x.dtype)}; expected a floating-point tensor")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 
 #: "check", "next_key", "float32_precision" -> the bridge's function of that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
@@ -32,12 +32,12 @@ class Range:
             raise self.kind(self.error.format(index=int(greatest if greatest >= self.high else least)))
 
 
-def check(x: Any, where: Range) -> Any:
+def check(x: Array, where: Range) -> Array:
     """x, an integer array; raises where.kind, now or when the program that computes it has run, if any of it lies outside of the range."""
     return PROVIDED["check"](x, where)
 
 
-def refuse(bad: Any, error: str, kind: type[Exception] = RuntimeError) -> None:
+def refuse(bad: Array, error: str, kind: type[Exception] = RuntimeError) -> None:
     """Raise kind(error), now or when the program that computes it has run, if any of a boolean array is true.
 
     Of no effect inside of a function that is jitted by itself (``promotion.fused``): call it before.
@@ -46,7 +46,7 @@ def refuse(bad: Any, error: str, kind: type[Exception] = RuntimeError) -> None:
         check(lax.convert_element_type(bad, np.int32), Range(0, 1, error.replace("{", "{{").replace("}", "}}"), kind))
 
 
-def outside(x: Any, low: float, high: float) -> Any:
+def outside(x: Array, low: float, high: float) -> Array:
     """Where real numbers are not within low <= x <= high, nor numbers at all; for ``refuse``."""
     return lax.bitwise_not((x >= low) & (x <= high))
 
@@ -56,6 +56,6 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     return PROVIDED["next_key"](generator)
 
 
-def float32_precision() -> Any:
+def float32_precision() -> str:
     """``torch.get_float32_matmul_precision()``, or the settings of CUDA and of the CPU where they differ."""
     return PROVIDED["float32_precision"]()

@@ -5,12 +5,12 @@ torch.func does the same for repeat_interleave, bincount and argwhere: it loops 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
@@ -18,16 +18,16 @@ _by_lane_p = Primitive("by_lane")
 
 
 @_by_lane_p.def_impl
-def _one(*arrays: Any, lower: Callable[..., Any]) -> Any:
+def _one(*arrays: Any, lower: Callable[..., Any]) -> Array:
     return lower(*arrays)
 
 
 @_by_lane_p.def_abstract_eval
-def _aval(*avals: Any, lower: Callable[..., Any]) -> Any:
+def _aval(*avals: Any, lower: Callable[..., Any]) -> None:
     raise jax.errors.JAXTypeError("the shape of the result depends on values")
 
 
-def _batch(arrays: Any, dims: Any, *, lower: Callable[..., Any]) -> tuple[Any, int]:
+def _batch(arrays: Sequence[Array], dims: Sequence[int | None], *, lower: Callable[..., Any]) -> tuple[Any, int]:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     if not size:
         raise RuntimeError("vmap: an operator whose output has a dynamic shape needs at least one lane to know it, got none")
@@ -50,12 +50,12 @@ def by_lane(lower: Callable[..., Any]) -> Callable[..., Any]:
     """A lowering, without derivative, of arrays whose values it looks at: as it is where they are known, else lane by lane."""
 
     @functools.wraps(lower)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Array | None:
         places = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
         if not any(isinstance(args[i], jax.core.Tracer) for i in places):
             return lower(*args, **kwargs)
 
-        def one(*arrays: Any) -> Any:
+        def one(*arrays: Any) -> Array:
             full = list(args)
             for i, a in zip(places, arrays, strict=True):
                 full[i] = a

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge.convert import dtypes
@@ -25,11 +25,11 @@ from bridge.lowering.registry import lowering
 
 
 # -- add, sub, mul ----------------------------------------------------------------------------------------------------
-def _add(a: Any, b: Any) -> Any:
+def _add(a: Array, b: Array) -> Array:
     return lax.bitwise_or(a, b) if a.dtype == np.bool_ else lax.add(a, b)
 
 
-def _sub(a: Any, b: Any) -> Any:
+def _sub(a: Array, b: Array) -> Array:
     return lax.sub(a, b)
 
 
@@ -46,7 +46,7 @@ def _refuse_bool(*operands: Any) -> None:
         )
 
 
-def _mul(a: Any, b: Any) -> Any:
+def _mul(a: Array, b: Array) -> Array:
     return lax.bitwise_and(a, b) if a.dtype == np.bool_ else lax.mul(a, b)
 
 
@@ -55,12 +55,12 @@ aten_mul = lowering("aten.mul.Tensor", "aten.mul.Scalar")(binary(_mul, primitive
 
 
 @functools.partial(fused, static_argnums=(3, 4, 5))
-def _scaled(a: Any, b: Any, alpha: Any, negative: bool, work: np.dtype, dtype: np.dtype) -> Any:
+def _scaled(a: Array, b: Array, alpha: Any, negative: bool, work: np.dtype, dtype: np.dtype) -> Array:
     a, b = align(cast(a, work), cast(b, work))
     return cast((_sub if negative else _add)(a, _mul(b, like(alpha, b))), dtype)
 
 
-def _add_scaled(self: Any, other: Any, alpha: Any, negative: bool) -> Any:
+def _add_scaled(self: Array, other: Any, alpha: Any, negative: bool) -> Array:
     dtype = result_dtype(self, other)
     if dtype.kind in "iub" and isinstance(alpha, float | complex):
         raise RuntimeError(f"alpha: expected an integer for integral tensors, got {alpha}")
@@ -71,26 +71,26 @@ def _add_scaled(self: Any, other: Any, alpha: Any, negative: bool) -> Any:
 
 
 @lowering("aten.add.Tensor", "aten.add.Scalar")
-def aten_add(self: Any, other: Any, alpha: Any = 1) -> Any:
+def aten_add(self: Array, other: Any, alpha: Any = 1) -> Array:
     """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     return _plain_add(self, other) if type(alpha) is int and alpha == 1 else _add_scaled(self, other, alpha, False)
 
 
 @lowering("aten.sub.Tensor", "aten.sub.Scalar")
-def aten_sub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def aten_sub(self: Any, other: Any, alpha: Any = 1) -> Array:
     """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     _refuse_bool(self, other)
     return _plain_sub(self, other) if type(alpha) is int and alpha == 1 else _add_scaled(self, other, alpha, True)
 
 
 @lowering("aten.rsub.Tensor", "aten.rsub.Scalar")
-def aten_rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def aten_rsub(self: Array, other: Any, alpha: Any = 1) -> Array:
     """rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor"""
     return aten_sub(other, self, alpha=alpha)
 
 
 # -- division ---------------------------------------------------------------------------------------------------------
-def _div_floor(a: Any, b: Any) -> Any:
+def _div_floor(a: Array, b: Array) -> Array:
     if a.dtype.kind in "iub":
         quotient = lax.div(a, b)
         return lax.sub(quotient, lax.convert_element_type(_rounds_below(lax.rem(a, b), b), a.dtype))
@@ -106,18 +106,18 @@ def _div_floor(a: Any, b: Any) -> Any:
     return lax.stop_gradient(lax.select_n(lax.eq(b, zero), whole, ratio))
 
 
-def _rounds_below(remainder: Any, divisor: Any) -> Any:
+def _rounds_below(remainder: Array, divisor: Array) -> Array:
     """Whether the truncated remainder's sign differs from the divisor's, so that the floor is one less."""
     zero = number(0, divisor.dtype)
     return lax.bitwise_and(lax.ne(remainder, zero), lax.ne(lax.lt(remainder, zero), lax.lt(divisor, zero)))
 
 
-def _div_trunc(a: Any, b: Any) -> Any:
+def _div_trunc(a: Array, b: Array) -> Array:
     return lax.div(a, b) if a.dtype.kind in "iub" else lax.stop_gradient(trunc(lax.div(a, b)))
 
 
 @jax.custom_jvp
-def _divide(a: Any, b: Any) -> Any:
+def _divide(a: Array, b: Array) -> Array:
     return lax.div(a, b)
 
 
@@ -138,7 +138,7 @@ _floor_divide, _trunc_divide = binary(_div_floor), binary(_div_trunc)
 
 
 @lowering("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
-def aten_div(self: Any, other: Any) -> Any:
+def aten_div(self: Array, other: Any) -> Array:
     """div.Tensor(Tensor self, Tensor other) -> Tensor"""
     return _divide_arrays(self, other) if is_array(other) else _divide_by_number(self, other)
 
@@ -153,7 +153,7 @@ def _checked_divisor(self: Any, other: Any) -> Any:
 
 
 @lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode")
-def aten_div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
+def aten_div_mode(self: Array, other: Any, *, rounding_mode: str | None) -> Array:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode is None:
         return aten_div(self, other)
@@ -163,12 +163,12 @@ def aten_div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
 
 
 @lowering("aten.floor_divide", "aten.floor_divide.Scalar", pointwise=True)
-def aten_floor_divide(self: Any, other: Any) -> Any:
+def aten_floor_divide(self: Array, other: Any) -> Array:
     """floor_divide(Tensor self, Tensor other) -> Tensor"""
     return _floor_divide(self, _checked_divisor(self, other))
 
 
-def _remainder(a: Any, b: Any) -> Any:
+def _remainder(a: Array, b: Array) -> Array:
     rest = lax.rem(a, b)
     return lax.select_n(_rounds_below(rest, b), rest, lax.add(rest, b))
 
@@ -177,19 +177,19 @@ _plain_remainder, _plain_fmod = binary(_remainder), binary(lax.rem)
 
 
 @lowering("aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor")
-def aten_remainder(self: Any, other: Any) -> Any:
+def aten_remainder(self: Any, other: Any) -> Array:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     return _plain_remainder(self, _checked_divisor(self, other))
 
 
 @lowering("aten.fmod.Tensor", "aten.fmod.Scalar")
-def aten_fmod(self: Any, other: Any) -> Any:
+def aten_fmod(self: Array, other: Any) -> Array:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     return _plain_fmod(self, _checked_divisor(self, other))
 
 
 # -- pow --------------------------------------------------------------------------------------------------------------
-def _int_pow(base: Any, exponent: Any) -> Any:
+def _int_pow(base: Array, exponent: Array) -> Array:
     """base ** exponent by squaring, wrapping around; a negative exponent gives 1/base**n truncated, as torch does."""
     one, zero = like(1, base), number(0, base.dtype)
     if base.dtype.kind == "i":
@@ -209,16 +209,16 @@ def _int_pow(base: Any, exponent: Any) -> Any:
 
 
 @jax.custom_jvp
-def _float_pow(base: Any, exponent: Any) -> Any:
+def _float_pow(base: Array, exponent: Array) -> Array:
     return lax.pow(base, exponent)
 
 
-def _pow_by_base(x: Any, n: Any, y: Any) -> Any:
+def _pow_by_base(x: Array, n: Array, y: Array) -> Array:
     still = lax.eq(n, number(0, n.dtype))
     return choose(still, 0, lax.mul(n, _float_pow(x, lax.sub(choose(still, 1, n), number(1, n.dtype)))))
 
 
-def _pow_by_exponent(x: Any, n: Any, y: Any) -> Any:
+def _pow_by_exponent(x: Array, n: Array, y: Array) -> Array:
     """0 at 0 ** (exponent >= 0)."""
     zero = number(0, x.dtype)
     flat = lax.bitwise_and(lax.eq(x, zero), lax.ge(lax.real(n), lax.real(zero)) if is_complex(n) else lax.ge(n, zero))
@@ -228,7 +228,7 @@ def _pow_by_exponent(x: Any, n: Any, y: Any) -> Any:
 define_slopes(_float_pow, _pow_by_base, _pow_by_exponent)
 
 
-def _pow(base: Any, exponent: Any) -> Any:
+def _pow(base: Array, exponent: Array) -> Array:
     if base.dtype == np.bool_:
         return lax.bitwise_or(base, lax.bitwise_not(exponent))
     return _int_pow(base, exponent) if base.dtype.kind in "iu" else _float_pow(base, exponent)
@@ -249,7 +249,7 @@ _POWERS: dict[float, Callable] = {
 
 
 @lowering("aten.pow.Tensor_Scalar")
-def aten_pow_scalar(self: Any, exponent: Any) -> Any:
+def aten_pow_scalar(self: Array, exponent: Any) -> Array:
     """pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor"""
     dtype = result_dtype(self, exponent)
     if dtype.kind in "iub":
@@ -264,14 +264,14 @@ def aten_pow_scalar(self: Any, exponent: Any) -> Any:
 
 
 @functools.partial(fused, static_argnums=2)
-def _pow_number(x: Any, exponent: Any, known: float | None) -> Any:
+def _pow_number(x: Array, exponent: Any, known: float | None) -> Array:
     wide = cast(x, opmath(x.dtype))
     # lax.pow's rule for a constant exponent is n * x**(n-1), as torch's
     return cast(lax.pow(wide, exponent) if known is None else _POWERS[known](wide), x.dtype)
 
 
 @lowering("aten.pow.Scalar")
-def aten_pow_of_scalar(self: Any, exponent: Any) -> Any:
+def aten_pow_of_scalar(self: Any, exponent: Array) -> Array:
     """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
     if isinstance(self, bool) and exponent.dtype.kind == "b" and exponent.size:
         raise NotImplementedError("exponent: pow of a bool by bools is not implemented; expected a tensor of numbers, or a number as base")
@@ -279,13 +279,13 @@ def aten_pow_of_scalar(self: Any, exponent: Any) -> Any:
 
 
 # -- the larger, the smaller, clamp -----------------------------------------------------------------------------------
-def _fmax(a: Any, b: Any) -> Any:
+def _fmax(a: Array, b: Array) -> Array:
     if a.dtype.kind in "iub":
         return lax.max(a, b)
     return lax.select_n(lax.bitwise_or(lax.ge(a, b), lax.ne(b, b)), b, a)
 
 
-def _fmin(a: Any, b: Any) -> Any:
+def _fmin(a: Array, b: Array) -> Array:
     if a.dtype.kind in "iub":
         return lax.min(a, b)
     return lax.select_n(lax.bitwise_or(lax.le(a, b), lax.ne(b, b)), b, a)
@@ -302,7 +302,7 @@ BOUNDS_ARE_OUTSIDE = torch.__version__ >= (2, 14)  # type: ignore[operator]  # t
 
 
 @functools.partial(fused, static_argnums=(3, 4, 5))
-def _clamp(x: Any, low: Any, high: Any, dtype: np.dtype, nan_bounds: bool, numbers: bool) -> Any:
+def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan_bounds: bool, numbers: bool) -> Array:
     """Selects, so that the derivative goes to what is selected; a NaN bound gives NaN."""
     tests = [(lax.lt, lax.gt if BOUNDS_ARE_OUTSIDE else lax.ge)] * (low is not None)
     tests += [(lax.gt, lax.lt if BOUNDS_ARE_OUTSIDE else lax.le)] * (high is not None)
@@ -342,7 +342,7 @@ def bound(value: Any, dtype: np.dtype, least: bool) -> Any:
 
 
 @lowering("aten.clamp", "aten.clamp.Tensor", "aten.clip", "aten.clip.Tensor")
-def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+def aten_clamp(self: Array, min: Any = None, max: Any = None) -> Array:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
     if min is None and max is None:
         raise RuntimeError("min, max: expected at least one of them, got None for both")
@@ -358,13 +358,13 @@ def aten_clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 
 
 @lowering("aten.clamp_min", "aten.clamp_min.Tensor")
-def aten_clamp_min(self: Any, min: Any) -> Any:
+def aten_clamp_min(self: Array, min: Any) -> Array:
     """clamp_min(Tensor self, Scalar min) -> Tensor"""
     return aten_clamp(self, min)
 
 
 @lowering("aten.clamp_max", "aten.clamp_max.Tensor")
-def aten_clamp_max(self: Any, max: Any) -> Any:
+def aten_clamp_max(self: Array, max: Any) -> Array:
     """clamp_max(Tensor self, Scalar max) -> Tensor"""
     return aten_clamp(self, None, max)
 
@@ -374,10 +374,10 @@ def _ternary(fn: Callable) -> Callable:
     """fn(a, b, c, number) of arrays of one dtype and shape, fused, with promotion and broadcasting; in float32 for half types."""
 
     @functools.partial(fused, static_argnums=(4, 5))
-    def mixed(a: Any, b: Any, c: Any, value: Any, work: np.dtype, dtype: np.dtype) -> Any:
+    def mixed(a: Array, b: Array, c: Array, value: Array, work: np.dtype, dtype: np.dtype) -> Array:
         return cast(fn(*align(cast(a, work), cast(b, work), cast(c, work)), cast(value, work)), dtype)
 
-    def apply(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
+    def apply(a: Array, b: Array, c: Any, value: Any = 1) -> Array:
         dtype = result_dtype(a, b, c)
         work = opmath(dtype)
         return mixed(a, b, number(c, work), number(value, work), work, dtype)
@@ -385,7 +385,7 @@ def _ternary(fn: Callable) -> Callable:
     return apply
 
 
-def _lerp(start: Any, end: Any, weight: Any, _: Any) -> Any:
+def _lerp(start: Array, end: Array, weight: Array, _: Array) -> Array:
     # from the nearer end, so that both ends are hit exactly
     half, one, span = number(0.5, weight.dtype), number(1, weight.dtype), lax.sub(end, start)
     near = lax.lt(lax.abs(weight), number(0.5, lax.abs(weight).dtype)) if is_complex(weight) else lax.lt(weight, half)
@@ -396,7 +396,7 @@ _any_lerp = _ternary(_lerp)
 
 
 @lowering("aten.lerp.Tensor", "aten.lerp.Scalar")
-def aten_lerp(start: Any, end: Any, weight: Any) -> Any:
+def aten_lerp(start: Array, end: Array, weight: Any) -> Array:
     """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor"""
     for name, x in (("end", end), ("weight", weight)):
         if isinstance(x, jax.Array) and x.dtype != start.dtype and (x.ndim or name == "end"):
@@ -411,13 +411,13 @@ _divide_add = _ternary(lambda a, b, c, value: lax.add(a, lax.mul(lax.div(b, c), 
 
 
 @lowering("aten.addcmul")
-def aten_addcmul(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+def aten_addcmul(self: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
     """addcmul(Tensor self, Tensor tensor1, Tensor tensor2, *, Scalar value=1) -> Tensor"""
     return _multiply_add(self, tensor1, tensor2, value)
 
 
 @lowering("aten.addcdiv")
-def aten_addcdiv(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+def aten_addcdiv(self: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
     """addcdiv(Tensor self, Tensor tensor1, Tensor tensor2, *, Scalar value=1) -> Tensor"""
     if tensor1.dtype.kind in "iub" and tensor2.dtype.kind in "iub":
         raise RuntimeError("tensor1, tensor2: integer division with addcdiv is not supported; convert one of them to a float dtype")

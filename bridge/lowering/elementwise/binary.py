@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import binary, choose, define_slopes, like, number
 from bridge.lowering.common.promotion import is_complex
@@ -16,7 +15,7 @@ from bridge.lowering.registry import lowering
 
 
 @jax.custom_jvp
-def _hypot(a: Any, b: Any) -> Any:
+def _hypot(a: Array, b: Array) -> Array:
     a, b = lax.abs(a), lax.abs(b)
     large, small = lax.max(a, b), lax.min(a, b)
     infinite = lax.bitwise_or(lax.eq(a, number(math.inf, a.dtype)), lax.eq(b, number(math.inf, b.dtype)))
@@ -28,19 +27,19 @@ def _hypot(a: Any, b: Any) -> Any:
 define_slopes(_hypot, lambda a, b, size: lax.div(a, size), lambda a, b, size: lax.div(b, size))
 
 
-def _copysign(a: Any, b: Any) -> Any:
+def _copysign(a: Array, b: Array) -> Array:
     size = absolute(a)
     return lax.select_n(signbit(b), size, lax.neg(size))
 
 
-def _heaviside(x: Any, at_zero: Any) -> Any:
+def _heaviside(x: Array, at_zero: Array) -> Array:
     zero = number(0, x.dtype)
     step = lax.convert_element_type(lax.gt(x, zero), x.dtype)
     return lax.select_n(lax.eq(x, zero), step, at_zero)
 
 
 @jax.custom_jvp
-def _logaddexp(a: Any, b: Any) -> Any:
+def _logaddexp(a: Array, b: Array) -> Array:
     swap = lax.lt(lax.real(a), lax.real(b)) if is_complex(a) else lax.lt(a, b)
     low, high = lax.select_n(swap, b, a), lax.select_n(swap, a, b)
     # two equal infinities have no difference
@@ -52,13 +51,13 @@ def _logaddexp(a: Any, b: Any) -> Any:
 define_slopes(_logaddexp, lambda a, b, y: lax.logistic(lax.sub(a, b)), lambda a, b, y: lax.logistic(lax.sub(b, a)))
 
 
-def _logaddexp2(a: Any, b: Any) -> Any:
+def _logaddexp2(a: Array, b: Array) -> Array:
     ln2 = number(math.log(2), a.dtype)
     return lax.div(_logaddexp(lax.mul(a, ln2), lax.mul(b, ln2)), ln2)
 
 
 @jax.custom_jvp
-def _nextafter(a: Any, b: Any) -> Any:
+def _nextafter(a: Array, b: Array) -> Array:
     """By bit patterns, for XLA on CPU compares denormal numbers as zeros."""
     kind = np.dtype(f"int{a.dtype.itemsize * 8}")
     bits = [lax.bitcast_convert_type(x, kind) for x in (a, b)]
@@ -87,7 +86,7 @@ _step = binary(_heaviside)
 
 
 @lowering("aten.heaviside")
-def aten_heaviside(self: Any, values: Any) -> Any:
+def aten_heaviside(self: Array, values: Array) -> Array:
     """heaviside(Tensor self, Tensor values) -> Tensor"""
     if self.dtype != values.dtype:
         raise RuntimeError("heaviside is not yet implemented for tensors with different dtypes.")
@@ -95,6 +94,6 @@ def aten_heaviside(self: Any, values: Any) -> Any:
 
 
 @lowering("aten.ldexp.Tensor")
-def aten_ldexp(self: Any, other: Any) -> Any:
+def aten_ldexp(self: Array, other: Array) -> Array:
     """ldexp.Tensor(Tensor self, Tensor other) -> Tensor"""
     return aten_mul(self, aten_pow_of_scalar(2.0, other))

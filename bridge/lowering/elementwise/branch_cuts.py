@@ -3,17 +3,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import define_slopes
 from bridge.lowering.common.promotion import is_complex
 
 
-def _is_minus_zero(x: Any) -> Any:
+def _is_minus_zero(x: Array) -> Array:
     """Where a real number is -0.0."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return lax.eq(bits, lax.full_like(bits, np.iinfo(bits.dtype).min))
@@ -25,7 +24,7 @@ def _mirrored(fn: Callable, part: Callable, mirror: Callable, slope: Callable | 
     slope: its derivative at a complex x, where JAX's own is on the wrong side of a cut.
     """
 
-    def complex_function(x: Any) -> Any:
+    def complex_function(x: Array) -> Array:
         other = _is_minus_zero(part(x))
         y = fn(lax.select(other, mirror(x), x))
         return lax.select(other, mirror(y), y)
@@ -36,7 +35,7 @@ def _mirrored(fn: Callable, part: Callable, mirror: Callable, slope: Callable | 
     return lambda x: complex_function(x) if is_complex(x) else fn(x)
 
 
-def _root(x: Any) -> Any:
+def _root(x: Array) -> Array:
     """The square root of infinities, as C99's annex G has it: a real infinity beside NaN stays, an imaginary one wins."""
     if not is_complex(x):
         return lax.sqrt(x)
@@ -51,7 +50,7 @@ def _root(x: Any) -> Any:
 sqrt = _mirrored(_root, lax.imag, lax.conj)
 
 
-def _through_roots(re: Any, im: Any, flip: bool) -> Any:
+def _through_roots(re: Array, im: Array, flip: bool) -> Array:
     """1 / (sqrt(1 - w) sqrt(1 + w)) for w = re + im i, or with w - 1; signs of zeros are kept, which complex sums lose."""
     minus = lax.complex(re - 1, im) if flip else lax.complex(1 - re, lax.neg(im))
     return lax.reciprocal(lax.mul(sqrt(minus), sqrt(lax.complex(1 + re, im))))

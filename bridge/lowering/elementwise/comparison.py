@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import align, binary, fused, number
 from bridge.lowering.registry import lowering
@@ -25,7 +24,7 @@ for _name, (_fn, _presumed) in _COMPARISONS.items():
 # -- logic: operands keep their own dtypes, only their truth counts ---------------------------------------------------
 def _logical(fn: Callable) -> Callable:
     @fused
-    def mixed(a: Any, b: Any) -> Any:
+    def mixed(a: Array, b: Array) -> Array:
         return fn(*align(*(x if x.dtype == np.bool_ else lax.ne(x, number(0, x.dtype)) for x in (a, b))))
 
     return mixed
@@ -37,7 +36,7 @@ for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitw
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 def _integral(name: str, fn: Callable, bools: bool = True) -> Callable:
-    def checked(a: Any, b: Any) -> Any:
+    def checked(a: Array, b: Array) -> Array:
         if a.dtype.kind not in ("iub" if bools else "iu"):
             raise NotImplementedError(f"self, other: {name} is not defined for {a.dtype}; expected integers" + " or bools" * bools)
         return fn(a, b)
@@ -50,7 +49,7 @@ for _name, _fn in {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitw
     lowering(*_names)(_integral(f"bitwise_{_name}", _fn))
 
 
-def _shift_right(a: Any, b: Any) -> Any:
+def _shift_right(a: Array, b: Array) -> Array:
     # unsigned types shift in zeros, signed ones the sign; counts beyond the width (negative ones too) shift everything out
     return (lax.shift_right_logical if a.dtype.kind == "u" else lax.shift_right_arithmetic)(a, b)
 

@@ -10,34 +10,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import choose, define_slopes, fused, like, number, scaled
 from bridge.lowering.elementwise import branch_cuts
 
 
-def _zero(x: Any) -> Any:
+def _zero(x: Array) -> Array:
     return lax.eq(x, number(0, x.dtype))
 
 
-def _signed(zero: Any, factor: Any) -> Any:
+def _signed(zero: Array, factor: Array) -> Array:
     """A zero times what is infinite or NaN, were it finite."""
     return lax.mul(zero, lax.select(lax.ne(factor, factor), lax.full_like(factor, 1), lax.sign(factor)))
 
 
-def _times(p: Any, q: Any) -> Any:
+def _times(p: Array, q: Array) -> Array:
     """p * q, a zero also where the other is infinite or NaN."""
     y = lax.select(lax.bitwise_and(_zero(q), lax.bitwise_not(lax.is_finite(p))), _signed(q, p), lax.mul(p, q))
     return lax.select(lax.bitwise_and(_zero(p), lax.bitwise_not(lax.is_finite(q))), _signed(p, q), y)
 
 
-def _led(p: Any, q: Any, argument: Any) -> Any:
+def _led(p: Array, q: Array, argument: Array) -> Array:
     """p * q, infinite where the argument of p is and q is not known."""
     lost = lax.bitwise_and(lax.eq(lax.abs(argument), number(math.inf, p.dtype)), lax.ne(q, q))
     return lax.select(lost, lax.abs(p), _times(p, q))
 
 
-def _wound(size: Any, a: Any, angle: Any) -> tuple[Any, Any]:
+def _wound(size: Array, a: Array, angle: Array) -> tuple[Array, Array]:
     """size (cos angle + i sin angle), where size is a power by a."""
     lost = lax.bitwise_and(lax.is_finite(a), lax.bitwise_not(lax.is_finite(angle)))  # not to be taken for 0 where size is that small
     angle = choose(lost, math.nan, angle)
@@ -45,7 +45,7 @@ def _wound(size: Any, a: Any, angle: Any) -> tuple[Any, Any]:
     return _led(size, lax.cos(angle), a), _times(size, lax.sin(angle))
 
 
-def _parts_of(x: Any) -> tuple[Any, Any]:
+def _parts_of(x: Array) -> tuple[Array, Array]:
     return lax.real(x), lax.imag(x)
 
 
@@ -53,7 +53,7 @@ def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
     """parts of (real, imaginary) for complex arrays, real for real ones; and the first as what define_slopes takes."""
 
     @jax.custom_jvp
-    def of_complex(x: Any) -> Any:
+    def of_complex(x: Array) -> Array:
         return lax.complex(*parts(lax.real(x), lax.imag(x)))
 
     together = fused(of_complex)
@@ -63,7 +63,7 @@ def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
 def _on_axes(function: Callable) -> Callable:
     """XLA's, which maps either axis to itself, with the sign of the part that is zero there."""
 
-    def parts(a: Any, b: Any) -> tuple[Any, Any]:
+    def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
         return lax.select(_zero(a), a, re), lax.select(_zero(b), b, im)
 
@@ -73,14 +73,14 @@ def _on_axes(function: Callable) -> Callable:
 def _in_quadrants(function: Callable) -> Callable:
     """XLA's, whose parts have the signs of the argument's, zeros included: they say which side of a cut is meant."""
 
-    def parts(a: Any, b: Any) -> tuple[Any, Any]:
+    def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
         return jnp.copysign(re, a), jnp.copysign(im, b)
 
     return parts
 
 
-def _expm1_parts(a: Any, b: Any) -> tuple[Any, Any]:
+def _expm1_parts(a: Array, b: Array) -> tuple[Array, Array]:
     re, im = _parts_of(lax.expm1(lax.complex(a, b)))
     return re, lax.select(_zero(b), b, im)
 
@@ -108,11 +108,11 @@ define_slopes(_atanh, lambda x, y: lax.reciprocal(lax.sub(number(1, x.dtype), la
 define_slopes(_expm1, lambda x, y: _exp(x))
 
 
-def _power_of_two(a: Any) -> Any:
+def _power_of_two(a: Array) -> Array:
     return lax.pow(number(2, a.dtype), a)  # to the last digit where a is whole, which lax.exp2 misses by 4e-6
 
 
-def _exp2_parts(a: Any, b: Any) -> tuple[Any, Any]:
+def _exp2_parts(a: Array, b: Array) -> tuple[Array, Array]:
     return _wound(_power_of_two(a), a, scaled(b, math.log(2)))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import align, choose, fused, like, number, unary
 from bridge.lowering.common.promotion import is_complex, promote
@@ -25,7 +25,7 @@ from bridge.lowering.registry import lowering
 def _log_base(base: int) -> Callable:
     scale = 1 / math.log(base)
 
-    def log(x: Any) -> Any:
+    def log(x: Array) -> Array:
         y = lax.log(x)
         if is_complex(x):  # part by part: an infinity times 0 is not a number
             return lax.complex(*(lax.mul(part(y), number(scale, part(y).dtype)) for part in (lax.real, lax.imag)))
@@ -38,12 +38,12 @@ def _log_base(base: int) -> Callable:
     return log
 
 
-def trunc(x: Any) -> Any:
+def trunc(x: Array) -> Array:
     """x rounded toward zero."""
     return lax.select_n(lax.lt(x, number(0, x.dtype)), lax.floor(x), lax.ceil(x))
 
 
-def sign(x: Any) -> Any:
+def sign(x: Array) -> Array:
     """1, -1 or 0 by comparison: torch gives NaN the sign 0."""
     if x.dtype == np.bool_:
         return x
@@ -51,7 +51,7 @@ def sign(x: Any) -> Any:
     return lax.sub(lax.convert_element_type(lax.gt(x, zero), x.dtype), lax.convert_element_type(lax.lt(x, zero), x.dtype))
 
 
-def sgn(x: Any) -> Any:
+def sgn(x: Array) -> Array:
     """x / |x|, and 0 at 0 with derivative 0."""
     if not is_complex(x):
         return sign(x)
@@ -60,7 +60,7 @@ def sgn(x: Any) -> Any:
     return choose(zero, 0, lax.complex(lax.div(lax.real(x), size), lax.div(lax.imag(x), size)))
 
 
-def signbit(x: Any) -> Any:
+def signbit(x: Array) -> Array:
     """True for negative values, -0.0 and NaNs that carry the sign bit."""
     if x.dtype.kind in "ub":
         return lax.broadcast(np.False_, x.shape)
@@ -69,7 +69,7 @@ def signbit(x: Any) -> Any:
 
 
 @jax.custom_jvp
-def absolute(x: Any) -> Any:
+def absolute(x: Array) -> Array:
     """|x|, with derivative 0 at 0 (JAX has 1); infinite where one part is, whatever the other."""
     if not is_complex(x):
         return x if x.dtype.kind in "ub" else lax.abs(x)
@@ -86,7 +86,7 @@ def _absolute_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 
 @jax.custom_jvp
-def _relu(x: Any) -> Any:
+def _relu(x: Array) -> Array:
     """-0.0 stays, as in PyTorch: no maximum."""
     return choose(lax.lt(x, number(0, x.dtype)), 0, x)
 
@@ -98,12 +98,12 @@ def _relu_jvp(primals: tuple, tangents: tuple) -> tuple:
     return y, choose(lax.le(y, number(0, y.dtype)), 0, tangents[0])
 
 
-def isnan(x: Any) -> Any:
+def isnan(x: Array) -> Array:
     """Where x is NaN; all False for integers."""
     return lax.broadcast(np.False_, x.shape) if x.dtype.kind in "iub" else lax.ne(x, x)
 
 
-def isinf(x: Any) -> Any:
+def isinf(x: Array) -> Array:
     """Where x is infinite, in either part of a complex number."""
     if x.dtype.kind in "iub":
         return lax.broadcast(np.False_, x.shape)
@@ -112,7 +112,7 @@ def isinf(x: Any) -> Any:
     return lax.eq(lax.abs(x), number(math.inf, x.dtype))
 
 
-def _isfinite(x: Any) -> Any:
+def _isfinite(x: Array) -> Array:
     if x.dtype.kind in "iub":
         return lax.broadcast(np.True_, x.shape)
     if is_complex(x):
@@ -130,7 +130,7 @@ def _keep_ints(fn: Callable) -> Callable:
 
 
 def _no_bools(name: str, fn: Callable) -> Callable:
-    def checked(x: Any) -> Any:
+    def checked(x: Array) -> Array:
         if x.dtype == np.bool_:
             raise RuntimeError(f"self: {name} is not defined for torch.bool; use torch.logical_not, or convert the tensor first")
         return fn(x)
@@ -200,7 +200,7 @@ for _name, _fn in _ANY.items():
 
 # -- with options -----------------------------------------------------------------------------------------------------
 @lowering("aten.round.decimals")
-def aten_round_decimals(self: Any, *, decimals: int) -> Any:
+def aten_round_decimals(self: Array, *, decimals: int) -> Array:
     """round.decimals(Tensor self, *, int decimals) -> Tensor"""
     if self.dtype.kind in "iub":
         return self
@@ -208,7 +208,7 @@ def aten_round_decimals(self: Any, *, decimals: int) -> Any:
 
 
 @functools.partial(fused, static_argnums=1)
-def _round_decimals(x: Any, decimals: int) -> Any:
+def _round_decimals(x: Array, decimals: int) -> Array:
     even = lax.RoundingMethod.TO_NEAREST_EVEN
     scale = number(10.0 ** abs(decimals), x.dtype)
     if decimals < 0:
@@ -217,13 +217,13 @@ def _round_decimals(x: Any, decimals: int) -> Any:
 
 
 @lowering("aten.nan_to_num")
-def aten_nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+def aten_nan_to_num(self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
     """nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"""
     return self if self.dtype.kind in "iub" else _nan_to_num(self, nan, posinf, neginf)
 
 
 @functools.partial(fused, static_argnums=(1, 2, 3))
-def _nan_to_num(x: Any, nan: float | None, posinf: float | None, neginf: float | None) -> Any:
+def _nan_to_num(x: Array, nan: float | None, posinf: float | None, neginf: float | None) -> Array:
     if is_complex(x):
         return lax.complex(_nan_to_num(lax.real(x), nan, posinf, neginf), _nan_to_num(lax.imag(x), nan, posinf, neginf))
     limits = jnp.finfo(x.dtype)
@@ -235,17 +235,17 @@ def _nan_to_num(x: Any, nan: float | None, posinf: float | None, neginf: float |
 
 
 @lowering("aten.frexp.Tensor")
-def aten_frexp(self: Any) -> tuple[Any, Any]:
+def aten_frexp(self: Array) -> tuple[Array, Array]:
     """frexp.Tensor(Tensor self) -> (Tensor mantissa, Tensor exponent)"""
     return _frexp(self)
 
 
 @fused
-def _frexp(x: Any) -> tuple[Any, Any]:
+def _frexp(x: Array) -> tuple[Array, Array]:
     return _mantissa(x), _parts(x)[1]
 
 
-def _parts(x: Any) -> tuple[Any, Any]:
+def _parts(x: Array) -> tuple[Array, Array]:
     """Mantissa and exponent by bit patterns, for XLA on CPU takes denormal numbers for zeros."""
     kept, size = jnp.finfo(x.dtype).nmant, x.dtype.itemsize * 8
     bias, kind = jnp.finfo(x.dtype).maxexp - 2, np.dtype(f"int{size}")
@@ -265,7 +265,7 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 
 @jax.custom_jvp
-def _mantissa(x: Any) -> Any:
+def _mantissa(x: Array) -> Array:
     return _parts(x)[0]
 
 
@@ -281,36 +281,36 @@ def _mantissa_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 # -- derivatives as operators: torch's autograd calls these when it runs inside a trace -------------------------------
 @lowering("aten.sigmoid_backward")
-def aten_sigmoid_backward(grad_output: Any, output: Any) -> Any:
+def aten_sigmoid_backward(grad_output: Array, output: Array) -> Array:
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""
     return _sigmoid_backward(*promote(grad_output, output))
 
 
 @fused
-def _sigmoid_backward(g: Any, y: Any) -> Any:
+def _sigmoid_backward(g: Array, y: Array) -> Array:
     slope = lax.mul(y, lax.sub(number(1, y.dtype), y))
     return lax.mul(g, lax.conj(slope) if is_complex(y) else slope)
 
 
 @lowering("aten.tanh_backward")
-def aten_tanh_backward(grad_output: Any, output: Any) -> Any:
+def aten_tanh_backward(grad_output: Array, output: Array) -> Array:
     """tanh_backward(Tensor grad_output, Tensor output) -> Tensor"""
     return _tanh_backward(*promote(grad_output, output))
 
 
 @fused
-def _tanh_backward(g: Any, y: Any) -> Any:
+def _tanh_backward(g: Array, y: Array) -> Array:
     slope = lax.sub(number(1, y.dtype), lax.mul(y, y))
     return lax.mul(g, lax.conj(slope) if is_complex(y) else slope)
 
 
 @lowering("aten.threshold_backward")
-def aten_threshold_backward(grad_output: Any, self: Any, threshold: float) -> Any:
+def aten_threshold_backward(grad_output: Array, self: Array, threshold: float) -> Array:
     """threshold_backward(Tensor grad_output, Tensor self, Scalar threshold) -> Tensor"""
     return _threshold_backward(*promote(grad_output, self), threshold)
 
 
 @fused
-def _threshold_backward(g: Any, x: Any, threshold: Any) -> Any:
+def _threshold_backward(g: Array, x: Array, threshold: Array) -> Array:
     g, x = align(g, x)
     return choose(lax.le(x, lax.convert_element_type(threshold, x.dtype)), 0, g)

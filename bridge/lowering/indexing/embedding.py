@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
@@ -16,16 +18,16 @@ from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import constant
 
 
-def _rows(table_shape, index, mode) -> Place:
+def _rows(table_shape: tuple[int, ...], index: Array, mode: lax.GatherScatterMode) -> Place:
     return Place(table_shape, (0,), (index,), (mode,))
 
 
-def _spread(per_index, rows):
+def _spread(per_index: Array, rows: Array) -> Array:
     """One number for each row, along the rows."""
     return lax.broadcast_in_dim(per_index, rows.shape, tuple(range(per_index.ndim)))
 
 
-def _without(rows, index, padding_idx: int):
+def _without(rows: Array, index: Array, padding_idx: int) -> Array:
     """The rows with those of the padding index zero."""
     if padding_idx < 0:
         return rows
@@ -33,16 +35,18 @@ def _without(rows, index, padding_idx: int):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _embed(weight, index, scale, mode, padding_idx):
+def _embed(weight: Array, index: Array, scale: Array | None, mode: lax.GatherScatterMode, padding_idx: int) -> Array:
     """Rows of weight.  In reverse mode alone, as in PyTorch, the padding row gets nothing and each row is weighed by scale, if given."""
     return _rows(weight.shape, index, mode).read(weight)
 
 
 @_embed.defjvp
-def _embed_jvp(mode, padding_idx, primals, tangents):
+def _embed_jvp(
+    mode: lax.GatherScatterMode, padding_idx: int, primals: tuple[Array | None, ...], tangents: tuple[Array | None, ...]
+) -> tuple[Array, Array]:
     weight, index, scale = primals
 
-    def back(_, cotangent):
+    def back(_: Callable[..., Any], cotangent: Array) -> Array:
         weighed = cotangent if scale is None else cotangent * _spread(scale, cotangent)
         return _without(weighed, index, padding_idx)
 
@@ -53,7 +57,7 @@ def _embed_jvp(mode, padding_idx, primals, tangents):
 
 
 @lowering("aten.embedding")
-def aten_embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+def aten_embedding(weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Array:
     """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor"""
     if weight.ndim != 2:
         raise RuntimeError(f"'weight' must be 2-D, got {weight.ndim} dimensions")
@@ -64,7 +68,7 @@ def aten_embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sp
     return _embed(weight, index, scale, mode, padding_idx)
 
 
-def _per_row(weight, index, mode):
+def _per_row(weight: Array, index: Array, mode: lax.GatherScatterMode) -> Array:
     """One over how often each index occurs."""
     place = _rows(weight.shape[:1], index, mode)
     counts = place.write(lax.full(weight.shape[:1], 0, weight.dtype), lax.full(index.shape, 1, weight.dtype), add=True)
@@ -72,7 +76,9 @@ def _per_row(weight, index, mode):
 
 
 @lowering("aten.embedding_dense_backward")
-def aten_embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
+def aten_embedding_dense_backward(
+    grad_output: Array, indices: Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Array:
     """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, ...) -> Tensor"""
     index, mode = in_range(indices, num_weights, OUT_OF_RANGE)
     zeros = lax.full((num_weights, *grad_output.shape[indices.ndim :]), 0, grad_output.dtype)
@@ -82,7 +88,7 @@ def aten_embedding_dense_backward(grad_output, indices, num_weights, padding_idx
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _renorm(weight, index, mode, max_norm, norm_type):
+def _renorm(weight: Array, index: Array, mode: lax.GatherScatterMode, max_norm: float, norm_type: float) -> Array:
     """The rows named by index brought to at most max_norm; to a derivative it is the identity, as PyTorch does it in no_grad."""
     place = _rows(weight.shape, index, mode)
     rows = place.read(weight)
@@ -95,14 +101,14 @@ _renorm.defjvp(lambda mode, max_norm, norm_type, primals, tangents: (_renorm(*pr
 
 
 @lowering("aten.embedding_renorm")
-def aten_embedding_renorm(weight, indices, max_norm, norm_type):
+def aten_embedding_renorm(weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
     """embedding_renorm(Tensor self, Tensor indices, float max_norm, float norm_type) -> Tensor"""
     index, mode = in_range(lax.reshape(indices, (indices.size,)), weight.shape[0], OUT_OF_RANGE)
     return _renorm(weight, index, mode, max_norm, norm_type)
 
 
 @lowering("aten.one_hot")
-def aten_one_hot(x, num_classes=-1):
+def aten_one_hot(x: Array, num_classes: int = -1) -> Array:
     """one_hot(Tensor self, int num_classes=-1) -> Tensor"""
     if x.dtype != np.int64:
         raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {dtypes.to_torch(x.dtype)}")
@@ -121,9 +127,9 @@ SUM, MEAN, MAX = range(3)
 
 @lowering("aten._embedding_bag", "aten._embedding_bag_forward_only")
 def aten__embedding_bag(
-    weight, indices, offsets, scale_grad_by_freq=False, mode=SUM, sparse=False, per_sample_weights=None, include_last_offset=False,
-    padding_idx=-1,
-):  # fmt: skip
+    weight: Array, indices: Array, offsets: Array, scale_grad_by_freq: bool = False, mode: int = SUM, sparse: bool = False,
+    per_sample_weights: Array | None = None, include_last_offset: bool = False, padding_idx: int = -1,
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, ...) -> (Tensor, Tensor, Tensor, Tensor)"""
     if per_sample_weights is not None and mode != SUM:
         raise RuntimeError("embedding_bag: per_sample_weights was not None: only supported for mode='sum'")
@@ -154,14 +160,14 @@ def aten__embedding_bag(
     return promotion.cast(out, weight.dtype), bag, size, size
 
 
-def _bag_of(indices, offsets):
+def _bag_of(indices: Array, offsets: Array) -> Array:
     """The bag of each index: the last one that starts no later."""
     at = lax.iota(np.int64, indices.size)
     bag = jnp.searchsorted(lax.convert_element_type(offsets, np.int64), at, side="right") - 1
     return promotion.cast(bag, promotion.result_dtype(indices, offsets))
 
 
-def _largest(weight, rows, index, target, place: Place, bags: int):
+def _largest(weight: Array, rows: Array, index: Array, target: Array, place: Place, bags: int) -> tuple[Array, ...]:
     """The largest entries of each bag, column by column, and the row of weight that each came from (the first, where they tie)."""
     fixed = lax.stop_gradient(rows)
     lowest = lax.full((bags, weight.shape[1]), -np.inf, weight.dtype)
@@ -183,9 +189,9 @@ def _largest(weight, rows, index, target, place: Place, bags: int):
 
 @lowering("aten._embedding_bag_backward")
 def aten__embedding_bag_backward(
-    grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, sparse, per_sample_weights,
-    padding_idx=-1,
-):  # fmt: skip
+    grad: Array, indices: Array, offsets: Array, offset2bag: Array, bag_size: Array, maximum_indices: Array, num_weights: int,
+    scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Array | None, padding_idx: int = -1,
+) -> Array:  # fmt: skip
     """_embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, ..., int padding_idx=-1) -> Tensor"""
     if indices.size and not offset2bag.size:  # PyTorch's kernel leaves it out where its own forward did not need it
         offset2bag = _bag_of(indices, offsets[: grad.shape[0]])
@@ -196,8 +202,9 @@ def aten__embedding_bag_backward(
 
 @lowering("aten._embedding_bag_dense_backward")
 def aten__embedding_bag_dense_backward(
-    grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx=-1
-):
+    grad: Array, indices: Array, offset2bag: Array, bag_size: Array, maximum_indices: Array, num_weights: int, scale_grad_by_freq: bool,
+    mode: int, per_sample_weights: Array | None, padding_idx: int = -1,
+) -> Array:  # fmt: skip
     """_embedding_bag_dense_backward(Tensor grad, Tensor indices, Tensor offset2bag, Tensor bag_size, ...) -> Tensor"""
     if mode == MAX:
         zeros = lax.full((num_weights, grad.shape[1]), 0, grad.dtype)
@@ -213,7 +220,9 @@ def aten__embedding_bag_dense_backward(
 
 
 @lowering("aten._embedding_bag_per_sample_weights_backward")
-def aten__embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1):
+def aten__embedding_bag_per_sample_weights_backward(
+    grad: Array, weight: Array, indices: Array, offsets: Array, offset2bag: Array, mode: int, padding_idx: int = -1
+) -> Array:
     """_embedding_bag_per_sample_weights_backward(Tensor grad, Tensor weight, Tensor indices, Tensor offsets, ...) -> Tensor"""
     index, checked = in_range(indices, weight.shape[0], OUT_OF_RANGE)
     if indices.size and not offset2bag.size:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
@@ -25,7 +25,7 @@ from bridge.lowering.tensors.shape import aten_expand
 SAFE, CHECKED = lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.FILL_OR_DROP
 
 
-def known(x) -> np.ndarray | None:
+def known(x: Array) -> np.ndarray | None:
     """The values of an array where they can be known now, else None (under vmap and jit)."""
     try:
         return promotion.concrete(x)
@@ -38,7 +38,9 @@ OUT_OF_RANGE = "index out of range in self"
 OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {size}"
 
 
-def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False):
+def in_range(
+    index: Array, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False
+) -> tuple[Array, lax.GatherScatterMode]:
     """An index into n places, checked, with its gather mode.  wrap: negative ones count from the end.
 
     error is formatted with {index}, the culprit, {dim} and {size}.
@@ -56,14 +58,16 @@ def in_range(index, n: int, error: str, *, dim: int = 0, kind: type[Exception] =
 
 
 @fused("n")
-def _from_end(index, n):
+def _from_end(index: Array, n: int) -> Array:
     return lax.select(lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index)
 
 
 class Place:
     """Where an advanced index reads and writes: dims of an array of that shape taken by indices of one shape, the rest kept whole."""
 
-    def __init__(self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool = False):
+    def __init__(
+        self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool = False
+    ) -> None:
         self.dims, self.indices = tuple(dims), tuple(indices)
         self.mode = SAFE if all(m is SAFE for m in modes) else CHECKED
         # the indices' dimensions come where the first indexed one was, or in front where the indexed ones are not adjacent
@@ -72,19 +76,19 @@ class Place:
         rest = [n for d, n in enumerate(shape) if d not in self.dims]
         self.result = (*rest[: self.at], *batch, *rest[self.at :])
 
-    def read(self, x):
+    def read(self, x: Array) -> Array:
         if not math.prod(self.result):
             return lax.full(self.result, 0, x.dtype)
         return _read(x, self.indices, dims=self.dims, at=self.at, mode=self.mode)
 
-    def write(self, x, values, *, add: bool = False):
+    def write(self, x: Array, values: Array, *, add: bool = False) -> Array:
         """x with values (of the result's shape) put, or added, there."""
         if not math.prod(self.result):
             return x
         return _write(x, self.indices, values, dims=self.dims, at=self.at, mode=self.mode, add=add)
 
 
-def _start(indices: Sequence[Any], at: int, rank: int):
+def _start(indices: Sequence[Array], at: int, rank: int) -> tuple[Array, tuple[int, ...]]:
     """The indices as one array of index vectors, and the dimensions of the result that are not theirs."""
     batch = indices[0].shape
     columns = [lax.reshape(i, (*batch, 1)) for i in indices]
@@ -93,14 +97,16 @@ def _start(indices: Sequence[Any], at: int, rank: int):
 
 
 @fused("dims", "at", "mode")
-def _read(x, indices, *, dims, at, mode):
+def _read(x: Array, indices: tuple[Array, ...], *, dims: tuple[int, ...], at: int, mode: lax.GatherScatterMode) -> Array:
     start, window = _start(indices, at, x.ndim)
     sizes = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     return lax.gather(x, start, lax.GatherDimensionNumbers(window, dims, dims), sizes, mode=mode)
 
 
 @fused("dims", "at", "mode", "add")
-def _write(x, indices, values, *, dims, at, mode, add):
+def _write(
+    x: Array, indices: tuple[Array, ...], values: Array, *, dims: tuple[int, ...], at: int, mode: lax.GatherScatterMode, add: bool
+) -> Array:
     start, window = _start(indices, at, x.ndim)
     numbers = lax.ScatterDimensionNumbers(window, dims, dims)
     if add:
@@ -111,17 +117,17 @@ def _write(x, indices, values, *, dims, at, mode, add):
     return lax.scatter(x, start, values, numbers, mode=mode, unique_indices=True)
 
 
-def along(x, dim: int, index, error: str, *, wrap: bool = False) -> Place:
+def along(x: Array, dim: int, index: Array, error: str, *, wrap: bool = False) -> Place:
     """The place of one index on one dimension."""
     index, mode = in_range(index, x.shape[dim], error, dim=dim, wrap=wrap)
     return Place(x.shape, (dim,), (index,), (mode,))
 
 
-def _is_mask(index) -> bool:
+def _is_mask(index: Array) -> bool:
     return index is not None and index.dtype in (np.bool_, np.uint8)
 
 
-def _expand_masks(shape: Sequence[int], indices: Sequence[Any]) -> list[Any]:
+def _expand_masks(shape: Sequence[int], indices: Sequence[Any]) -> list[Array]:
     """Boolean masks replaced by the positions where they are true; their values must be known."""
     out: list[Any] = []
     for index in indices:
@@ -137,7 +143,7 @@ def _expand_masks(shape: Sequence[int], indices: Sequence[Any]) -> list[Any]:
     return out
 
 
-def _check_mask(shape: Sequence[int], mask, at: int) -> None:
+def _check_mask(shape: Sequence[int], mask: Array, at: int) -> None:
     if tuple(shape[at : at + mask.ndim]) != mask.shape:
         raise IndexError(
             f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of the indexed tensor {list(shape)} "
@@ -145,7 +151,7 @@ def _check_mask(shape: Sequence[int], mask, at: int) -> None:
         )
 
 
-def _place(x, indices: Sequence[Any]) -> Place | None:
+def _place(x: Array, indices: Sequence[Any]) -> Place | None:
     """The place of a list of indices, None for the dimensions kept whole; None where all are."""
     indices = _expand_masks(x.shape, indices)
     dims = [d for d, i in enumerate(indices) if i is not None]
@@ -164,14 +170,14 @@ def _place(x, indices: Sequence[Any]) -> Place | None:
 
 
 @lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def aten_index(x, indices):
+def aten_index(x: Array, indices: Sequence[Array | None]) -> Array:
     """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
     place = _place(x, indices)
     return x if place is None else place.read(x)
 
 
 @lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", apart=("indices", "values"))
-def aten_index_put(x, indices, values, accumulate=False, unsafe=False):
+def aten_index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False, unsafe: bool = False) -> Array:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     masks = [d for d, i in enumerate(indices) if i is not None]
     only_mask = len(masks) == 1 and _is_mask(indices[masks[0]])
@@ -192,7 +198,7 @@ def aten_index_put(x, indices, values, accumulate=False, unsafe=False):
     return place.write(x, _fit(values, place.result), add=accumulate)
 
 
-def _fit(values, shape):
+def _fit(values: Array, shape: tuple[int, ...]) -> Array:
     try:
         return aten_expand(values, shape)
     except RuntimeError:
@@ -201,7 +207,7 @@ def _fit(values, shape):
         ) from None
 
 
-def _put_masked(x, at: int, mask, values, accumulate: bool):
+def _put_masked(x: Array, at: int, mask: Array, values: Array, accumulate: bool) -> Array | None:
     """x[:, mask] = values with no shape that depends on the mask; None where values must be counted and the mask is known."""
     _check_mask(x.shape, mask, at)
     last = at + mask.ndim
@@ -222,7 +228,7 @@ def _put_masked(x, at: int, mask, values, accumulate: bool):
 
 
 @fused("at", "count", "accumulate")
-def _choose(x, mask, values, at, count, accumulate):
+def _choose(x: Array, mask: Array, values: Array, at: int, count: int, accumulate: bool) -> Array:
     mask = mask if mask.dtype == np.bool_ else lax.ne(mask, lax.full_like(mask, 0))
     if count != 1:
         # the k-th true element of the mask takes the k-th value; too few values read as NaN
@@ -233,31 +239,31 @@ def _choose(x, mask, values, at, count, accumulate):
     return lax.select(chosen, lax.bitwise_or(x, values) if x.dtype == np.bool_ else lax.add(x, values), x)
 
 
-def mask_rank(mask):
+def mask_rank(mask: Array) -> Array:
     """For each element of a mask, flattened, how many true ones precede it (at least 0)."""
     flat = lax.convert_element_type(lax.reshape(mask, (mask.size,)), np.int32)
     return lax.max(lax.cumsum(flat) - np.int32(1), np.int32(0))
 
 
-def _flat_index(index):
+def _flat_index(index: Array) -> Array:
     if index.ndim > 1:
         raise IndexError(f"index: expected a vector, got {index.ndim} dimensions")
     return index if index.ndim else lax.reshape(index, (1,))
 
 
-def _as_vector(x):
+def _as_vector(x: Array) -> Array:
     return x if x.ndim else lax.reshape(x, (1,))
 
 
 @lowering("aten.index_select", apart=("self", "index"))
-def aten_index_select(x, dim, index):
+def aten_index_select(x: Array, dim: int, index: Array) -> Array:
     """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
     out = along(_as_vector(x), dim, _flat_index(index), OUT_OF_RANGE).read(_as_vector(x))
     return out if x.ndim else lax.reshape(out, ())
 
 
-def _check_source(name: str, x, dim: int, index, source) -> None:
+def _check_source(name: str, x: Array, dim: int, index: Array, source: Array) -> None:
     want = (*x.shape[:dim], index.size, *x.shape[dim + 1 :])
     if source.dtype != x.dtype:
         raise RuntimeError(f"{name}: self ({x.dtype}) and source ({source.dtype}) expected to have the same dtype")
@@ -265,7 +271,7 @@ def _check_source(name: str, x, dim: int, index, source) -> None:
         raise RuntimeError(f"{name}: source: expected shape {list(want)}, got {list(source.shape)}")
 
 
-def index_write(name: str, x, dim: int, index, source, *, add: bool):
+def index_write(name: str, x: Array, dim: int, index: Array, source: Array, *, add: bool) -> Array:
     """x with the slices of source put, or added, at index along dim."""
     dim = promotion.wrap_dim(dim, x.ndim)
     index, base = _flat_index(index), _as_vector(x)
@@ -275,20 +281,20 @@ def index_write(name: str, x, dim: int, index, source, *, add: bool):
 
 
 @lowering("aten.index_add", apart=("index", "source"))
-def aten_index_add(x, dim, index, source, *, alpha=1):
+def aten_index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     source = source if alpha == 1 else source * number(alpha, source.dtype)
     return index_write("index_add", x, dim, index, source, add=True)
 
 
 @lowering("aten.index_copy", apart=("index", "source"))
-def aten_index_copy(x, dim, index, source):
+def aten_index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
     """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
     return index_write("index_copy_", x, dim, index, source, add=False)
 
 
 @lowering("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
-def aten_index_fill(x, dim, index, value):
+def aten_index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
     """index_fill.int_Tensor(Tensor self, int dim, Tensor index, Tensor value) -> Tensor"""
     if promotion.is_array(value) and value.ndim:
         raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
@@ -300,7 +306,7 @@ def aten_index_fill(x, dim, index, value):
 
 
 @fused("dim", "mode")
-def _fill_at(x, index, value, dim, mode):
+def _fill_at(x: Array, index: Array, value: Array, dim: int, mode: lax.GatherScatterMode) -> Array:
     # by way of a mask, so that an index given twice counts once in value's gradient
     hit = lax.full((x.shape[dim],), False, np.bool_)
     place = Place(hit.shape, (0,), (index,), (mode,))
@@ -311,20 +317,20 @@ def _fill_at(x, index, value, dim, mode):
 _TRIED = "out of range: tried to access index {index} on a tensor of {size} elements."
 
 
-def _flat_place(x, index) -> tuple[Any, Place]:
+def _flat_place(x: Array, index: Array) -> tuple[Any, Place]:
     flat = lax.reshape(x, (x.size,))
     return flat, along(flat, 0, index, _TRIED, wrap=True)
 
 
 @lowering("aten.take", apart=("self", "index"))
-def aten_take(x, index):
+def aten_take(x: Array, index: Array) -> Array:
     """take(Tensor self, Tensor index) -> Tensor"""
     flat, place = _flat_place(x, index)
     return place.read(flat)
 
 
 @lowering("aten.put", apart=("index", "source"))
-def aten_put(x, index, source, accumulate=False):
+def aten_put(x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
     if source.size != index.size:
         raise IndexError(f"put_(): Expected source and index to have the same number of elements, but got {source.size} and {index.size}")

@@ -1,10 +1,13 @@
 """Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes depend on the data."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
@@ -17,7 +20,7 @@ from bridge.lowering.tensors.creation import constant, number
 from bridge.lowering.tensors.shape import aten_expand
 
 
-def _common(*arrays):
+def _common(*arrays) -> tuple[Array, ...]:
     """The arrays broadcast to one shape."""
     shape = arrays[0].shape
     if all(a.shape == shape for a in arrays):
@@ -30,7 +33,7 @@ def _common(*arrays):
 
 
 @lowering("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
-def aten_where(condition, x, other):
+def aten_where(condition: Array, x: Any, other: Any) -> Array:
     """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
     if condition.dtype == np.uint8:
         condition = lax.ne(condition, lax.full_like(condition, 0))
@@ -42,12 +45,12 @@ def aten_where(condition, x, other):
 
 
 @fused()
-def _where(condition, x, other):
+def _where(condition: Array, x: Array, other: Array) -> Array:
     return lax.select(*_common(condition, x, other))
 
 
 @lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-def aten_masked_fill(x, mask, value):
+def aten_masked_fill(x: Array, mask: Array, value: Any) -> Array:
     """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
     if mask.dtype != np.bool_:
         raise RuntimeError(f"masked_fill only supports boolean masks, but got mask with dtype {dtypes.to_torch(mask.dtype)}")
@@ -63,13 +66,13 @@ def aten_masked_fill(x, mask, value):
 
 
 @fused()
-def _masked_fill(x, mask, value):
+def _masked_fill(x: Array, mask: Array, value: Array) -> Array:
     mask, x = _common(mask, x)
     return lax.select(mask, lax.broadcast_in_dim(value, x.shape, ()), x)
 
 
 @lowering("aten.masked_scatter")
-def aten_masked_scatter(x, mask, source):
+def aten_masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
     if mask.dtype != np.bool_:
         raise RuntimeError(f"masked_scatter: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}")
@@ -85,13 +88,13 @@ def aten_masked_scatter(x, mask, source):
 
 
 @fused()
-def _masked_scatter(x, mask, source):
+def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     taken = Place((source.size,), (0,), (mask_rank(mask),), (CHECKED,)).read(lax.reshape(source, (source.size,)))
     return lax.select(mask, lax.reshape(taken, x.shape), x)
 
 
 @lowering("aten.masked_scatter_backward")
-def aten_masked_scatter_backward(grad_output, mask, sizes):
+def aten_masked_scatter_backward(grad_output: Array, mask: Array, sizes: Sequence[int]) -> Array:
     """masked_scatter_backward(Tensor grad_output, Tensor mask, SymInt[] sizes) -> Tensor"""
     source = lax.full(tuple(sizes), 0, grad_output.dtype)
     grad_output, mask = _common(grad_output, mask)
@@ -99,7 +102,7 @@ def aten_masked_scatter_backward(grad_output, mask, sizes):
 
 
 @lowering("aten.masked_select")
-def aten_masked_select(x, mask):
+def aten_masked_select(x: Array, mask: Array) -> Array:
     """masked_select(Tensor self, Tensor mask) -> Tensor"""
     if mask.dtype != np.bool_:
         raise RuntimeError(f"masked_select: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}")
@@ -109,26 +112,26 @@ def aten_masked_select(x, mask):
 
 
 @lowering("aten.nonzero")
-def aten_nonzero(x):
+def aten_nonzero(x: Array) -> Array:
     """nonzero(Tensor self) -> Tensor"""
     return constant(np.argwhere(promotion.concrete(x)), np.int64)
 
 
 @lowering("aten.argwhere")
 @by_lane
-def aten_argwhere(x):
+def aten_argwhere(x: Array) -> Array:
     """argwhere(Tensor self) -> Tensor"""
     return aten_nonzero(x)  # which torch.func.vmap refuses, and this not
 
 
 @lowering("aten.nonzero_numpy", "aten.where")
-def aten_nonzero_numpy(x):
+def aten_nonzero_numpy(x: Array) -> list[Array]:
     """nonzero_numpy(Tensor self) -> Tensor[]"""
     return [constant(p, np.int64) for p in np.nonzero(np.atleast_1d(promotion.concrete(x)))]
 
 
 @lowering("aten.nonzero_static")
-def aten_nonzero_static(x, *, size, fill_value=-1):
+def aten_nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     """nonzero_static(Tensor self, *, SymInt size, int fill_value=-1) -> Tensor"""
     if size < 0:
         raise RuntimeError(f"nonzero_static: 'size' must be an non-negative integer, but got {size}")
@@ -139,7 +142,7 @@ def aten_nonzero_static(x, *, size, fill_value=-1):
 
 
 @lowering("aten.repeat_interleave.Tensor")
-def aten_repeat_interleave(repeats, *, output_size=None):
+def aten_repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
     """repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor"""
     if repeats.ndim != 1:
         raise RuntimeError("repeat_interleave only accept 1D vector as repeat")
@@ -160,5 +163,5 @@ def aten_repeat_interleave(repeats, *, output_size=None):
 
 
 @by_lane
-def _repeated(repeats):
+def _repeated(repeats: Array) -> Array:
     return aten_repeat_interleave(repeats)

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
@@ -25,11 +26,11 @@ from bridge.lowering.tensors.shape import (
 )
 
 
-def _vector(x):
+def _vector(x: Array) -> Array:
     return x if x.ndim else lax.reshape(x, (1,))
 
 
-def _check_index(name: str, shape: Sequence[int], dim: int, index, src_shape: Sequence[int] | None = None) -> None:
+def _check_index(name: str, shape: Sequence[int], dim: int, index: Array, src_shape: Sequence[int] | None = None) -> None:
     if index.dtype not in (np.int64, np.int32):
         raise RuntimeError(f"{name}(): Expected dtype int32/int64 for index")
     if max(index.ndim, 1) != max(len(shape), 1):
@@ -43,14 +44,14 @@ def _check_index(name: str, shape: Sequence[int], dim: int, index, src_shape: Se
         raise RuntimeError(f"Expected index {list(index.shape)} to be no larger size than src {list(src_shape)}")
 
 
-def _corner(x, shape: Sequence[int], but: int = -1):
+def _corner(x: Array, shape: Sequence[int], but: int = -1) -> Array:
     """The first elements of x along each dimension but one, as many as shape has."""
     limit = [n if d == but else s for d, (n, s) in enumerate(zip(x.shape, shape, strict=True))]
     return x if tuple(limit) == x.shape else lax.slice(x, [0] * x.ndim, limit)
 
 
 @fused("dim", "mode")
-def _read(x, dim: int, index, mode):
+def _read(x: Array, dim: int, index: Array, mode: lax.GatherScatterMode) -> Array:
     """x where index says along dim, and at the element's own place along the others."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     numbers = lax.GatherDimensionNumbers(
@@ -61,7 +62,10 @@ def _read(x, dim: int, index, mode):
 
 
 @fused("dim", "mode", "scatter", "unique")
-def _write(x, dim: int, index, values, mode, scatter=lax.scatter, unique: bool = False):
+def _write(
+    x: Array, dim: int, index: Array, values: Array, mode: lax.GatherScatterMode, scatter: Callable[..., Any] = lax.scatter,
+    unique: bool = False,
+) -> Array:  # fmt: skip
     """x with values written (or added, …) where index says along dim."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     start = lax.reshape(index, (*index.shape, 1))
@@ -79,7 +83,7 @@ def _write(x, dim: int, index, values, mode, scatter=lax.scatter, unique: bool =
 
 
 @lowering("aten.gather", apart=("self", "index"))
-def aten_gather(x, dim, index, *, sparse_grad=False):
+def aten_gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) -> Array:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
     if not index.size:
@@ -91,7 +95,7 @@ def aten_gather(x, dim, index, *, sparse_grad=False):
     return out if index.ndim else lax.reshape(out, ())
 
 
-def _scatter(name: str, x, dim: int, index, src, operation):
+def _scatter(name: str, x: Array, dim: int, index: Array, src: Any, operation: Callable[..., Any]) -> Array:
     """operation(x, dim, index, src, mode) on checked operands of at least one dimension, src cut to the index's shape."""
     dim = promotion.wrap_dim(dim, x.ndim)
     if not index.size:
@@ -111,30 +115,30 @@ def _scatter(name: str, x, dim: int, index, src, operation):
     return lax.reshape(operation(base, dim, where, src, mode), x.shape)
 
 
-def _put(x, dim, index, src, mode):
+def _put(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode) -> Array:
     # which of several writes to one place wins is open, and each gets the whole cotangent: JAX's rule for unique indices
     return _write(x, dim, index, src, mode, unique=True)
 
 
-def _add(x, dim, index, src, mode):
+def _add(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode) -> Array:
     # a sum of bools is their disjunction
     return _write(x, dim, index, src, mode, lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)
 
 
 @lowering("aten.scatter.src", "aten.scatter.value", apart=("index", "src"))
-def aten_scatter(x, dim, index, src):
+def aten_scatter(x: Array, dim: int, index: Array, src: Any) -> Array:
     """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     return _scatter("scatter", x, dim, index, src, _put)
 
 
 @lowering("aten.scatter_add", apart=("index", "src"))
-def aten_scatter_add(x, dim, index, src):
+def aten_scatter_add(x: Array, dim: int, index: Array, src: Array) -> Array:
     """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     return _scatter("scatter_add", x, dim, index, src, _add)
 
 
 @lowering("aten.scatter.reduce", "aten.scatter.value_reduce", apart=("index", "src"))
-def aten_scatter_by(x, dim, index, src, *, reduce):
+def aten_scatter_by(x: Array, dim: int, index: Array, src: Any, *, reduce: str) -> Array:
     """scatter.reduce(Tensor self, int dim, Tensor index, Tensor src, *, str reduce) -> Tensor"""
     names = {"add": "sum", "multiply": "prod"}
     if reduce not in names:
@@ -143,7 +147,7 @@ def aten_scatter_by(x, dim, index, src, *, reduce):
 
 
 @lowering("aten.scatter_reduce.two", apart=("index", "src"))
-def aten_scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
+def aten_scatter_reduce(x: Array, dim: int, index: Array, src: Array, reduce: str, *, include_self: bool = True) -> Array:
     """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""
     if reduce not in ("sum", "prod", "mean", "amax", "amin"):
         raise RuntimeError(f"reduce argument must be either sum, prod, mean, amax or amin, got {reduce}")
@@ -151,7 +155,7 @@ def aten_scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
 
 
 @lowering("aten.index_reduce", apart=("index", "source"))
-def aten_index_reduce(x, dim, index, source, reduce, *, include_self=True):
+def aten_index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
     """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool include_self=True) -> Tensor"""
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"reduce argument must be either prod, mean, amax or amin, got {reduce}")
@@ -167,7 +171,7 @@ def aten_index_reduce(x, dim, index, source, reduce, *, include_self=True):
     return aten_scatter_reduce(x, dim, lax.reshape(wide, source.shape), source, reduce, include_self=include_self)
 
 
-def _reduce(x, dim, index, src, mode, *, how: str, include_self: bool):
+def _reduce(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode, *, how: str, include_self: bool) -> Array:
     if not include_self:
         neutral = {"sum": 0, "mean": 0, "prod": 1}.get(how)
         if neutral is None:
@@ -180,20 +184,20 @@ def _reduce(x, dim, index, src, mode, *, how: str, include_self: bool):
     return (_prod if how == "prod" else _extremum)(x, index, src, dim, mode, how)
 
 
-def _lowest(dtype):
+def _lowest(dtype: np.dtype) -> Any:
     if dtype == np.bool_:
         return False
     return -np.inf if promotion.is_floating(dtype) else np.iinfo(dtype).min
 
 
-def _highest(dtype):
+def _highest(dtype: np.dtype) -> Any:
     if dtype == np.bool_:
         return True
     return np.inf if promotion.is_floating(dtype) else np.iinfo(dtype).max
 
 
 @fused("dim", "mode", "include_self")
-def _mean(x, dim, index, src, mode, include_self: bool):
+def _mean(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode, include_self: bool) -> Array:
     if x.dtype == np.bool_:
         raise NotImplementedError('"reduce_mean" not implemented for \'Bool\'')
     dtype = promotion.opmath(x.dtype)
@@ -208,14 +212,16 @@ def _mean(x, dim, index, src, mode, include_self: bool):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _prod(x, index, src, dim, mode, how):
+def _prod(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
     """x times all the src that go to its place; the derivative is exact where factors are zero."""
     scatter = lax.scatter_mul if x.dtype != np.bool_ else lax.scatter_min
     return _write(x, dim, index, src, mode, scatter)
 
 
 @_prod.defjvp
-def _prod_jvp(dim, mode, how, primals, tangents):
+def _prod_jvp(
+    dim: int, mode: lax.GatherScatterMode, how: str, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     x, index, src = primals
     dx, _, dsrc = tangents
     out = _prod(x, index, src, dim, mode, how)
@@ -232,13 +238,15 @@ def _prod_jvp(dim, mode, how, primals, tangents):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _extremum(x, index, src, dim, mode, how):
+def _extremum(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
     """The largest (smallest) of x and all the src that go to its place; ties share the derivative."""
     return _write(x, dim, index, src, mode, lax.scatter_max if how == "amax" else lax.scatter_min)
 
 
 @_extremum.defjvp
-def _extremum_jvp(dim, mode, how, primals, tangents):
+def _extremum_jvp(
+    dim: int, mode: lax.GatherScatterMode, how: str, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     x, index, src = primals
     dx, _, dsrc = tangents
     out = _extremum(x, index, src, dim, mode, how)
@@ -250,7 +258,7 @@ def _extremum_jvp(dim, mode, how, primals, tangents):
 
 
 @lowering("aten.slice_scatter")
-def aten_slice_scatter(x, src, dim=0, start=None, end=None, step=1):
+def aten_slice_scatter(x: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
     n = x.shape[dim]
@@ -263,7 +271,7 @@ def aten_slice_scatter(x, src, dim=0, start=None, end=None, step=1):
 
 
 @fused("dim", "start", "step")
-def _overwrite(x, src, dim, start, step):
+def _overwrite(x: Array, src: Array, dim: int, start: int, step: int) -> Array:
     if step == 1:
         return lax.dynamic_update_slice(x, src, [np.int64(start if d == dim else 0) for d in range(x.ndim)])
     n, count = x.shape[dim], src.shape[dim]
@@ -275,7 +283,7 @@ def _overwrite(x, src, dim, start, step):
 
 
 @lowering("aten.select_scatter")
-def aten_select_scatter(x, src, dim, index):
+def aten_select_scatter(x: Array, src: Array, dim: int, index: int) -> Array:
     """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
     index = select_index(x.shape, dim, index)
@@ -283,7 +291,7 @@ def aten_select_scatter(x, src, dim, index):
 
 
 @lowering("aten.diagonal_scatter")
-def aten_diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
+def aten_diagonal_scatter(x: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     dim1, dim2 = promotion.wrap_dim(dim1, x.ndim), promotion.wrap_dim(dim2, x.ndim)
     m, n = x.shape[dim1], x.shape[dim2]
@@ -294,7 +302,7 @@ def aten_diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
 
 
 @fused("offset", "dim1", "dim2")
-def _overwrite_diagonal(x, src, offset, dim1, dim2):
+def _overwrite_diagonal(x: Array, src: Array, offset: int, dim1: int, dim2: int) -> Array:
     m, n = x.shape[dim1], x.shape[dim2]
     order = [*(d for d in range(x.ndim) if d not in (dim1, dim2)), dim1, dim2]
     hit = lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_), x.shape, (dim1, dim2)) if dim1 < dim2 else (
@@ -305,7 +313,7 @@ def _overwrite_diagonal(x, src, offset, dim1, dim2):
 
 
 @lowering("aten.as_strided_scatter")
-def aten_as_strided_scatter(x, src, size, stride, storage_offset=None):
+def aten_as_strided_scatter(x: Array, src: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
     """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""
     index = strided_index(x.size, size, stride, storage_offset)
     src = aten_expand(promotion.cast(src, x.dtype), index.shape)
@@ -314,13 +322,13 @@ def aten_as_strided_scatter(x, src, size, stride, storage_offset=None):
 
 
 @jax.custom_jvp
-def _overwrite_places(flat, src, index):
+def _overwrite_places(flat: Array, src: Array, index: Array) -> Array:
     """flat with src at the places of index.  In reverse mode alone, as in PyTorch, flat's gradient is that of what was overwritten."""
     return _put(flat, 0, index, src, SAFE)
 
 
 @_overwrite_places.defjvp
-def _overwrite_places_jvp(primals, tangents):
+def _overwrite_places_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (flat, src, index), (dflat, dsrc, _) = primals, tangents
     hit = jnp.zeros(flat.shape, np.bool_).at[index].set(True)
     # keeping what is not overwritten, with a transpose of its own: a linear solve lets one say that for every transform
@@ -330,7 +338,7 @@ def _overwrite_places_jvp(primals, tangents):
 
 
 @lowering("aten.select_backward")
-def aten_select_backward(grad_output, input_sizes, dim, index):
+def aten_select_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, index: int) -> Array:
     """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
     dim = promotion.wrap_dim(dim, len(input_sizes))
     index = select_index(input_sizes, dim, index)
@@ -338,7 +346,7 @@ def aten_select_backward(grad_output, input_sizes, dim, index):
 
 
 @lowering("aten.slice_backward")
-def aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
+def aten_slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
     dim = promotion.wrap_dim(dim, len(input_sizes))
     n, count = input_sizes[dim], grad_output.shape[dim]
@@ -354,6 +362,6 @@ _pad = fused("padding_config")(lax.pad)
 
 
 @lowering("aten.diagonal_backward")
-def aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
+def aten_diagonal_backward(grad_output: Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Array:
     """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int dim2) -> Tensor"""
     return aten_diagonal_scatter(lax.full(tuple(input_sizes), 0, grad_output.dtype), grad_output, offset, dim1, dim2)

@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, wrap_dim
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
-
-Array = jax.Array
 
 #: what a segment begins with where no initial value is given
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -np.inf, "amax": -np.inf, "min": np.inf, "amin": np.inf}
@@ -120,7 +118,7 @@ def _extrema(x: Array, segment: Array, begin: Array, count: int, largest: bool) 
 
 
 @_extrema.defjvp
-def _extrema_jvp(count: int, largest: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _extrema_jvp(count: int, largest: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (x, segment, begin), (dx, _, _) = primals, tangents
     out = _extrema(x, segment, begin, count, largest)
     padded = jnp.pad(out, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan)

@@ -9,14 +9,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, hermitian_part, matmul, mH, report, with_cotangent
 from bridge.lowering.registry import lowering
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _cholesky(upper, of_gradient, A):
+def _cholesky(upper: bool, of_gradient: bool, A: Array) -> Array:
     """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other one is not read.
 
     PyTorch's forward mode reads a triangle of the tangent, and its gradient is Hermitian: the two are no transposes.
@@ -25,19 +25,19 @@ def _cholesky(upper, of_gradient, A):
     return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
-def _mirrored(x):
+def _mirrored(x: Array) -> Array:
     """The Hermitian part of a lower triangle; what is imaginary on the diagonal stays, as in PyTorch."""
     below = jnp.tril(x, -1)
     return (below + mH(below)) / 2 + jnp.eye(x.shape[-1], dtype=x.dtype) * x
 
 
-def _mirrored_transpose(x):
+def _mirrored_transpose(x: Array) -> Array:
     """A lower triangle; its cotangent is _mirrored."""
     return jnp.tril(hermitian_part(x), -1) + jnp.eye(x.shape[-1], dtype=x.dtype) * x
 
 
 @_cholesky.defjvp
-def _cholesky_jvp(upper, of_gradient, primals, tangents):
+def _cholesky_jvp(upper: bool, of_gradient: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     # L^-1 dA L^-H = X + X^H with X = L^-1 dL lower triangular (https://arxiv.org/abs/1602.07527)
     (A,), (dA,) = primals, tangents
     L = _cholesky(upper, of_gradient, A)
@@ -47,7 +47,7 @@ def _cholesky_jvp(upper, of_gradient, primals, tangents):
     return L, matmul(L, jnp.tril(X) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
 
 
-def _failed_minor(A, L):
+def _failed_minor(A: Array, L: Array) -> Array:
     """LAPACK's info: 0, or the order of the first leading minor of A that is not positive definite, by bisection.
 
     The loop does nothing where no factorization failed, which holds under vmap too.
@@ -57,7 +57,7 @@ def _failed_minor(A, L):
     low, high = jnp.where(good, n, 0), jnp.full(good.shape, n)  # the minor of order low is definite, that of order high is not
     eye, index = jnp.eye(n, dtype=A.dtype), jnp.arange(n)
 
-    def body(state):
+    def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state
         mid = (low + high) // 2
         inside = index < mid[..., None]
@@ -70,13 +70,13 @@ def _failed_minor(A, L):
 
 
 @functools.partial(jax.jit, static_argnames=("upper", "of_gradient"))
-def _cholesky_ex(A, upper, of_gradient=False):
+def _cholesky_ex(A: Array, upper: bool, of_gradient: bool = False) -> tuple[Array, ...]:
     L = _cholesky(upper, of_gradient, A)
     return mH(L) if upper else L, _failed_minor(*lax.stop_gradient((mH(A) if upper else A, L)))
 
 
 @lowering("aten.linalg_cholesky_ex")
-def aten_linalg_cholesky_ex(self, *, upper=False, check_errors=False):
+def aten_linalg_cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
     """linalg_cholesky_ex(Tensor self, *, bool upper=False, bool check_errors=False) -> (Tensor L, Tensor info)"""
     check_matrix(self, "linalg.cholesky", square=True)
     L, info = _cholesky_ex(self, upper)
@@ -86,7 +86,7 @@ def aten_linalg_cholesky_ex(self, *, upper=False, check_errors=False):
 
 
 @lowering("aten.cholesky")
-def aten_cholesky(self, upper=False):
+def aten_cholesky(self: Array, upper: bool = False) -> Array:
     """cholesky(Tensor self, bool upper=False) -> Tensor"""
     check_matrix(self, "cholesky", square=True)
     L, info = _cholesky_ex(self, upper, of_gradient=True)
@@ -94,7 +94,7 @@ def aten_cholesky(self, upper=False):
     return L
 
 
-def _two_triangles(L, B):
+def _two_triangles(L: Array, B: Array) -> Array:
     solve = functools.partial(lax.linalg.triangular_solve, L, left_side=True, lower=True)
     return solve(solve(B), transpose_a=True, conjugate_a=True)
 
@@ -103,7 +103,7 @@ _cholesky_solve = jax.custom_jvp(_two_triangles)
 
 
 @_cholesky_solve.defjvp
-def _cholesky_solve_jvp(primals, tangents):
+def _cholesky_solve_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     # as PyTorch has it, L is a whole matrix here: A = L L^H moves with both of its triangles
     (L, B), (dL, dB) = primals, tangents
     X = _cholesky_solve(L, B)
@@ -112,13 +112,13 @@ def _cholesky_solve_jvp(primals, tangents):
 
 
 @functools.partial(jax.jit, static_argnames="upper")
-def _cholesky_solve_batched(B, L, upper):
+def _cholesky_solve_batched(B: Array, L: Array, upper: bool) -> Array:
     L, B = broadcast_batch(mH(L) if upper else L, B)
     return _cholesky_solve(L, B)
 
 
 @lowering("aten.cholesky_solve")
-def aten_cholesky_solve(self, input2, upper=False):
+def aten_cholesky_solve(self: Array, input2: Array, upper: bool = False) -> Array:
     """cholesky_solve(Tensor self, Tensor input2, bool upper=False) -> Tensor"""
     check_matrix(self, "cholesky_solve")
     check_matrix(input2, "cholesky_solve", square=True)
@@ -126,7 +126,7 @@ def aten_cholesky_solve(self, input2, upper=False):
 
 
 @lowering("aten.cholesky_inverse")
-def aten_cholesky_inverse(self, upper=False):
+def aten_cholesky_inverse(self: Array, upper: bool = False) -> Array:
     """cholesky_inverse(Tensor self, bool upper=False) -> Tensor"""
     check_matrix(self, "cholesky_inverse", square=True)
     return _cholesky_solve_batched(jnp.eye(self.shape[-1], dtype=self.dtype), self, upper)

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, default_float, is_complex, jdtype, real_dtype, wrap_dim
 from bridge.lowering.registry import lowering
@@ -14,23 +17,23 @@ _NONE, _BY_ROOT_N, _BY_N = range(3)
 _MAX_RANK = 3  # lax.fft transforms at most so many dimensions at once
 
 
-def _complex_dtype(dtype):
+def _complex_dtype(dtype: np.dtype) -> np.dtype:
     return np.result_type(dtype, np.complex64)
 
 
-def _checked(self):
+def _checked(self: Array) -> Array:
     if self.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
         raise RuntimeError(f"Unsupported dtype {self.dtype}: expected float32, float64, complex64 or complex128")
     return self
 
 
-def _scaled(x, n: int, normalization: int, native: bool):
+def _scaled(x: Array, n: int, normalization: int, native: bool) -> Array:
     """x times torch's normalization of an n-point transform; native: lax.fft has already divided by n."""
     power = {_NONE: 0.0, _BY_ROOT_N: 0.5, _BY_N: 1.0}[normalization] - (1.0 if native else 0.0)
     return x if power == 0.0 else x * float(n) ** -power
 
 
-def _on_last(x, dims: tuple[int, ...], transform):
+def _on_last(x: Array, dims: tuple[int, ...], transform: Callable[..., Any]) -> Array:
     """transform applied to x with dims moved to the end, in their order, and moved back."""
     last = tuple(range(x.ndim - len(dims), x.ndim))
     if dims == last:
@@ -38,7 +41,7 @@ def _on_last(x, dims: tuple[int, ...], transform):
     return jnp.moveaxis(transform(jnp.moveaxis(x, dims, last)), last, dims)
 
 
-def _c2c(x, dims: tuple[int, ...], forward: bool):
+def _c2c(x: Array, dims: tuple[int, ...], forward: bool) -> Array:
     """The complex transform over dims, as lax.fft scales it."""
     kind = "FFT" if forward else "IFFT"
     for i in range(0, len(dims), _MAX_RANK):
@@ -48,7 +51,7 @@ def _c2c(x, dims: tuple[int, ...], forward: bool):
 
 
 @lowering("aten._fft_c2c")
-def aten_fft_c2c(self, dim, normalization, forward):
+def aten_fft_c2c(self: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
     """_fft_c2c(Tensor self, SymInt[] dim, int normalization, bool forward) -> Tensor"""
     dims = tuple(wrap_dim(d, self.ndim) for d in dim)
     x = _checked(self)
@@ -58,7 +61,7 @@ def aten_fft_c2c(self, dim, normalization, forward):
 
 
 @lowering("aten._fft_r2c")
-def aten_fft_r2c(self, dim, normalization, onesided):
+def aten_fft_r2c(self: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
     """_fft_r2c(Tensor self, int[] dim, int normalization, bool onesided) -> Tensor"""
     dims = tuple(wrap_dim(d, self.ndim) for d in dim)
     x = _checked(self)
@@ -76,7 +79,7 @@ def aten_fft_r2c(self, dim, normalization, onesided):
 
 
 @lowering("aten._fft_c2r")
-def aten_fft_c2r(self, dim, normalization, last_dim_size):
+def aten_fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
     """_fft_c2r(Tensor self, int[] dim, int normalization, SymInt last_dim_size) -> Tensor"""
     dims = tuple(wrap_dim(d, self.ndim) for d in dim)
     x = _checked(self)
@@ -94,7 +97,7 @@ def aten_fft_c2r(self, dim, normalization, last_dim_size):
     return _scaled(out, n, normalization, True)
 
 
-def _padded(x, size: int):
+def _padded(x: Array, size: int) -> Array:
     """x with zeros after its last dimension up to size."""
     if x.shape[-1] == size:
         return x
@@ -102,12 +105,18 @@ def _padded(x, size: int):
 
 
 @lowering("aten.fft_fftfreq")
-def aten_fft_fftfreq(n, d=1.0, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_fft_fftfreq(
+    n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """fft_fftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
     return jnp.asarray(np.fft.fftfreq(n, d), jdtype(dtype, default_float()))
 
 
 @lowering("aten.fft_rfftfreq")
-def aten_fft_rfftfreq(n, d=1.0, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_fft_rfftfreq(
+    n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """fft_rfftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
     return jnp.asarray(np.fft.rfftfreq(n, d), jdtype(dtype, default_float()))

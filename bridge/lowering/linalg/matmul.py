@@ -4,10 +4,14 @@ einsum, linear, matmul, tensordot and bilinear reach this file already decompose
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+import torch
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, opmath, result_dtype
@@ -25,7 +29,7 @@ _OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU have the pr
 _SINGLE = (jnp.dtype("float32"), jnp.dtype("complex64"))
 
 
-def precision(dtype: Any) -> lax.Precision | None:
+def precision(dtype: np.dtype) -> lax.Precision | None:
     """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision, or the setting for CUDA, as it stands now."""
     if dtype not in _SINGLE:
         return None
@@ -33,7 +37,7 @@ def precision(dtype: Any) -> lax.Precision | None:
     return _PRECISION[found] if isinstance(found, str) else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
 
 
-def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any = None) -> Any:
+def _product(a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], out_dtype: DTypeLike | None = None) -> Array:
     """dot_general with torch's checks; the caller puts a TypeError in torch's own words.
 
     float16 and bfloat16 products are summed in float32 by XLA without being asked.
@@ -45,7 +49,7 @@ def _product(a: Any, b: Any, dims: Any, ndims: tuple[int, int], out_dtype: Any =
     return lax.dot_general(a, b, dims, precision(a.dtype), out_dtype)
 
 
-def _added(self: Any, a: Any, b: Any, dims: Any, ndims: tuple[int, int], beta: Any, alpha: Any) -> Any:
+def _added(self: Array, a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], beta: Any, alpha: Any) -> Array:
     """beta * self + alpha * (a @ b), for half types in float32 and rounded once, as PyTorch's kernels do."""
     wide = opmath(a.dtype)
     if wide == a.dtype:
@@ -55,7 +59,7 @@ def _added(self: Any, a: Any, b: Any, dims: Any, ndims: tuple[int, int], beta: A
     return cast(_combine(cast(self, wide), _product(a, b, dims, ndims, wide), beta, alpha), a.dtype)
 
 
-def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
+def _combine(self: Array, product: Array, beta: Any, alpha: Any) -> Array:
     """beta * self + alpha * product; self is not read (its NaNs do not spread) where beta is 0.
 
     Of whole numbers beta and alpha are, cut off as in PyTorch.
@@ -80,7 +84,7 @@ def _combine(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
     return lax.add(self, product)
 
 
-def _addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addmm(self: Array | None, mat1: Array, mat2: Array, beta: Any = 1, alpha: Any = 1) -> Array:
     """mat1 @ mat2 (+ self).  One row is a vector: what vmap makes of it then has no axis of size 1 for XLA to loop over."""
     if mat1.ndim == 2 and mat1.shape[0] == 1 and (self is None or self.ndim == 1):
         product = _product(lax.reshape(mat1, mat1.shape[1:]), mat2, _DOT, (1, 2))
@@ -90,79 +94,79 @@ def _addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> An
 
 
 @lowering("aten.mm")
-def aten_mm(self, mat2):
+def aten_mm(self: Array, mat2: Array) -> Array:
     """mm(Tensor self, Tensor mat2) -> Tensor"""
     return _addmm(None, self, mat2)
 
 
 @lowering("aten.mm.dtype")
-def aten_mm_dtype(self, mat2, out_dtype):
+def aten_mm_dtype(self: Array, mat2: Array, out_dtype: torch.dtype) -> Array:
     """mm.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"""
     return _product(self, mat2, _MM, (2, 2), dtypes.to_jax(out_dtype))
 
 
 @lowering("aten._int_mm")
-def aten_int_mm(self, mat2):
+def aten_int_mm(self: Array, mat2: Array) -> Array:
     """_int_mm(Tensor self, Tensor mat2) -> Tensor"""
     return _product(self, mat2, _MM, (2, 2), jnp.int32)
 
 
 @lowering("aten.bmm")
-def aten_bmm(self, mat2):
+def aten_bmm(self: Array, mat2: Array) -> Array:
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
     return _product(self, mat2, _BMM, (3, 3))
 
 
 @lowering("aten.bmm.dtype")
-def aten_bmm_dtype(self, mat2, out_dtype):
+def aten_bmm_dtype(self: Array, mat2: Array, out_dtype: torch.dtype) -> Array:
     """bmm.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"""
     return _product(self, mat2, _BMM, (3, 3), dtypes.to_jax(out_dtype))
 
 
 @lowering("aten.mv")
-def aten_mv(self, vec):
+def aten_mv(self: Array, vec: Array) -> Array:
     """mv(Tensor self, Tensor vec) -> Tensor"""
     return _product(self, vec, _MM, (2, 1))
 
 
 @lowering("aten.dot")
-def aten_dot(self, tensor):
+def aten_dot(self: Array, tensor: Array) -> Array:
     """dot(Tensor self, Tensor tensor) -> Tensor"""
     return _product(self, tensor, _DOT, (1, 1))
 
 
 @lowering("aten.vdot")
-def aten_vdot(self, other):
+def aten_vdot(self: Array, other: Array) -> Array:
     """vdot(Tensor self, Tensor other) -> Tensor"""
     return _product(lax.conj(self) if jnp.iscomplexobj(self) else self, other, _DOT, (1, 1))
 
 
 @lowering("aten.addmm")
-def aten_addmm(self, mat1, mat2, *, beta=1, alpha=1):
+def aten_addmm(self: Array, mat1: Array, mat2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _addmm(self, mat1, mat2, beta, alpha)
 
 
 @lowering("aten.baddbmm")
-def aten_baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
+def aten_baddbmm(self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _added(self, batch1, batch2, _BMM, (3, 3), beta, alpha)
 
 
 @lowering("aten.addbmm")
-def aten_addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+def aten_addbmm(self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _added(self, batch1, batch2, _SUM_BMM, (3, 3), beta, alpha)
 
 
 @lowering("aten.addmv")
-def aten_addmv(self, mat, vec, *, beta=1, alpha=1):
+def aten_addmv(self: Array, mat: Array, vec: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _added(self, mat, vec, _MM, (2, 1), beta, alpha)
 
 
 @lowering("aten.addr", apart=())
-def aten_addr(self, vec1, vec2, *, beta=1, alpha=1):
+def aten_addr(self: Array, vec1: Array, vec2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """addr(Tensor self, Tensor vec1, Tensor vec2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     dtype = result_dtype(self, vec1, vec2)
     for name, vec in (("vec1", vec1), ("vec2", vec2)):
@@ -181,7 +185,10 @@ def aten_addr(self, vec1, vec2, *, beta=1, alpha=1):
 
 
 @lowering("aten._trilinear")
-def aten_trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
+def aten_trilinear(
+    i1: Array, i2: Array, i3: Array, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int], sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Array:  # fmt: skip
     """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3, int[] sumdim, int unroll_dim=1) -> Tensor"""
     ndim = i1.ndim + len(expand1)
     subscripts = []

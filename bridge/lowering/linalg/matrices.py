@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, concrete, opmath
 from bridge.lowering.common.provided import Range, check
@@ -19,7 +20,7 @@ matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 _NUMERIC = ("float32", "float64", "complex64", "complex128")
 
 
-def check_matrix(x: Any, name: str, square: bool = False) -> None:
+def check_matrix(x: Array, name: str, square: bool = False) -> None:
     """Raise as torch.linalg does unless x is a batch of (square) matrices of a dtype that LAPACK knows."""
     if str(x.dtype) not in _NUMERIC:
         low = str(x.dtype) in ("float16", "bfloat16")
@@ -31,42 +32,42 @@ def check_matrix(x: Any, name: str, square: bool = False) -> None:
         raise RuntimeError(f"{name}: A must be batches of square matrices, but they are {x.shape[-2]} by {x.shape[-1]} matrices")
 
 
-def mT(x: Any) -> Any:
+def mT(x: Array) -> Array:
     """Transpose of each matrix."""
     return jnp.swapaxes(x, -1, -2)
 
 
-def mH(x: Any) -> Any:
+def mH(x: Array) -> Array:
     """Conjugate transpose of each matrix."""
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-def diagonal(x: Any) -> Any:
+def diagonal(x: Array) -> Array:
     """Diagonal of each matrix."""
     return jnp.diagonal(x, axis1=-2, axis2=-1)
 
 
-def skew_diagonal(x: Any) -> Any:
+def skew_diagonal(x: Array) -> Array:
     """Each matrix with all but the imaginary part of its diagonal made zero (zeros for a real matrix)."""
     if not jnp.iscomplexobj(x):
         return jnp.zeros_like(x)
     return jnp.where(jnp.eye(x.shape[-2], x.shape[-1], dtype=bool), lax.complex(jnp.zeros_like(x.real), x.imag), 0)
 
 
-def broadcast_batch(*xs: Any) -> list[Any]:
+def broadcast_batch(*xs: Any) -> list[Array]:
     """The matrices with their leading dimensions broadcast to one another."""
     batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in xs))
     return [x if x.shape[:-2] == batch else jnp.broadcast_to(x, batch + x.shape[-2:]) for x in xs]
 
 
-def with_cotangent(x: Any, change: Any) -> Any:
+def with_cotangent(x: Array, change: Callable[..., Any]) -> Array:
     """x, whose cotangent passes through change.  For the arguments that PyTorch takes to be Hermitian or triangular: a tangent
     of theirs is used as it comes, and a gradient of theirs is projected.  A linear solve is the one public primitive of JAX
     that takes a transpose of its own and can be batched; here it solves x = x."""
     return lax.custom_linear_solve(lambda y: y, x, solve=lambda _, b: b, transpose_solve=lambda _, ct: change(ct))
 
 
-def hermitian_part(x: Any) -> Any:
+def hermitian_part(x: Array) -> Array:
     """(x + x^H) / 2."""
     return (x + mH(x)) / 2
 
@@ -85,7 +86,7 @@ _REASONS = {
 }
 
 
-def report(info: Any, name: str, is_matrix: bool) -> None:
+def report(info: Array, name: str, is_matrix: bool) -> None:
     """Raise LinAlgError where info, now or when the program has run, holds the code of a failure."""
     reason = next(text for key, text in _REASONS.items() if key in name)
     try:
@@ -102,13 +103,13 @@ def report(info: Any, name: str, is_matrix: bool) -> None:
 
 
 @lowering("aten._linalg_check_errors")
-def aten_linalg_check_errors(info, api_name, *, is_matrix):
+def aten_linalg_check_errors(info: Array, api_name: str, *, is_matrix: bool) -> None:
     """_linalg_check_errors(Tensor info, str api_name, *, bool is_matrix) -> ()"""
     report(info, api_name, is_matrix)
 
 
 @lowering("aten.linalg_matrix_exp")
-def aten_linalg_matrix_exp(self):
+def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
     matrix = cast(self, opmath(self.dtype))  # the one linear algebra operator that takes half types
     check_matrix(matrix, "linalg.matrix_exp", square=True)

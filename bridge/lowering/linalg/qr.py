@@ -5,19 +5,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.linalg.matrices import check_matrix, matmul, mH, mT, skew_diagonal
 from bridge.lowering.registry import lowering
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _qr(full, A):
+def _qr(full: bool, A: Array) -> tuple[Array, ...]:
     return tuple(lax.linalg.qr(A, full_matrices=full))
 
 
 @_qr.defjvp
-def _qr_jvp(full, primals, tangents):
+def _qr_jvp(full: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     (A,), (dA,) = primals, tangents
     m, n = A.shape[-2:]
     if full and m > n:
@@ -37,7 +37,7 @@ def _qr_jvp(full, primals, tangents):
 
 @lowering("aten.linalg_qr")
 @functools.partial(jax.jit, static_argnames="mode")
-def aten_linalg_qr(A, mode="reduced"):
+def aten_linalg_qr(A: Array, mode: str = "reduced") -> tuple[Array, Array]:
     """linalg_qr(Tensor A, str mode="reduced") -> (Tensor Q, Tensor R)"""
     check_matrix(A, "linalg.qr")
     if mode not in ("reduced", "complete", "r"):
@@ -48,14 +48,14 @@ def aten_linalg_qr(A, mode="reduced"):
 
 @lowering("aten.geqrf")
 @jax.jit
-def aten_geqrf(self):
+def aten_geqrf(self: Array) -> tuple[Array, Array]:
     """geqrf(Tensor self) -> (Tensor a, Tensor tau)"""
     check_matrix(self, "geqrf")
     a, tau = jnp.linalg.qr(self, mode="raw")
     return mT(a), tau
 
 
-def _reflected(left, adjoint, a, tau, C):
+def _reflected(left: bool, adjoint: bool, a: Array, tau: Array, C: Array) -> Array:
     """Q C (or C Q if not left), with Q = H_1 ... H_k or its adjoint, one reflector H = I - tau v v^H at a time."""
     m, k = a.shape[-2], tau.shape[-1]
     if not left:
@@ -63,7 +63,7 @@ def _reflected(left, adjoint, a, tau, C):
     below = jnp.tril(a[..., :k], -1) + jnp.eye(m, k, dtype=a.dtype)
     scale = jnp.conj(tau) if adjoint else tau
 
-    def reflect(i, C):
+    def reflect(i: Array, C: Array) -> Array:
         j = i if adjoint else k - 1 - i
         v = lax.dynamic_slice_in_dim(below, j, 1, -1)
         t = lax.dynamic_slice_in_dim(scale, j, 1, -1)[..., None]
@@ -73,13 +73,13 @@ def _reflected(left, adjoint, a, tau, C):
 
 
 @jax.custom_jvp
-def _householder_product(a, tau):
+def _householder_product(a: Array, tau: Array) -> Array:
     return lax.linalg.householder_product(a, tau)
 
 
 @_householder_product.defjvp
-def _householder_product_jvp(primals, tangents):
-    def product(a, tau):
+def _householder_product_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    def product(a: Array, tau: Array) -> Array:
         return _reflected(True, False, a, tau, jnp.broadcast_to(jnp.eye(a.shape[-2], a.shape[-1], dtype=a.dtype), a.shape))
 
     return _householder_product(*primals), jax.jvp(product, primals, tangents)[1]
@@ -87,7 +87,7 @@ def _householder_product_jvp(primals, tangents):
 
 @lowering("aten.linalg_householder_product", "aten.orgqr")
 @jax.jit
-def aten_linalg_householder_product(input, tau):
+def aten_linalg_householder_product(input: Array, tau: Array) -> Array:
     """linalg_householder_product(Tensor input, Tensor tau) -> Tensor"""
     check_matrix(input, "torch.linalg.householder_product")
     if input.shape[-2] < input.shape[-1]:
@@ -97,7 +97,7 @@ def aten_linalg_householder_product(input, tau):
 
 @lowering("aten.ormqr")
 @functools.partial(jax.jit, static_argnames=("left", "transpose"))
-def aten_ormqr(self, input2, input3, left=True, transpose=False):
+def aten_ormqr(self: Array, input2: Array, input3: Array, left: bool = True, transpose: bool = False) -> Array:
     """ormqr(Tensor self, Tensor input2, Tensor input3, bool left=True, bool transpose=False) -> Tensor"""
     check_matrix(self, "torch.ormqr")
     return _reflected(left, transpose, self, input2, input3)

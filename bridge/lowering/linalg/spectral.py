@@ -6,12 +6,13 @@ Derivatives are PyTorch's: those of vectors hold for distinct values, and for lo
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import concrete
 from bridge.lowering.common.provided import refuse
@@ -19,25 +20,25 @@ from bridge.lowering.linalg.matrices import check_matrix, diagonal, hermitian_pa
 from bridge.lowering.registry import lowering
 
 
-def _off_diagonal_ratio(x, gap):
+def _off_diagonal_ratio(x: Array, gap: Array) -> Array:
     """x / gap off the diagonal, 0 on it."""
     eye = jnp.eye(x.shape[-1], dtype=bool)
     return jnp.where(eye, 0, x / jnp.where(eye, 1, gap).astype(x.dtype))
 
 
-def _gaps(values):
+def _gaps(values: Array) -> Array:
     """values[j] - values[i] at (i, j)."""
     return values[..., None, :] - values[..., :, None]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _eigh(lower, A):
+def _eigh(lower: bool, A: Array) -> tuple[Array, ...]:
     vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
     return values, vectors
 
 
 @_eigh.defjvp
-def _eigh_jvp(lower, primals, tangents):
+def _eigh_jvp(lower: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     L, V = _eigh(lower, *primals)
     turned = matmul(mH(V), matmul(with_cotangent(tangents[0], hermitian_part), V))
     return (L, V), (diagonal(turned).real, matmul(V, _off_diagonal_ratio(turned, _gaps(L))))
@@ -45,7 +46,7 @@ def _eigh_jvp(lower, primals, tangents):
 
 @lowering("aten._linalg_eigh")
 @functools.partial(jax.jit, static_argnames=("UPLO", "compute_v"))
-def aten_linalg_eigh(A, UPLO="L", compute_v=True):
+def aten_linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     """_linalg_eigh(Tensor A, str UPLO="L", bool compute_v=True) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(A, "linalg.eigh", square=True)
     values, vectors = _eigh(UPLO.upper() == "L", A)
@@ -53,12 +54,12 @@ def aten_linalg_eigh(A, UPLO="L", compute_v=True):
 
 
 @jax.custom_jvp
-def _eig(A):
+def _eig(A: Array) -> tuple[Array, ...]:
     return tuple(lax.linalg.eig(A, compute_left_eigenvectors=False))
 
 
 @_eig.defjvp
-def _eig_jvp(primals, tangents):
+def _eig_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     L, V = _eig(*primals)
     turned = jnp.linalg.solve(V, matmul(tangents[0].astype(V.dtype), V))
     dV = matmul(V, _off_diagonal_ratio(turned, _gaps(L)))
@@ -69,12 +70,12 @@ def _eig_jvp(primals, tangents):
 _eig_jitted = jax.jit(_eig)
 
 
-def _need_finite(A):
+def _need_finite(A: Array) -> None:
     refuse(lax.bitwise_not(jnp.isfinite(lax.stop_gradient(A))), "torch.linalg.eig: input tensor should not contain infs or NaNs.")
 
 
 @lowering("aten.linalg_eig")
-def aten_linalg_eig(self):
+def aten_linalg_eig(self: Array) -> tuple[Array, Array]:
     """linalg_eig(Tensor self) -> (Tensor eigenvalues, Tensor eigenvectors)"""
     check_matrix(self, "linalg.eig", square=True)
     _need_finite(self)
@@ -82,7 +83,7 @@ def aten_linalg_eig(self):
 
 
 @lowering("aten._linalg_eigvals", "aten.linalg_eigvals")
-def aten_linalg_eigvals(self):
+def aten_linalg_eigvals(self: Array) -> Array:
     """_linalg_eigvals(Tensor self) -> Tensor"""
     check_matrix(self, "linalg.eigvals", square=True)
     _need_finite(self)
@@ -90,12 +91,12 @@ def aten_linalg_eigvals(self):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _svd(full, A):
+def _svd(full: bool, A: Array) -> tuple[Array, ...]:
     return tuple(lax.linalg.svd(A, full_matrices=full))
 
 
 @_svd.defjvp
-def _svd_jvp(full, primals, tangents):
+def _svd_jvp(full: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     (A,), (dA,) = primals, tangents
     U_all, S, Vh_all = _svd(full, A)
     k = S.shape[-1]
@@ -119,17 +120,17 @@ def _svd_jvp(full, primals, tangents):
     return (U_all, S, Vh_all), (_padded(dU, U_all), dS, _padded(mH(dV), Vh_all))
 
 
-def _padded(x, like):
+def _padded(x: Array, like: Array) -> Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, n - m, 0) for m, n in zip(x.shape, like.shape)])
 
 
 @jax.custom_jvp
-def _svdvals(A):
+def _svdvals(A: Array) -> Array:
     return lax.linalg.svd(A, compute_uv=False)
 
 
 @_svdvals.defjvp
-def _svdvals_jvp(primals, tangents):
+def _svdvals_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     # no division by gaps: repeated singular values have this derivative too
     U, S, Vh = _svd(False, *primals)
     return S, (jnp.conj(U) * matmul(tangents[0], mH(Vh))).sum(-2).real
@@ -139,7 +140,9 @@ _svd_jitted, _svdvals_jitted = jax.jit(_svd, static_argnums=0), jax.jit(_svdvals
 
 
 @lowering("aten._linalg_svd")
-def aten_linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
+def aten_linalg_svd(
+    A: Array, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> tuple[Array, Array, Array]:
     """_linalg_svd(Tensor A, bool full_matrices=False, bool compute_uv=True, *, str? driver=None) -> (Tensor U, Tensor S, Tensor Vh)"""
     check_matrix(A, "linalg.svd")
     error = "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values."
@@ -152,13 +155,13 @@ def aten_linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
 
 # -- the polar decomposition and the square root, which PyTorch has from 2.15 on -------------------------------------------------------
 @jax.custom_jvp
-def _polar(A):
+def _polar(A: Array) -> tuple[Array, ...]:
     U, S, Vh = _svd(False, A)
     return matmul(U, Vh), matmul(mH(Vh) * S.astype(A.dtype)[..., None, :], Vh), S, Vh
 
 
 @_polar.defjvp
-def _polar_jvp(primals, tangents):
+def _polar_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     # A = U H: with H = V S V^H and U^H dA = U^H dU H + dH, the skew part of V^H U^H dA V is that of V^H U^H dU V times S
     (A,), (dA,) = primals, tangents
     U, H, S, Vh = _polar(A)
@@ -177,7 +180,7 @@ _polar_jitted = jax.jit(lambda A: _polar(A)[:2])
 
 
 @lowering("aten.linalg_polar")
-def aten_linalg_polar(A):
+def aten_linalg_polar(A: Array) -> tuple[Array, Array]:
     """linalg_polar(Tensor A) -> (Tensor U, Tensor H)"""
     check_matrix(A, "linalg.polar")
     m, n = A.shape[-2:]
@@ -189,14 +192,14 @@ def aten_linalg_polar(A):
 
 
 @jax.custom_jvp
-def _matrix_sqrth(A):
+def _matrix_sqrth(A: Array) -> tuple[Array, ...]:
     L, V = _eigh(True, A)
     root = jnp.sqrt(jnp.maximum(L, 0))
     return matmul(V * root.astype(A.dtype)[..., None, :], mH(V)), root, V
 
 
 @_matrix_sqrth.defjvp
-def _matrix_sqrth_jvp(primals, tangents):
+def _matrix_sqrth_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     X, root, V = _matrix_sqrth(*primals)
     turned = matmul(mH(V), matmul(hermitian_part(tangents[0]), V))
     sums = (root[..., None, :] + root[..., :, None]).astype(X.dtype)
@@ -207,18 +210,18 @@ _matrix_sqrth_jitted = jax.jit(lambda A: _matrix_sqrth(A)[0])
 
 
 @lowering("aten.linalg_matrix_sqrth")
-def aten_linalg_matrix_sqrth(self):
+def aten_linalg_matrix_sqrth(self: Array) -> Array:
     """linalg_matrix_sqrth(Tensor self) -> Tensor"""
     check_matrix(self, "linalg.matrix_sqrth", square=True)
     return _matrix_sqrth_jitted(self)
 
 
-def _default_rtol(A):
+def _default_rtol(A: Array) -> float:
     return float(jnp.finfo(A.dtype).eps) * max(A.shape[-2:])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _pinv(hermitian, A, atol, rtol):
+def _pinv(hermitian: bool, A: Array, atol: Array, rtol: Array) -> tuple[Array, ...]:
     """(pseudo-inverse, rank, singular values): singular values up to max(atol, rtol * the largest) count as zero."""
     if hermitian:
         S, U = _eigh(True, A)
@@ -234,7 +237,7 @@ def _pinv(hermitian, A, atol, rtol):
 
 
 @_pinv.defjvp
-def _pinv_jvp(hermitian, primals, tangents):
+def _pinv_jvp(hermitian: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
     # Golub and Pereyra (1973); regular however near two singular values come
     A, dA = primals[0], tangents[0]
     P, rank, S = _pinv(hermitian, *primals)
@@ -245,12 +248,12 @@ def _pinv_jvp(hermitian, primals, tangents):
 
 
 @functools.partial(jax.jit, static_argnames="hermitian")
-def _pinv_with(A, atol, rtol, hermitian):
+def _pinv_with(A: Array, atol: Array, rtol: Array, hermitian: bool) -> tuple[Array, ...]:
     return _pinv(hermitian, A, atol, rtol)
 
 
 @lowering("aten.linalg_pinv.atol_rtol_tensor")
-def aten_linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
+def aten_linalg_pinv(self: Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Array:
     """linalg_pinv.atol_rtol_tensor(Tensor self, *, Tensor? atol=None, Tensor? rtol=None, bool hermitian=False) -> Tensor"""
     check_matrix(self, "linalg.pinv", square=hermitian)
     if rtol is None:
@@ -259,7 +262,7 @@ def aten_linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
 
 
 @lowering("aten.linalg_lstsq", no_grad_outputs=(2, 3))
-def aten_linalg_lstsq(self, b, rcond=None, *, driver=None):
+def aten_linalg_lstsq(self: Array, b: Array, rcond: float | None = None, *, driver: str | None = None) -> tuple[Array, Array, Array, Array]:
     """linalg_lstsq(Tensor self, Tensor b, float? rcond=None, *, str? driver=None) -> (Tensor, Tensor residuals, Tensor rank, Tensor)"""
     check_matrix(self, "torch.linalg.lstsq")
     driver = (driver or "gelsy").lower()
@@ -282,7 +285,7 @@ def aten_linalg_lstsq(self, b, rcond=None, *, driver=None):
     return solution[..., 0] if vector else solution, residuals, rank, values
 
 
-def _all_full(rank, n):
+def _all_full(rank: Array, n: int) -> bool:
     """Whether every matrix has full rank, which decides if residuals have a shape; taken for granted where it is not known."""
     try:
         return bool((concrete(rank) == n).all())

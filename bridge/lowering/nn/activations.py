@@ -11,15 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.convert.dtypes import to_jax
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
 from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import number
-
-Array = jax.Array
 
 
 def _widened(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +245,7 @@ def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array,
     return y, dx - jnp.sum(jnp.exp(y) * dx, axis, keepdims=True)
 
 
-def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: Any) -> Array:
+def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: np.dtype) -> Array:
     """fn along dim in PyTorch's internal dtype, given as dtype; a 0-dim array counts as one element."""
     require_inexact(x, fn.__name__)
     dim = wrap_dim(dim, x.ndim)
@@ -270,7 +269,7 @@ def aten__log_softmax(x: Array, dim: int, half_to_float: bool) -> Array:
 
 
 @lowering("aten._safe_softmax")
-def aten__safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
+def aten__safe_softmax(x: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
     """_safe_softmax(Tensor self, int dim, ScalarType? dtype=None) -> Tensor"""
     return _safe_softmax(x if dtype is None else cast(x, to_jax(dtype)), dim)
 

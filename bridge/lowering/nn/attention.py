@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.activations import safe_softmax
 from bridge.lowering.registry import lowering
-
-Array = jax.Array
 
 
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu")
@@ -55,7 +54,7 @@ def _attention(
     return cast(out, dtype), cast(logsumexp, wide)
 
 
-def _mean(weights: Array, v: Array, dtype: Any, precise: lax.Precision | None) -> Array:
+def _mean(weights: Array, v: Array, dtype: np.dtype, precise: lax.Precision | None) -> Array:
     """The rows of v by their weights, both read as that dtype and summed in that of the weights."""
     return lax.dot_general(cast(weights, dtype), cast(v, dtype), (((3,), (2,)), ((0, 1), (0, 1))), precise, weights.dtype)
 

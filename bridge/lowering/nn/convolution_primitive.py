@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -28,7 +28,6 @@ from bridge.lowering.common.promotion import opmath
 from bridge.lowering.nn.convolution_as_matmul import by_patches, side_by_side
 from bridge.lowering.nn.convolution_geometry import Geometry
 
-Array = jax.Array
 _CACHE_BYTES = 1 << 20
 
 
@@ -279,7 +278,7 @@ _conv_p.def_impl(jax.jit(_conv_p.bind, static_argnames=("face", "geometry", "pre
 
 
 @_conv_p.def_abstract_eval
-def _conv_aval(left: Any, right: Any, *, face: str, geometry: Geometry, precision: Any, wide: bool) -> Any:
+def _conv_aval(left: Any, right: Any, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Any:
     return jax.core.ShapedArray(_shape(face, left.shape, right.shape, geometry), opmath(left.dtype) if wide else left.dtype)
 
 

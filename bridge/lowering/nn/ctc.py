@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.registry import lowering
 
-Array = jax.Array
 _NEVER = -1e30  # log of zero, but finite: the derivative of logaddexp at -inf is not a number
 
 
@@ -121,7 +120,7 @@ def _ctc(
     return _loss(log_probs, labels, input_lengths, target_lengths, blank, zero_infinity)
 
 
-def _lengths(name: str, value: Any, batch: int, most: int | None) -> Any:
+def _lengths(name: str, value: Any, batch: int, most: int | None) -> Array:
     if not hasattr(value, "dtype"):
         value = np.asarray(value, np.int64)
     if value.shape != (batch,):
@@ -133,7 +132,7 @@ def _lengths(name: str, value: Any, batch: int, most: int | None) -> Any:
     return value
 
 
-def _padded(targets: Array, target_lengths: Any, batch: int) -> Array:
+def _padded(targets: Array, target_lengths: Array, batch: int) -> Array:
     """Targets as (N, S), S the longest of the lengths where they are known; those of all samples in one row need them known."""
     if targets.ndim == 2 and isinstance(target_lengths, jax.core.Tracer):
         return targets

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
@@ -18,11 +19,10 @@ from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.activations import log_softmax
 from bridge.lowering.registry import lowering
 
-Array = jax.Array
 _NONE, _MEAN, _SUM = range(3)
 
 
-def _reduce(loss: Array, reduction: int, dtype: Any) -> Array:
+def _reduce(loss: Array, reduction: int, dtype: np.dtype) -> Array:
     """PyTorch's reductions (0 none, 1 mean, 2 sum) of a loss in wide type, rounded once."""
     if reduction == _MEAN:
         loss = jnp.mean(loss)
@@ -273,7 +273,7 @@ def _nll_loss(
 
 # -- linear layer and cross entropy in one (torch 2.13 on) ------------------------------------------------------------------
 with contextlib.suppress(ImportError):  # defines the operators
-    import torch.nn.modules.linear_cross_entropy  # noqa: F401
+    import torch.nn.modules.linear_cross_entropy
 
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
 
@@ -314,7 +314,7 @@ def torch_nn__linear_cross_entropy_batch_chunked(
     label_smoothing: float,
     batch_chunk_size: int,
     acc_policy: str,
-    acc_dtype: Any,
+    acc_dtype: torch.dtype,
     allow_retain_graph: bool,
     compute_input_grad: bool,
     compute_linear_weight_grad: bool,

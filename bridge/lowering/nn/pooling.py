@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, fused, is_floating, is_integral, opmath
 from bridge.lowering.registry import lowering
-
-Array = jax.Array
 
 
 class Axis(NamedTuple):
@@ -389,7 +387,7 @@ for _name in ("aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool3d"):
     lowering(_name)(functools.partial(aten__adaptive_avg_pool2d, n=3))
 
 
-def _linear_backward(forward, n: int):
+def _linear_backward(forward: Callable[..., Any], n: int) -> Callable[..., Any]:
     """The backward operator of a pooling that is linear in its input: (grad_output, self, *same arguments) -> grad_input."""
 
     def backward(grad: Array, x: Array, *args, **kwargs) -> Array:

@@ -6,18 +6,18 @@ scale and zero point it is that of Esser et al., Learned Step Size Quantization 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
 
-Array = jax.Array
 _SMALLEST_SCALE = np.float32(6.1e-5)  # of PyTorch's ChooseQuantizationParams
 
 
@@ -45,7 +45,9 @@ def _quantized(x: Array, scale: Array, zero: Array, low: int, high: int) -> tupl
 
 
 @_quantized.defjvp
-def _quantized_jvp(low: int, high: int, primals: Any, tangents: Any) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
+def _quantized_jvp(
+    low: int, high: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
     value, mask = _quantized(*primals, low, high)
     return (value, mask), (tangents[0] * cast(mask, tangents[0].dtype), np.zeros(mask.shape, jax.dtypes.float0))
 
@@ -114,7 +116,9 @@ def _learned(x: Array, scale: Array, zero: Array, low: int, high: int, factor: f
 
 
 @_learned.defjvp
-def _learned_jvp(low: int, high: int, factor: float, channels: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _learned_jvp(
+    low: int, high: int, factor: float, channels: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     x, scale, zero = primals
     at = cast(zero, np.float32)
     # PyTorch's backward rounds the zero point of a whole tensor by adding one half, that of channels to the nearest even number
@@ -154,7 +158,9 @@ def aten__fake_quantize_learnable_per_channel_affine(
     return _run_learned(x, scale, zero_point, quant_min, quant_max, float(grad_factor), True)
 
 
-def _learned_back(grad: Array, lower: Any, x: Array, scale: Array, zero_point: Array, *more: Any) -> tuple[Array, Array, Array]:
+def _learned_back(
+    grad: Array, lower: Callable[..., Any], x: Array, scale: Array, zero_point: Array, *more: Any
+) -> tuple[Array, Array, Array]:
     return jax.vjp(lambda *primals: lower(*primals, *more), x, scale, zero_point)[1](grad)
 
 

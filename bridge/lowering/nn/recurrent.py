@@ -4,20 +4,19 @@ One matrix product gives the input's part of every gate at every step; only the 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.common.provided import next_key
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering
 
-Array = jax.Array
 _State = tuple[Array, ...]
 
 
@@ -46,7 +45,7 @@ def _gru_cell(gates: Array, state: _State, p: dict[str, Array]) -> _State:
     return (n + z * (h - n),)
 
 
-def _elman_cell(activation: Any) -> Any:
+def _elman_cell(activation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda gates, state, p: (activation(gates + _times(state[0], p["w_hh"])),)
 
 
@@ -101,7 +100,7 @@ def _stack(
 
 def _run(
     kind: str, x: Array, states: _State, params: Sequence[Any], num_layers: int, dropout: float, train: bool, bidirectional: bool,
-    active: Any,
+    active: Array | None,
 ) -> tuple[Array, ...]:
     directions = 2 if bidirectional else 1
     if len(params) % (num_layers * directions) or len(params) // (num_layers * directions) not in _NAMES:
@@ -113,10 +112,10 @@ def _run(
     return _stack(kind, x, tuple(states), list(params), keys, active, directions, 1.0 - dropout)
 
 
-def _padded(kind: str) -> Any:
+def _padded(kind: str) -> Callable[..., Any]:
     def lower(
         x: Array,
-        hx: Any,
+        hx: Array | Sequence[Array],
         params: Sequence[Array],
         has_biases: bool,
         num_layers: int,
@@ -135,11 +134,11 @@ def _padded(kind: str) -> Any:
     return lower
 
 
-def _packed(kind: str) -> Any:
+def _packed(kind: str) -> Callable[..., Any]:
     def lower(
         data: Array,
         batch_sizes: Array,
-        hx: Any,
+        hx: Array | Sequence[Array],
         params: Sequence[Array],
         has_biases: bool,
         num_layers: int,

@@ -13,16 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, fused, is_integral, opmath
 from bridge.lowering.registry import lowering
 
-Array = jax.Array
 _Scales = tuple[float | None, ...]
 
 
-def _scale(size: int, out: int, align_corners: bool, given: float | None, real: Any) -> Any:
+def _scale(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.floating:
     """Input elements per output element, in the floating dtype that PyTorch computes it in."""
     if align_corners:
         return real(size - 1) / real(out - 1) if out > 1 else real(0)
@@ -30,7 +29,7 @@ def _scale(size: int, out: int, align_corners: bool, given: float | None, real: 
 
 
 # -- one dimension: the matrix (out, size) of each kind -----------------------------------------------------------------
-def _linear(size: int, out: int, align_corners: bool, given: float | None, real: Any) -> np.ndarray:
+def _linear(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
     scale, i = _scale(size, out, align_corners, given, real), np.arange(out, dtype=real)
     at = scale * i if align_corners else np.maximum(scale * (i + real(0.5)) - real(0.5), 0)
     low = np.minimum(at.astype(np.int64), size - 1)
@@ -48,7 +47,7 @@ def cubic_weights(t: Any, a: float = -0.75) -> list[Any]:
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def _cubic(size: int, out: int, align_corners: bool, given: float | None, real: Any) -> np.ndarray:
+def _cubic(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
     scale, i = _scale(size, out, align_corners, given, real), np.arange(out, dtype=real)
     at = scale * i if align_corners else scale * (i + real(0.5)) - real(0.5)
     low = np.floor(at)
@@ -73,7 +72,7 @@ def _lanczos(x: np.ndarray) -> np.ndarray:
 
 
 def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], width: int) -> Callable[..., np.ndarray]:
-    def matrix(size: int, out: int, align_corners: bool, given: float | None, real: Any) -> np.ndarray:
+    def matrix(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
         scale = float(_scale(size, out, align_corners, given, real))
         stretch = max(scale, 1.0)
         center = scale * (np.arange(out) + 0.5)[:, None]

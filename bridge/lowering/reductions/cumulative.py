@@ -9,14 +9,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
 from bridge.lowering.reductions.reductions import need_order, pick_along
 from bridge.lowering.registry import lowering
 
 
-def _scan(x: Any, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Any:
+def _scan(x: Array, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Array:
     """The running reduction in the accumulation dtype; a 0-dim array is its own."""
     axis = wrap_dim(dim, x.ndim)
     x = cast(x, opmath(out))
@@ -24,25 +25,25 @@ def _scan(x: Any, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Any:
 
 
 @lowering("aten.cumsum", apart=())
-def aten_cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
+def aten_cumsum(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum)
 
 
 @lowering("aten.cumprod", apart=())
-def aten_cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
+def aten_cumprod(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
     """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod)
 
 
 @lowering("aten.logcumsumexp", "aten._logcumsumexp")
-def aten_logcumsumexp(self: Any, dim: int) -> Any:
+def aten_logcumsumexp(self: Array, dim: int) -> Array:
     """logcumsumexp(Tensor self, int dim) -> Tensor"""
     return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else _running_logsumexp)
 
 
 @fused("axis")
-def _running_logsumexp(x: Any, axis: int) -> Any:
+def _running_logsumexp(x: Array, axis: int) -> Array:
     """By the running maximum m and the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
 
     Only the sum is differentiated: m is a scale, and the logarithm is the same for any.
@@ -50,7 +51,7 @@ def _running_logsumexp(x: Any, axis: int) -> Any:
     info = jnp.finfo(x.dtype)
     shift = jnp.where(jnp.isnan(x), info.min, jnp.clip(lax.stop_gradient(x), info.min, info.max))
 
-    def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Array, Array]:
         (m, s), (n, t) = a, b
         top = lax.max(m, n)
         return top, s * jnp.exp(m - top) + t * jnp.exp(n - top)
@@ -61,10 +62,10 @@ def _running_logsumexp(x: Any, axis: int) -> Any:
 
 
 @fused("axis")
-def _running_complex_logsumexp(x: Any, axis: int) -> Any:
+def _running_complex_logsumexp(x: Array, axis: int) -> Array:
     """One element after the other, as PyTorch: the imaginary part is counted on from that of the larger one, not wrapped into a turn."""
 
-    def join(before: Any, new: Any) -> tuple[Any, Any]:
+    def join(before: Array, new: Array) -> tuple[Array, Array]:
         later = lax.real(new) >= lax.real(before)
         big, small = jnp.where(later, new, before), jnp.where(later, before, new)
         endless = jnp.isinf(lax.real(big))
@@ -79,7 +80,7 @@ def _running_complex_logsumexp(x: Any, axis: int) -> Any:
     return jnp.moveaxis(running, 0, axis)
 
 
-def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, Any]:
+def _running_extremum(x: Array, dim: int, scan: Callable[..., Any]) -> tuple[Array, Array]:
     """The running extremum and where it stands: at the last of equal elements, at the last NaN once there is one."""
     axis = wrap_dim(dim, x.ndim)
     need_order(x, scan.__name__)
@@ -96,12 +97,12 @@ def _running_extremum(x: Any, dim: int, scan: Callable[..., Any]) -> tuple[Any, 
 
 
 @lowering("aten.cummax")
-def aten_cummax(self: Any, dim: int) -> tuple[Any, Any]:
+def aten_cummax(self: Array, dim: int) -> tuple[Array, Array]:
     """cummax(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
     return _running_extremum(self, dim, lax.cummax)
 
 
 @lowering("aten.cummin")
-def aten_cummin(self: Any, dim: int) -> tuple[Any, Any]:
+def aten_cummin(self: Array, dim: int) -> tuple[Array, Array]:
     """cummin(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
     return _running_extremum(self, dim, lax.cummin)

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral
 from bridge.lowering.common.provided import refuse
@@ -14,7 +16,7 @@ from bridge.lowering.common.value_dependent_shapes import by_lane
 from bridge.lowering.registry import lowering
 
 
-def _count(index: Any, valid: Any, weight: Any, length: int, dtype: Any) -> Any:
+def _count(index: Array, valid: Any, weight: Array | None, length: int, dtype: DTypeLike) -> Array:
     """Sums of weight (or counts) by index; entries that are not valid fall off the end."""
     place = jnp.where(valid, index, length)
     if weight is None:
@@ -22,7 +24,7 @@ def _count(index: Any, valid: Any, weight: Any, length: int, dtype: Any) -> Any:
     return jnp.zeros((length,), dtype).at[place].add(cast(lax.stop_gradient(weight), dtype), mode="drop")
 
 
-def _outer(x: Any, bounds: Any, margin: float) -> tuple[Any, Any]:
+def _outer(x: Array, bounds: Sequence[Any] | None, margin: float) -> tuple[Array, Array]:
     """The outer bounds of the bins: those of the data where none are given, moved apart by a margin where they are equal."""
     if bounds is None:
         bounds = (jnp.min(x), jnp.max(x)) if x.size else (0, 1)
@@ -32,7 +34,7 @@ def _outer(x: Any, bounds: Any, margin: float) -> tuple[Any, Any]:
 
 
 @lowering("aten.histc", no_grad_outputs=(0,))
-def aten_histc(self: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def aten_histc(self: Array, bins: int = 100, min: float = 0, max: float = 0) -> Array:
     """histc(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor"""
     if bins <= 0:
         raise RuntimeError(f"torch.histc(): bins must be > 0, got {bins}")
@@ -48,7 +50,7 @@ def aten_histc(self: Any, bins: int = 100, min: float = 0, max: float = 0) -> An
     return _count(cast(jnp.where(valid, place, 0), np.int32), valid, None, bins, self.dtype)
 
 
-def _histogram(points: Any, edges: list[Any], weight: Any, density: bool) -> Any:
+def _histogram(points: Array, edges: list[Any], weight: Array | None, density: bool) -> Array:
     """Histogram of points (N, D) with bins between the edges of each of the D dimensions; the last bin is closed."""
     sizes = [e.shape[0] - 1 for e in edges]
     flat, valid = jnp.zeros(points.shape[:1], np.int32), jnp.ones(points.shape[:1], np.bool_)
@@ -68,12 +70,14 @@ def _histogram(points: Any, edges: list[Any], weight: Any, density: bool) -> Any
     return counts
 
 
-def _even_edges(x: Any, bins: int, bounds: Any) -> Any:
+def _even_edges(x: Array, bins: int, bounds: Sequence[float] | None) -> Array:
     return jnp.linspace(*_outer(x, bounds, 0.5), bins + 1, dtype=x.dtype)
 
 
 @lowering("aten._histogramdd_bin_edges")
-def aten_histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> list[Any]:
+def aten_histogramdd_bin_edges(
+    self: Array, bins: Sequence[int], *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+) -> list[Array]:
     """_histogramdd_bin_edges(Tensor self, int[] bins, *, float[]? range=None, Tensor? weight=None, bool density=False) -> Tensor[]"""
     points = lax.stop_gradient(self).reshape(-1, self.shape[-1])
     if len(bins) != points.shape[1]:
@@ -82,7 +86,9 @@ def aten_histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weigh
 
 
 @lowering("aten._histogramdd_from_bin_cts")
-def aten_histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def aten_histogramdd_from_bin_cts(
+    self: Array, bins: Sequence[int], *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+) -> Array:
     """_histogramdd_from_bin_cts(Tensor self, int[] bins, *, float[]? range=None, Tensor? weight=None, bool density=False) -> Tensor"""
     return aten_histogramdd_from_bin_tensors(
         self, aten_histogramdd_bin_edges(self, bins, range=range), weight=weight, density=density
@@ -90,15 +96,15 @@ def aten_histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, we
 
 
 @lowering("aten._histogramdd_from_bin_tensors")
-def aten_histogramdd_from_bin_tensors(self: Any, bins: list[Any], *, weight: Any = None, density: bool = False) -> Any:
+def aten_histogramdd_from_bin_tensors(self: Array, bins: list[Any], *, weight: Array | None = None, density: bool = False) -> Array:
     """_histogramdd_from_bin_tensors(Tensor self, Tensor[] bins, *, Tensor? weight=None, bool density=False) -> Tensor"""
     return _histogram(lax.stop_gradient(self).reshape(-1, self.shape[-1]), bins, weight, density)
 
 
 @lowering("aten.histogram.bin_ct")
 def aten_histogram(
-    self: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False
-) -> tuple[Any, Any]:
+    self: Array, bins: int = 100, *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+) -> tuple[Array, Array]:
     """histogram.bin_ct(Tensor self, int bins=100, *, float[]? range=None, Tensor? weight=None, bool density=False)
     -> (Tensor hist, Tensor bin_edges)"""
     points = lax.stop_gradient(self).reshape(-1, 1)
@@ -107,14 +113,14 @@ def aten_histogram(
 
 
 @lowering("aten.histogram.bins_tensor")
-def aten_histogram_bins(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> tuple[Any, Any]:
+def aten_histogram_bins(self: Array, bins: Array, *, weight: Array | None = None, density: bool = False) -> tuple[Array, Array]:
     """histogram.bins_tensor(Tensor self, Tensor bins, *, Tensor? weight=None, bool density=False) -> (Tensor hist, Tensor bin_edges)"""
     return _histogram(lax.stop_gradient(self).reshape(-1, 1), [bins], weight, density), bins
 
 
 @lowering("aten.bincount", no_grad_outputs=(0,))
 @by_lane
-def aten_bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
+def aten_bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> Array:
     """bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"""
     if minlength < 0:
         raise RuntimeError(f"minlength should be >= 0, got {minlength}")

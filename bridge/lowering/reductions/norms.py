@@ -5,13 +5,13 @@ Matrix norms and torch.norm arrive as compositions of these.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, is_integral, jdtype, opmath, real_dtype, wrap_dims
@@ -20,7 +20,7 @@ from bridge.lowering.reductions.reductions import abs_square, restore, spread_ti
 from bridge.lowering.registry import lowering
 
 
-def _power_norm(size: Any, p: float, axes: tuple[int, ...]) -> Any:
+def _power_norm(size: Array, p: float, axes: tuple[int, ...]) -> Array:
     """(sum of size**p)**(1/p) over axes; entries that are 0 and sums that are 0 pass no derivative."""
     zero, at_zero = size == 0, 0.0 if p > 0 else math.inf
     summed = total(jnp.where(zero, at_zero, jnp.where(zero, 1, size) ** p), axes)
@@ -28,7 +28,7 @@ def _power_norm(size: Any, p: float, axes: tuple[int, ...]) -> Any:
     return jnp.where(nothing, at_zero, jnp.where(nothing, 1, summed) ** (1 / p))
 
 
-def norm_over(x: Any, p: float, axes: tuple[int, ...]) -> Any:
+def norm_over(x: Array, p: float, axes: tuple[int, ...]) -> Array:
     """The p-norm of x over axes, in x's own (real) dtype."""
     if p == 2:
         return sqrt_or_zero(total(abs_square(x), axes))
@@ -41,7 +41,7 @@ def norm_over(x: Any, p: float, axes: tuple[int, ...]) -> Any:
     return total(size, axes) if p == 1 else _power_norm(size, p, axes)
 
 
-def _refuse_narrowing(have: Any, dtype: torch.dtype) -> None:
+def _refuse_narrowing(have: np.dtype, dtype: torch.dtype) -> None:
     """What dtype= of a norm may not be, for an input of the other dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"dtype: linalg.vector_norm expects a floating point or complex dtype, got {dtype}")
@@ -54,7 +54,9 @@ def _refuse_narrowing(have: Any, dtype: torch.dtype) -> None:
 
 
 @lowering("aten.linalg_vector_norm")
-def aten_linalg_vector_norm(self: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def aten_linalg_vector_norm(
+    self: Array, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     if is_integral(self):
         raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {self.dtype}")
@@ -66,7 +68,7 @@ def aten_linalg_vector_norm(self: Any, ord: float = 2, dim: Any = None, keepdim:
     return restore(cast(norm_over(cast(self, opmath(out)), p, axes), real_dtype(out)), axes, keepdim)
 
 
-def _distances(x1: Any, x2: Any, p: float) -> Any:
+def _distances(x1: Array, x2: Array, p: float) -> Array:
     """p-norms of the differences of every row of x1 with every row of x2."""
     difference = lax.expand_dims(x1, (x1.ndim - 1,)) - lax.expand_dims(x2, (x2.ndim - 2,))
     if math.isinf(p) and x1.shape[-1] == 0:
@@ -75,7 +77,7 @@ def _distances(x1: Any, x2: Any, p: float) -> Any:
 
 
 @lowering("aten._cdist_forward")
-def aten_cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
+def aten_cdist_forward(x1: Array, x2: Array, p: float, compute_mode: int | None) -> Array:
     """_cdist_forward(Tensor x1, Tensor x2, float p, int? compute_mode) -> Tensor"""
     if x1.shape[-1] != x2.shape[-1]:
         raise RuntimeError(f"X1 and X2 must have the same number of columns. X1: {x1.shape[-1]} X2: {x2.shape[-1]}")
@@ -85,25 +87,25 @@ def aten_cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None) -> 
 
 
 @lowering("aten._cdist_backward")
-def aten_cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
+def aten_cdist_backward(grad: Array, x1: Array, x2: Array, p: float, cdist: Array) -> Array:
     """_cdist_backward(Tensor grad, Tensor x1, Tensor x2, float p, Tensor cdist) -> Tensor"""
     return jax.vjp(lambda x: _distances(x, x2, p), x1)[1](grad)[0]
 
 
 @lowering("aten._euclidean_dist")
-def aten_euclidean_dist(x1: Any, x2: Any) -> Any:
+def aten_euclidean_dist(x1: Array, x2: Array) -> Array:
     """_euclidean_dist(Tensor x1, Tensor x2) -> Tensor"""
     squares = jnp.sum(x1 * x1, -1)[..., :, None] + jnp.sum(x2 * x2, -1)[..., None, :]
     return sqrt_or_zero(jnp.maximum(squares - 2 * jnp.matmul(x1, jnp.swapaxes(x2, -1, -2), precision="highest"), 0))
 
 
-def _pairs(x: Any, p: float) -> Any:
+def _pairs(x: Array, p: float) -> Array:
     first, second = np.triu_indices(x.shape[0], 1)
     return norm_over(x[first] - x[second], p, (1,))
 
 
 @lowering("aten._pdist_forward")
-def aten_pdist_forward(self: Any, p: float = 2.0) -> Any:
+def aten_pdist_forward(self: Array, p: float = 2.0) -> Array:
     """_pdist_forward(Tensor self, float p=2.) -> Tensor"""
     if p < 0:
         raise RuntimeError(f"pdist only supports non-negative p values, got {p}")
@@ -111,13 +113,13 @@ def aten_pdist_forward(self: Any, p: float = 2.0) -> Any:
 
 
 @lowering("aten._pdist_backward")
-def aten_pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
+def aten_pdist_backward(grad: Array, self: Array, p: float, pdist: Array) -> Array:
     """_pdist_backward(Tensor grad, Tensor self, float p, Tensor pdist) -> Tensor"""
     return jax.vjp(lambda x: _pairs(x, p), self)[1](grad)[0]
 
 
 @lowering("aten._weight_norm_interface_backward")
-def aten_weight_norm_interface_backward(grad_w: Any, saved_v: Any, saved_g: Any, saved_norms: Any, dim: int) -> tuple[Any, Any]:
+def aten_weight_norm_interface_backward(grad_w: Array, saved_v: Array, saved_g: Array, saved_norms: Array, dim: int) -> tuple[Array, Array]:
     """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""
     grad, v, g, norms = (cast(x, opmath(x.dtype)) for x in (grad_w, saved_v, saved_g, saved_norms))
     along = jnp.sum(grad * v, tuple(d for d in range(v.ndim) if d != dim % v.ndim), keepdims=True) / norms

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import (
     cast,
@@ -30,22 +32,22 @@ from bridge.lowering.common.promotion import (
 from bridge.lowering.registry import lowering
 
 
-def restore(result: Any, axes: tuple[int, ...], keepdim: bool) -> Any:
+def restore(result: Array, axes: tuple[int, ...], keepdim: bool) -> Array:
     """The reduced dimensions put back with size one where keepdim asks for them."""
     return lax.expand_dims(result, axes) if keepdim and axes else result
 
 
-def size_of(x: Any, axes: tuple[int, ...]) -> int:
+def size_of(x: Array, axes: tuple[int, ...]) -> int:
     """How many elements a reduction over these axes folds into one."""
     return math.prod(x.shape[a] for a in axes)
 
 
-def total(x: Any, axes: tuple[int, ...]) -> Any:
+def total(x: Array, axes: tuple[int, ...]) -> Array:
     """Sum over axes in the array's own dtype."""
     return lax.reduce_sum(x, axes) if axes else x
 
 
-def pick(x: Any, index: Any, axis: int) -> Any:
+def pick(x: Array, index: Array, axis: int) -> Array:
     """x[..., index[...], ...]: one element along axis for each position of the other dimensions, which index has alone."""
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
@@ -56,7 +58,7 @@ def pick(x: Any, index: Any, axis: int) -> Any:
     return lax.gather(x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def pick_along(x: Any, index: Any, axis: int) -> Any:
+def pick_along(x: Array, index: Array, axis: int) -> Array:
     """take_along_axis for indices known to be in bounds: index has x's shape but for its length along axis."""
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
@@ -68,31 +70,31 @@ def pick_along(x: Any, index: Any, axis: int) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _with_ties(x: Any, value: Any, axes: tuple[int, ...]) -> Any:
+def _with_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:
     return value
 
 
 @_with_ties.defjvp
-def _with_ties_jvp(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _with_ties_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (x, value), (tangent, _) = primals, tangents
     full = lax.expand_dims(value, axes)
     hit = (x == full) | (jnp.isnan(x) & jnp.isnan(full))
     return value, total(jnp.where(hit, tangent, 0), axes) / total(cast(hit, x.dtype), axes)
 
 
-def spread_ties(x: Any, value: Any, axes: tuple[int, ...]) -> Any:
+def spread_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:
     """value, an extremum or median of x over axes, with its derivative shared evenly by the elements equal to it (NaN to NaN)."""
     return _with_ties(x, lax.stop_gradient(value), axes) if is_floating(x) else value
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _peak(x: Any, axes: tuple[int, ...], largest: bool) -> Any:
+def _peak(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     """The extremum, with its derivative shared evenly by the elements equal to it; a NaN equals none, and every share is NaN."""
     return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
 
 
 @_peak.defjvp
-def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (x,), (tangent,) = primals, tangents
     value = _peak(x, axes, largest)
     full = lax.expand_dims(value, axes)
@@ -102,14 +104,14 @@ def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: Any, tangents: Any)
     return value, total(tangent * cast(share, x.dtype), axes)
 
 
-def need_elements(x: Any, axes: tuple[int, ...], name: str) -> None:
+def need_elements(x: Array, axes: tuple[int, ...], name: str) -> None:
     """Refuse a reduction without identity over no elements, in PyTorch's words."""
     for a in axes:
         if x.shape[a] == 0:
             raise IndexError(f"{name}(): Expected reduction dim {a} to have non-zero size.")
 
 
-def need_any_element(x: Any, name: str) -> None:
+def need_any_element(x: Array, name: str) -> None:
     """The same for a reduction over all of x."""
     if x.size == 0:
         raise RuntimeError(
@@ -117,12 +119,12 @@ def need_any_element(x: Any, name: str) -> None:
         )
 
 
-def _sum_dtype(x: Any, dtype: Any) -> np.dtype:
+def _sum_dtype(x: Array, dtype: torch.dtype | None) -> np.dtype:
     return jdtype(dtype, np.int64 if is_integral(x) else x.dtype)
 
 
 @lowering("aten.sum", "aten.sum.dim_IntList")
-def aten_sum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def aten_sum(self: Array, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
     """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
     if out == np.bool_:
@@ -131,7 +133,7 @@ def aten_sum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 
 @lowering("aten.mean", "aten.mean.dim")
-def aten_mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def aten_mean(self: Array, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
     """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     out, axes = jdtype(dtype, self.dtype), wrap_dims(dim, self.ndim)
     if is_integral(out):
@@ -144,7 +146,7 @@ def aten_mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 
 
 @lowering("aten.prod", "aten.prod.dim_int")
-def aten_prod(self: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def aten_prod(self: Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
     """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
     if out == np.bool_:
@@ -155,20 +157,20 @@ def aten_prod(self: Any, dim: int | None = None, keepdim: bool = False, *, dtype
     return restore(cast(x, out), axes, keepdim)
 
 
-def _product(x: Any, axes: tuple[int, ...]) -> Any:
+def _product(x: Array, axes: tuple[int, ...]) -> Array:
     """Product over axes.  Where no factor is 0, its derivative is to PyTorch the result over each factor: a NaN makes all of it NaN."""
     out = lax.reduce_prod(x, axes)
     spoilt = lax.stop_gradient(jnp.isnan(out) & jnp.all(x != 0))
     return jnp.where(spoilt, total(x, axes) * jnp.where(spoilt, np.nan, 0).astype(x.dtype), out)
 
 
-def need_order(x: Any, name: str) -> None:
+def need_order(x: Array, name: str) -> None:
     """Refuse complex numbers, which have no order."""
     if is_complex(x):
         raise RuntimeError(f"{name}(): does not support complex input, got {x.dtype}")
 
 
-def _extremum(x: Any, dim: Any, keepdim: bool, name: str) -> Any:
+def _extremum(x: Array, dim: Sequence[int], keepdim: bool, name: str) -> Array:
     axes = wrap_dims(dim, x.ndim)
     if len(axes) == x.ndim and not dim and dim != 0:
         need_any_element(x, name)
@@ -178,19 +180,19 @@ def _extremum(x: Any, dim: Any, keepdim: bool, name: str) -> Any:
 
 
 @lowering("aten.amax")
-def aten_amax(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+def aten_amax(self: Array, dim: Sequence[int] = (), keepdim: bool = False) -> Array:
     """amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
     return _extremum(self, dim, keepdim, "amax")
 
 
 @lowering("aten.amin")
-def aten_amin(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+def aten_amin(self: Array, dim: Sequence[int] = (), keepdim: bool = False) -> Array:
     """amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
     return _extremum(self, dim, keepdim, "amin")
 
 
 @lowering("aten.aminmax", exact_out=True)
-def aten_aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+def aten_aminmax(self: Array, *, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
     axes = wrap_dims(dim, self.ndim)
     if dim is None and self.size == 0:
@@ -199,7 +201,7 @@ def aten_aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) ->
     return _extremum(self, axes, keepdim, "amin"), _extremum(self, axes, keepdim, "amax")
 
 
-def _full_extremum(x: Any, name: str) -> Any:
+def _full_extremum(x: Array, name: str) -> Array:
     need_any_element(x, name)
     need_order(x, name)
     axes = tuple(range(x.ndim))
@@ -209,25 +211,25 @@ def _full_extremum(x: Any, name: str) -> Any:
 
 
 @lowering("aten.max")
-def aten_max(self: Any) -> Any:
+def aten_max(self: Array) -> Array:
     """max(Tensor self) -> Tensor"""
     return _full_extremum(self, "max")
 
 
 @lowering("aten.min")
-def aten_min(self: Any) -> Any:
+def aten_min(self: Array) -> Array:
     """min(Tensor self) -> Tensor"""
     return _full_extremum(self, "min")
 
 
-def _position(x: Any, axis: int, largest: bool) -> Any:
+def _position(x: Array, axis: int, largest: bool) -> Array:
     """Index (int32) of the first extremum along axis; the first NaN where there is one."""
     if x.dtype == np.bool_:
         x = cast(x, np.uint8)
     return (lax.argmax if largest else lax.argmin)(x, axis, np.int32)
 
 
-def _extremum_dim(x: Any, dim: int, keepdim: bool, name: str) -> tuple[Any, Any]:
+def _extremum_dim(x: Array, dim: int, keepdim: bool, name: str) -> tuple[Array, Array]:
     need_order(x, name)
     axis = wrap_dim(dim, x.ndim)
     if not x.ndim:
@@ -238,18 +240,18 @@ def _extremum_dim(x: Any, dim: int, keepdim: bool, name: str) -> tuple[Any, Any]
 
 
 @lowering("aten.max.dim")
-def aten_max_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_max_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return _extremum_dim(self, dim, keepdim, "max")
 
 
 @lowering("aten.min.dim")
-def aten_min_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_min_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return _extremum_dim(self, dim, keepdim, "min")
 
 
-def _arg_extremum(x: Any, dim: int | None, keepdim: bool, name: str) -> Any:
+def _arg_extremum(x: Array, dim: int | None, keepdim: bool, name: str) -> Array:
     need_order(x, name)
     if dim is None:
         if x.size == 0:
@@ -264,23 +266,23 @@ def _arg_extremum(x: Any, dim: int | None, keepdim: bool, name: str) -> Any:
 
 
 @lowering("aten.argmax")
-def aten_argmax(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def aten_argmax(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
     return _arg_extremum(self, dim, keepdim, "argmax")
 
 
 @lowering("aten.argmin")
-def aten_argmin(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def aten_argmin(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
     return _arg_extremum(self, dim, keepdim, "argmin")
 
 
-def truth(x: Any) -> Any:
+def truth(x: Array) -> Array:
     """Each element as bool."""
     return x if x.dtype == np.bool_ else x != 0
 
 
-def _logical(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
+def _logical(x: Array, dim: int | Sequence[int] | None, keepdim: bool, reduce: Callable[..., Any]) -> Array:
     # an empty list of dims means none here, not all: any.dims(x, []) is x as bool
     axes = () if isinstance(dim, list | tuple) and not dim else wrap_dims(dim, x.ndim)
     result = restore(reduce(truth(x), axes) if axes else truth(x), axes, keepdim)
@@ -288,38 +290,38 @@ def _logical(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
 
 
 @lowering("aten.any", "aten.any.dim", "aten.any.dims")
-def aten_any(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
+def aten_any(self: Array, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Array:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     return _logical(self, dim, keepdim, lax.reduce_or)
 
 
 @lowering("aten.all", "aten.all.dim", "aten.all.dims")
-def aten_all(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
+def aten_all(self: Array, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Array:
     """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     return _logical(self, dim, keepdim, lax.reduce_and)
 
 
 @lowering("aten._is_any_true")
-def aten_is_any_true(self: Any) -> Any:
+def aten_is_any_true(self: Array) -> Array:
     """_is_any_true(Tensor self) -> Tensor"""
     return aten_any(self)
 
 
 @lowering("aten.allclose")
-def aten_allclose(self: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+def aten_allclose(self: Array, other: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool equal_nan=False) -> bool"""
     mine, theirs = (concrete(cast(x, opmath(x.dtype))) for x in (self, other))
     return bool(np.allclose(mine, theirs, rtol, atol, equal_nan))
 
 
 @lowering("aten.count_nonzero", "aten.count_nonzero.dim_IntList")
-def aten_count_nonzero(self: Any, dim: Any = None) -> Any:
+def aten_count_nonzero(self: Array, dim: int | Sequence[int] | None = None) -> Array:
     """count_nonzero.dim_IntList(Tensor self, int[] dim) -> Tensor"""
     return total(cast(truth(self), np.int64), wrap_dims(dim, self.ndim))
 
 
 @lowering("aten.hash_tensor")
-def aten_hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+def aten_hash_tensor(self: Array, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0) -> Array:
     """hash_tensor(Tensor self, int[1] dim=[], *, bool keepdim=False, int mode=0) -> Tensor"""
     if mode != 0:
         raise RuntimeError(f"hash_tensor: unknown mode {mode}; 0, for xor, is the only one")
@@ -331,18 +333,18 @@ def aten_hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: i
     return restore(lax.reduce_xor(lax.bitcast_convert_type(wide, np.uint64), axes), axes, keepdim)
 
 
-def sqrt_or_zero(x: Any) -> Any:
+def sqrt_or_zero(x: Array) -> Array:
     """Square root whose derivative at 0 is 0 (PyTorch's subgradient of std and of norms), at every order."""
     zero = x == 0
     return jnp.where(zero, x, lax.sqrt(jnp.where(zero, 1, x)))
 
 
-def abs_square(x: Any) -> Any:
+def abs_square(x: Array) -> Array:
     """|x|^2 as a real array."""
     return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if is_complex(x) else lax.square(x)
 
 
-def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Any, Any]:
+def _moments(x: Array, dim: Sequence[int], correction: float | None, keepdim: bool) -> tuple[Array, Array]:
     """Variance and mean in the accumulation dtype, by two passes: mean, then the mean square of what is left."""
     if is_integral(x):
         raise RuntimeError(f"std and var only support floating point and complex dtypes, got {x.dtype}")
@@ -356,19 +358,21 @@ def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple
 
 
 @lowering("aten.var.correction")
-def aten_var(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def aten_var(self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
     """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     return aten_var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @lowering("aten.std.correction")
-def aten_std(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def aten_std(self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
     """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     return cast(sqrt_or_zero(_moments(self, dim, correction, keepdim)[0]), real_dtype(self.dtype))
 
 
 @lowering("aten.var_mean.correction")
-def aten_var_mean(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_var_mean(
+    self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Array, Array]:
     """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _moments(self, dim, correction, keepdim)
     if self.size == 0:  # over no elements it is NaN, a constant
@@ -377,14 +381,16 @@ def aten_var_mean(self: Any, dim: Any = None, *, correction: float | None = None
 
 
 @lowering("aten.std_mean.correction")
-def aten_std_mean(self: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_std_mean(
+    self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Array, Array]:
     """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _moments(self, dim, correction, keepdim)
     return cast(sqrt_or_zero(variance), real_dtype(self.dtype)), cast(mean, self.dtype)
 
 
 @lowering("aten.logsumexp")
-def aten_logsumexp(self: Any, dim: Any, keepdim: bool = False) -> Any:
+def aten_logsumexp(self: Array, dim: Sequence[int], keepdim: bool = False) -> Array:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     out, axes = float_dtype(self.dtype), wrap_dims(dim, self.ndim)
     x = cast(self, opmath(out))

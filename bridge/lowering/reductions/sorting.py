@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral, promote, wrap_dim
 from bridge.lowering.indexing.indexing import in_range
@@ -18,7 +18,7 @@ from bridge.lowering.reductions.reductions import need_elements, need_order, pic
 from bridge.lowering.registry import lowering
 
 
-def sorted_with_index(x: Any, axis: int, descending: bool = False) -> tuple[Any, Any]:
+def sorted_with_index(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
     """x sorted along axis and the int32 positions its elements came from; equal elements keep their order."""
     places = lax.broadcasted_iota(np.int32, x.shape, axis)
     if not descending:
@@ -31,7 +31,7 @@ def sorted_with_index(x: Any, axis: int, descending: bool = False) -> tuple[Any,
 
 
 @lowering("aten.sort", apart=())
-def aten_sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+def aten_sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
     """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
     need_order(self, "sort")
@@ -42,12 +42,12 @@ def aten_sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, 
 
 
 @lowering("aten.sort.stable", apart=())
-def aten_sort_stable(self: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+def aten_sort_stable(self: Array, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
     """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     return aten_sort(self, dim, descending)
 
 
-def _top_key(x: Any, largest: bool) -> Any:
+def _top_key(x: Array, largest: bool) -> Array:
     """A key whose top_k orders x as PyTorch does.  The fast path of XLA on CPU is float32 alone: narrow types go there exactly."""
     key = lax.stop_gradient(x)
     if key.dtype == np.bool_ or key.dtype.itemsize < 4:
@@ -60,7 +60,7 @@ def _top_key(x: Any, largest: bool) -> Any:
 
 
 @lowering("aten.topk", apart=())
-def aten_topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Any, Any]:
+def aten_topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
     """topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
     need_order(self, "topk")
@@ -72,7 +72,7 @@ def aten_topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bo
     return pick_along(self, index, axis), cast(index, np.int64)
 
 
-def _ranked(x: Any, axis: int, rank: Any, keepdim: bool, index: Any = None) -> tuple[Any, Any]:
+def _ranked(x: Array, axis: int, rank: Any, keepdim: bool, index: Array | None = None) -> tuple[Array, Array]:
     """The element of that rank along axis, with its index; rank is an int, or an array of ranks without that axis."""
     if index is None:
         index = _order(x, axis)
@@ -83,12 +83,12 @@ def _ranked(x: Any, axis: int, rank: Any, keepdim: bool, index: Any = None) -> t
     return restore(pick(x, index, axis), (axis,), keepdim), restore(cast(index, np.int64), (axis,), keepdim)
 
 
-def _order(x: Any, axis: int) -> Any:
+def _order(x: Array, axis: int) -> Array:
     return sorted_with_index(lax.stop_gradient(x), axis)[1]
 
 
 @lowering("aten.kthvalue", apart=("self",))
-def aten_kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """kthvalue(Tensor self, SymInt k, int dim=-1, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
     need_order(self, "kthvalue")
@@ -102,7 +102,7 @@ def aten_kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tu
     return _ranked(self, axis, k - 1, keepdim)
 
 
-def _median(x: Any, axis: int, keepdim: bool, ignore_nan: bool) -> tuple[Any, Any]:
+def _median(x: Array, axis: int, keepdim: bool, ignore_nan: bool) -> tuple[Array, Array]:
     """The lower median along axis; NaN, at its first index, where there is one, unless NaN is to be ignored."""
     order = _order(x, axis)
     middle = (x.shape[axis] - 1) // 2
@@ -117,7 +117,7 @@ def _median(x: Any, axis: int, keepdim: bool, ignore_nan: bool) -> tuple[Any, An
     return _ranked(x, axis, rank, keepdim, order)
 
 
-def _median_dim(x: Any, dim: int, keepdim: bool, ignore_nan: bool) -> tuple[Any, Any]:
+def _median_dim(x: Array, dim: int, keepdim: bool, ignore_nan: bool) -> tuple[Array, Array]:
     axis = wrap_dim(dim, x.ndim)
     need_order(x, "median")
     if not x.ndim:
@@ -126,7 +126,7 @@ def _median_dim(x: Any, dim: int, keepdim: bool, ignore_nan: bool) -> tuple[Any,
     return _median(x, axis, keepdim, ignore_nan)
 
 
-def _median_full(x: Any, ignore_nan: bool) -> Any:
+def _median_full(x: Array, ignore_nan: bool) -> Array:
     need_order(x, "median")
     if x.size == 0:
         # PyTorch's answer for no elements: NaN, and for integers what NaN converts to
@@ -136,31 +136,31 @@ def _median_full(x: Any, ignore_nan: bool) -> Any:
 
 
 @lowering("aten.median")
-def aten_median(self: Any) -> Any:
+def aten_median(self: Array) -> Array:
     """median(Tensor self) -> Tensor"""
     return _median_full(self, False)
 
 
 @lowering("aten.nanmedian")
-def aten_nanmedian(self: Any) -> Any:
+def aten_nanmedian(self: Array) -> Array:
     """nanmedian(Tensor self) -> Tensor"""
     return _median_full(self, True)
 
 
 @lowering("aten.median.dim")
-def aten_median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_median_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     """median.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return _median_dim(self, dim, keepdim, False)
 
 
 @lowering("aten.nanmedian.dim")
-def aten_nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_nanmedian_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     """nanmedian.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return _median_dim(self, dim, keepdim, True)
 
 
 @lowering("aten.mode")
-def aten_mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+def aten_mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """mode(Tensor self, int dim=-1, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     axis = wrap_dim(dim, self.ndim)
     need_order(self, "mode")
@@ -179,13 +179,13 @@ def aten_mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any
     return _ranked(self, axis, rank, keepdim, order)
 
 
-def _wide(x: Any) -> np.ndarray:
+def _wide(x: Array) -> np.ndarray:
     """Known values in a dtype numpy sorts natively."""
     values = concrete(x)
     return values.astype(np.float32) if is_floating(x) and x.dtype.itemsize < 4 else values
 
 
-def _unique_axis(self: Any, dim: int) -> int:
+def _unique_axis(self: Array, dim: int) -> int:
     axis = wrap_dim(dim, self.ndim)
     if not self.ndim:
         raise IndexError(f"unique(): dimension specified as {dim} but tensor has no dimensions")
@@ -194,7 +194,9 @@ def _unique_axis(self: Any, dim: int) -> int:
     return axis
 
 
-def _unique_outputs(self: Any, values: np.ndarray, inverse: Any, counts: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def _unique_outputs(
+    self: Array, values: np.ndarray, inverse: np.ndarray | None, counts: np.ndarray | None, shape: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
     empty = np.zeros((0,), np.int64)
     inverse = empty if inverse is None else np.reshape(inverse, shape)
     counts = empty if counts is None else counts
@@ -202,22 +204,22 @@ def _unique_outputs(self: Any, values: np.ndarray, inverse: Any, counts: Any, sh
 
 
 @lowering("aten._unique2")
-def aten_unique2(self: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> tuple[Any, Any, Any]:
+def aten_unique2(self: Array, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> tuple[Array, Array, Array]:
     """_unique2(Tensor self, bool sorted=True, bool return_inverse=False, bool return_counts=False) -> (Tensor, Tensor, Tensor)"""
     values, inverse, counts = np.unique(_wide(self).ravel(), return_inverse=True, return_counts=True, equal_nan=False)
     return _unique_outputs(self, values, inverse if return_inverse else None, counts if return_counts else None, self.shape)
 
 
 @lowering("aten._unique")
-def aten_unique(self: Any, sorted: bool = True, return_inverse: bool = False) -> tuple[Any, Any]:
+def aten_unique(self: Array, sorted: bool = True, return_inverse: bool = False) -> tuple[Array, Array]:
     """_unique(Tensor self, bool sorted=True, bool return_inverse=False) -> (Tensor, Tensor)"""
     return aten_unique2(self, sorted, return_inverse)[:2]
 
 
 @lowering("aten.unique_dim")
 def aten_unique_dim(
-    self: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[Any, Any, Any]:
+    self: Array, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Array, Array, Array]:
     """unique_dim(Tensor self, int dim, bool sorted=True, bool return_inverse=False, bool return_counts=False)
     -> (Tensor, Tensor, Tensor)"""
     axis = _unique_axis(self, dim)
@@ -226,7 +228,7 @@ def aten_unique_dim(
     return _unique_outputs(self, values, inverse, counts, (self.shape[axis],))
 
 
-def _consecutive(self: Any, axis: int | None, return_inverse: bool, return_counts: bool) -> tuple[Any, Any, Any]:
+def _consecutive(self: Array, axis: int | None, return_inverse: bool, return_counts: bool) -> tuple[Array, Array, Array]:
     values = _wide(self)
     columns = 1 if axis is None else math.prod(self.shape[:axis] + self.shape[axis + 1 :])
     rows = (values if axis is None else np.moveaxis(values, axis, 0)).reshape(values.size // columns, columns)
@@ -240,24 +242,24 @@ def _consecutive(self: Any, axis: int | None, return_inverse: bool, return_count
 
 @lowering("aten.unique_consecutive")
 def aten_unique_consecutive(
-    self: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> tuple[Any, Any, Any]:
+    self: Array, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Array, Array, Array]:
     """unique_consecutive(Tensor self, bool return_inverse=False, bool return_counts=False, int? dim=None) -> (Tensor, Tensor, Tensor)"""
     return _consecutive(self, None if dim is None else _unique_axis(self, dim), return_inverse, return_counts)
 
 
 @lowering("aten.unique_dim_consecutive")
 def aten_unique_dim_consecutive(
-    self: Any, dim: int, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[Any, Any, Any]:
+    self: Array, dim: int, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Array, Array, Array]:
     """unique_dim_consecutive(Tensor self, int dim, bool return_inverse=False, bool return_counts=False) -> (Tensor, Tensor, Tensor)"""
     return _consecutive(self, _unique_axis(self, dim), True, True)
 
 
 @lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
 def aten_searchsorted(
-    sorted_sequence: Any, self: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
-) -> Any:
+    sorted_sequence: Array, self: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Array | None = None
+) -> Array:
     """searchsorted.Tensor(Tensor sorted_sequence, Tensor self, *, bool out_int32=False, bool right=False, str? side=None,
     Tensor? sorter=None) -> Tensor"""
     if side not in (None, "left", "right"):
@@ -276,7 +278,7 @@ def aten_searchsorted(
             f"tensor must match, but we got boundaries tensor {list(sequence.shape)} and input value tensor {list(values.shape)}"
         )
 
-    def search(sequence: Any, values: Any) -> Any:
+    def search(sequence: Array, values: Array) -> Array:
         return jnp.searchsorted(sequence, values, side=where)
 
     for _ in range(sequence.ndim - 1):
@@ -286,7 +288,7 @@ def aten_searchsorted(
 
 
 @lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
-def aten_bucketize(self: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+def aten_bucketize(self: Any, boundaries: Array, *, out_int32: bool = False, right: bool = False) -> Array:
     """bucketize.Tensor(Tensor self, Tensor boundaries, *, bool out_int32=False, bool right=False) -> Tensor"""
     if boundaries.ndim != 1:
         raise RuntimeError(f"bucketize(): boundaries tensor must be 1 dimension, but got dim({boundaries.ndim})")

@@ -5,10 +5,11 @@ J, Y and K are a Chebyshev expansion near zero and one of the asymptotic modulus
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import affine, choose, define_slopes, like, number, scaled, unary
 from bridge.lowering.elementwise.unary import sign
@@ -17,17 +18,17 @@ from bridge.lowering.special import chebyshev_tables as tables
 from bridge.lowering.special.chebyshev_tables import clenshaw
 
 
-def _below(x: Any, bound: float) -> Any:
+def _below(x: Array, bound: float) -> Array:
     return lax.lt(x, number(bound, x.dtype))
 
 
-def _piecewise(left: Any, inside_left: Any, right: Any, x: Any, middle: float) -> Any:
+def _piecewise(left: Callable[..., Any], inside_left: Array, right: Callable[..., Any], x: Array, middle: float) -> Array:
     """left(x) where inside_left, else right(x); each sees only arguments of its own range, so that no NaN leaks into a derivative."""
     return lax.select_n(inside_left, right(choose(inside_left, middle, x)), left(choose(inside_left, x, like(middle, x))))
 
 
 # -- J and Y ----------------------------------------------------------------------------------------------------------
-def _wave(x: Any, order: int, second_kind: bool) -> Any:
+def _wave(x: Array, order: int, second_kind: bool) -> Array:
     """sqrt(2 / (pi x)) (P cos(c) - Q sin(c)) for J, (P sin(c) + Q cos(c)) for Y, c = x - (order/2 + 1/4) pi; x >= 8."""
     p_table, q_table = ((tables.P0_LARGE, tables.Q0_LARGE), (tables.P1_LARGE, tables.Q1_LARGE))[order]
     t = affine(lax.div(like(128, x), lax.mul(x, x)), 1, -1)
@@ -40,39 +41,39 @@ def _wave(x: Any, order: int, second_kind: bool) -> Any:
     return lax.mul(lax.sqrt(lax.div(like(2 / math.pi, x), x)), wave)
 
 
-def _near_zero(table: tables.Table, x: Any) -> Any:
+def _near_zero(table: tables.Table, x: Array) -> Array:
     return clenshaw(table, affine(lax.mul(x, x), 1 / 32, -1))
 
 
-def _finite_or(x: Any, at_infinity: float, value: Any) -> Any:
+def _finite_or(x: Array, at_infinity: float, value: Array) -> Array:
     return choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), at_infinity, value)
 
 
 @jax.custom_jvp
-def _j0(x: Any) -> Any:
+def _j0(x: Array) -> Array:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
     y = _piecewise(lambda s: _near_zero(tables.J0_SMALL, s), _below(size, 8), lambda s: _wave(s, 0, False), size, 8)
     return _finite_or(x, math.nan, y)
 
 
 @jax.custom_jvp
-def _j1(x: Any) -> Any:
+def _j1(x: Array) -> Array:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
     y = _piecewise(lambda s: lax.mul(s, _near_zero(tables.J1_SMALL, s)), _below(size, 8), lambda s: _wave(s, 1, False), size, 8)
     return _finite_or(x, math.nan, choose(lax.eq(x, number(0, x.dtype)), x, lax.select_n(_below(x, 0), y, lax.neg(y))))
 
 
-def _y0_near_zero(x: Any) -> Any:
+def _y0_near_zero(x: Array) -> Array:
     return lax.add(_near_zero(tables.Y0_SMALL, x), lax.mul(scaled(lax.log(x), 2 / math.pi), _near_zero(tables.J0_SMALL, x)))
 
 
-def _y1_near_zero(x: Any) -> Any:
+def _y1_near_zero(x: Array) -> Array:
     singular = lax.sub(lax.mul(lax.log(x), lax.mul(x, _near_zero(tables.J1_SMALL, x))), lax.div(like(1, x), x))
     return lax.add(lax.mul(x, _near_zero(tables.Y1_SMALL, x)), scaled(singular, 2 / math.pi))
 
 
-def _second_kind(near_zero: Any, order: int) -> Any:
-    def function(x: Any) -> Any:
+def _second_kind(near_zero: Callable[..., Any], order: int) -> Callable[..., Any]:
+    def function(x: Array) -> Array:
         infinite = lax.eq(x, number(math.inf, x.dtype))
         positive = choose(lax.bitwise_or(infinite, lax.le(x, number(0, x.dtype))), 1, x)
         y = _piecewise(near_zero, _below(positive, 8), lambda s: _wave(s, order, True), positive, 8)
@@ -83,34 +84,34 @@ def _second_kind(near_zero: Any, order: int) -> Any:
 
 
 # -- K ----------------------------------------------------------------------------------------------------------------
-def _modified_near_zero(table: tables.Table, x: Any) -> Any:
+def _modified_near_zero(table: tables.Table, x: Array) -> Array:
     return clenshaw(table, affine(lax.mul(x, x), 0.5, -1))
 
 
-def _log_of_half(x: Any) -> Any:
+def _log_of_half(x: Array) -> Array:
     return lax.sub(lax.log(x), number(math.log(2), x.dtype))  # half the least normal number would be 0
 
 
-def _k0_near_zero(x: Any) -> Any:
+def _k0_near_zero(x: Array) -> Array:
     return lax.sub(_modified_near_zero(tables.K0_SMALL, x), lax.mul(_log_of_half(x), _modified_near_zero(tables.I0_SMALL, x)))
 
 
-def _k1_near_zero(x: Any) -> Any:
+def _k1_near_zero(x: Array) -> Array:
     i1 = lax.mul(x, _modified_near_zero(tables.I1_SMALL, x))
     return lax.add(lax.mul(_log_of_half(x), i1), lax.div(_modified_near_zero(tables.K1_SMALL, x), x))
 
 
-def _third_kind(near_zero: Any, table: tables.Table, scaled: bool) -> Any:
+def _third_kind(near_zero: Callable[..., Any], table: tables.Table, scaled: bool) -> Callable[..., Any]:
     """K, or exp(x) K(x) where scaled."""
 
-    def small(x: Any) -> Any:
+    def small(x: Array) -> Array:
         return lax.mul(near_zero(x), lax.exp(x)) if scaled else near_zero(x)
 
-    def large(x: Any) -> Any:
+    def large(x: Array) -> Array:
         y = lax.div(clenshaw(table, affine(lax.div(like(4, x), x), 1, -1)), lax.sqrt(x))
         return y if scaled else lax.mul(y, lax.exp(lax.neg(x)))
 
-    def function(x: Any) -> Any:
+    def function(x: Array) -> Array:
         positive = choose(lax.le(x, number(0, x.dtype)), 1, x)
         y = _piecewise(small, _below(positive, 2), large, positive, 2)
         return choose(lax.eq(x, number(0, x.dtype)), math.inf, choose(_below(x, 0), math.nan, y))
@@ -120,27 +121,27 @@ def _third_kind(near_zero: Any, table: tables.Table, scaled: bool) -> Any:
 
 # -- I ----------------------------------------------------------------------------------------------------------------
 @jax.custom_jvp
-def _i0e(x: Any) -> Any:
+def _i0e(x: Array) -> Array:
     return lax.bessel_i0e(x)
 
 
 @jax.custom_jvp
-def _i1e(x: Any) -> Any:
+def _i1e(x: Array) -> Array:
     return choose(lax.eq(x, number(0, x.dtype)), 0, lax.bessel_i1e(x))
 
 
 @jax.custom_jvp
-def _i0(x: Any) -> Any:
+def _i0(x: Array) -> Array:
     return lax.mul(lax.exp(lax.abs(x)), lax.bessel_i0e(x))
 
 
 @jax.custom_jvp
-def _i1(x: Any) -> Any:
+def _i1(x: Array) -> Array:
     return lax.mul(lax.exp(lax.abs(x)), _i1e(x))
 
 
 @jax.custom_jvp
-def _spherical_j0(x: Any) -> Any:
+def _spherical_j0(x: Array) -> Array:
     small = _below(lax.abs(x), 0.5)
     near, far = choose(small, x, like(0, x)), choose(small, 1, x)
     square, term, series = lax.mul(near, near), like(1, x), like(1, x)
@@ -156,7 +157,7 @@ _k0e, _k1e = (jax.custom_jvp(_third_kind(*parts, True)) for parts in ((_k0_near_
 
 
 # -- derivatives (Abramowitz and Stegun, 9.1.28 and 9.6.27) -----------------------------------------------------------
-def _over(y: Any, x: Any, at_zero: float) -> Any:
+def _over(y: Array, x: Array, at_zero: float) -> Array:
     zero = lax.eq(x, number(0, x.dtype))
     return choose(zero, at_zero, lax.div(y, choose(zero, 1, x)))
 
@@ -183,18 +184,18 @@ for _function, _slope in _SLOPES.items():
 
 
 # -- Airy -------------------------------------------------------------------------------------------------------------
-def _airy_ai(x: Any) -> Any:
+def _airy_ai(x: Array) -> Array:
     """Ai: an expansion on [-4, 2], decaying beyond, a wave below (Abramowitz and Stegun, 10.4.59 and 10.4.60)."""
 
-    def zeta(z: Any) -> Any:
+    def zeta(z: Array) -> Array:
         return scaled(lax.mul(z, lax.sqrt(z)), 2 / 3)
 
-    def right(z: Any) -> Any:
+    def right(z: Array) -> Array:
         exponent = zeta(z)
         y = clenshaw(tables.AIRY_RIGHT, affine(lax.div(like(2 * (2 / 3) * 2**1.5, z), exponent), 1, -1))
         return lax.div(lax.mul(y, lax.exp(lax.neg(exponent))), scaled(lax.sqrt(lax.sqrt(z)), 2 * math.sqrt(math.pi)))
 
-    def left(z: Any) -> Any:
+    def left(z: Array) -> Array:
         angle = zeta(z)
         ratio = lax.div(like(16 / 3, z), angle)
         t = affine(lax.mul(ratio, ratio), 2, -1)
@@ -203,7 +204,7 @@ def _airy_ai(x: Any) -> Any:
         c_cos, c_sin = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
         return lax.div(lax.add(lax.mul(p, c_cos), lax.mul(q, c_sin)), scaled(lax.sqrt(lax.sqrt(z)), math.sqrt(math.pi)))
 
-    def middle(z: Any) -> Any:
+    def middle(z: Array) -> Array:
         return clenshaw(tables.AIRY_MIDDLE, affine(z, 1 / 3, 1 / 3))
 
     infinite = lax.eq(lax.abs(x), number(math.inf, x.dtype))

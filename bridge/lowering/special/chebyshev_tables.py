@@ -5,17 +5,15 @@ cut where they fall below 1e-17 of the largest.  The splits into ranges are thos
 """
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import like, number
 
 Table = tuple[float, ...]
 
 
-def clenshaw(table: Table, t: Any) -> Any:
+def clenshaw(table: Table, t: Array) -> Array:
     """The sum of table[k] T_k(t) by Clenshaw's recurrence; float32 leaves out what it cannot see."""
     if t.dtype != np.float64:
         largest = max(map(abs, table))

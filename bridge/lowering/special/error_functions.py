@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import binary, choose, define_slopes, fused, like, number, scaled, unary
 from bridge.lowering.common.promotion import cast, default_float, opmath
@@ -22,7 +23,7 @@ from bridge.lowering.special.chebyshev_tables import ERFCX, clenshaw
 
 # -- error functions --------------------------------------------------------------------------------------------------
 @jax.custom_jvp
-def _erfcx(x: Any) -> Any:
+def _erfcx(x: Array) -> Array:
     """exp(x**2) erfc(x): (1 + 2x) times it is smooth in (x - 3.75)/(x + 3.75) for x >= 0 (Shepherd and Laframboise, 1981)."""
     size = lax.min(lax.abs(x), number(float(jnp.finfo(x.dtype).max) / 8, x.dtype))
     shift = number(3.75, x.dtype)
@@ -33,19 +34,19 @@ def _erfcx(x: Any) -> Any:
     return choose(lax.ne(x, x), math.nan, lax.select_n(lax.lt(x, number(0, x.dtype)), right, left))
 
 
-def _erfcx_slope(x: Any, y: Any) -> Any:
+def _erfcx_slope(x: Array, y: Array) -> Array:
     return lax.sub(scaled(lax.mul(x, y), 2), number(2 / math.sqrt(math.pi), y.dtype))
 
 
 define_slopes(_erfcx, _erfcx_slope)
 
 
-def _ndtr(x: Any) -> Any:
+def _ndtr(x: Array) -> Array:
     return scaled(lax.erfc(scaled(x, -math.sqrt(0.5))), 0.5)
 
 
 @jax.custom_jvp
-def _log_ndtr(x: Any) -> Any:
+def _log_ndtr(x: Array) -> Array:
     """log of _ndtr: by erfcx where that is small, by log1p where it is near 1."""
     below = lax.lt(x, number(-1, x.dtype))
     low, high = choose(below, x, like(-1, x)), choose(below, 0, x)
@@ -58,7 +59,7 @@ define_slopes(_log_ndtr, lambda x, y: lax.div(like(math.sqrt(2 / math.pi), x), _
 
 
 @jax.custom_jvp
-def _ndtri(x: Any) -> Any:
+def _ndtri(x: Array) -> Array:
     return jsp.ndtri(x)
 
 
@@ -66,15 +67,15 @@ define_slopes(_ndtri, lambda x, y: scaled(lax.exp(scaled(lax.mul(y, y), 0.5)), m
 
 
 # -- products with a logarithm ----------------------------------------------------------------------------------------
-def _times_log(log: Any, at: float) -> Any:
+def _times_log(log: Callable[..., Any], at: float) -> Callable[..., Any]:
     """x * log(y), 0 where x is 0 unless y is NaN; there its derivative is torch's: 0 in x where log(y) is not finite."""
 
     @jax.custom_jvp
-    def product(x: Any, y: Any) -> Any:
+    def product(x: Array, y: Array) -> Array:
         zero = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.eq(y, y))
         return choose(zero, 0, lax.mul(x, log(choose(zero, 1, y))))
 
-    def by_x(x: Any, y: Any, _: Any) -> Any:
+    def by_x(x: Array, y: Array, _: Array) -> Array:
         flat = lax.bitwise_and(lax.eq(x, number(0, x.dtype)), lax.le(y, number(at, x.dtype)))
         return choose(flat, 0, log(choose(flat, 1, y)))
 
@@ -83,7 +84,7 @@ def _times_log(log: Any, at: float) -> Any:
 
 
 @jax.custom_jvp
-def _entr(x: Any) -> Any:
+def _entr(x: Array) -> Array:
     """-x log(x); 0 at 0, -inf below."""
     zero = number(0, x.dtype)
     positive = lax.gt(x, zero)
@@ -95,13 +96,13 @@ define_slopes(_entr, lambda x, y: lax.sub(number(-1, x.dtype), lax.log(x)))
 
 
 @jax.custom_jvp
-def _sinc(x: Any) -> Any:
+def _sinc(x: Array) -> Array:
     zero = lax.eq(x, number(0, x.dtype))
     angle = scaled(choose(zero, 1, x), math.pi)
     return choose(zero, 1, lax.div(lax.sin(angle), angle))
 
 
-def _sinc_slope(x: Any, y: Any) -> Any:
+def _sinc_slope(x: Array, y: Array) -> Array:
     """(cos(pi x) - sinc(x)) / x; its power series near 0, where the two cancel."""
     size = lax.abs(x)
     near = lax.lt(size, number(0.15, size.dtype))
@@ -117,11 +118,11 @@ define_slopes(_sinc, _sinc_slope)
 
 
 @jax.custom_jvp
-def _log_odds(x: Any) -> Any:
+def _log_odds(x: Array) -> Array:
     return lax.log(lax.div(x, lax.sub(number(1, x.dtype), x)))
 
 
-def _log_odds_slope(x: Any, y: Any) -> Any:
+def _log_odds_slope(x: Array, y: Array) -> Array:
     slope = lax.div(like(1, x), lax.mul(x, lax.sub(number(1, x.dtype), x)))
     return choose(_below_or_above(x, 0, 1), math.nan, slope)
 
@@ -129,18 +130,18 @@ def _log_odds_slope(x: Any, y: Any) -> Any:
 define_slopes(_log_odds, _log_odds_slope)
 
 
-def _below_or_above(x: Any, low: float, high: float) -> Any:
+def _below_or_above(x: Array, low: float, high: float) -> Array:
     return lax.bitwise_or(lax.lt(x, number(low, x.dtype)), lax.gt(x, number(high, x.dtype)))
 
 
 @lowering("aten.logit")
-def aten_logit(self: Any, eps: float | None = None) -> Any:
+def aten_logit(self: Array, eps: float | None = None) -> Array:
     """logit(Tensor self, float? eps=None) -> Tensor"""
     return _logit(cast(self, default_float()) if self.dtype.kind in "iub" else self, eps)
 
 
 @functools.partial(fused, static_argnums=1)
-def _logit(x: Any, eps: float | None) -> Any:
+def _logit(x: Array, eps: float | None) -> Array:
     wide = cast(x, opmath(x.dtype))
     if eps is not None:
         low, high = number(eps, wide.dtype), number(1 - eps, wide.dtype)

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge.lowering.common.builders import affine, binary, choose, define_slopes, fused, like, number, scaled, unary
@@ -18,27 +17,27 @@ from bridge.lowering.special.chebyshev_tables import LGAMMA, LOG1PMX, TEMME, cle
 from bridge.lowering.special.error_functions import OPERAND_KINDS
 
 
-def _between(x: Any, low: float, high: float) -> Any:
+def _between(x: Array, low: float, high: float) -> Array:
     return lax.bitwise_and(lax.ge(x, number(low, x.dtype)), lax.le(x, number(high, x.dtype)))
 
 
 # -- log gamma and its derivatives -----------------------------------------------------------------------------------
 @jax.custom_jvp
-def _digamma(x: Any) -> Any:
+def _digamma(x: Array) -> Array:
     """Digamma with torch's poles: -inf at 0, inf at -0, NaN at negative integers."""
     pole = choose(lax.eq(x, number(0, x.dtype)), lax.div(like(-1, x), x), lax.digamma(x))
     negative_integer = lax.bitwise_and(lax.lt(x, number(0, x.dtype)), lax.eq(x, lax.floor(x)))
     return choose(negative_integer, math.nan, pole)
 
 
-def _log_gamma_of_one_and(a: Any) -> Any:
+def _log_gamma_of_one_and(a: Array) -> Array:
     """lgamma(1 + a) for -1/4 <= a <= 5/4, to its last digits also around its zeros at a = 0 and 1."""
     humps = lax.mul(lax.mul(a, lax.sub(number(1, a.dtype), a)), clenshaw(LGAMMA, affine(a, 4 / 3, -2 / 3)))
     return lax.sub(number(0, a.dtype), humps)  # so that the zeros are no negative ones
 
 
 @jax.custom_jvp
-def _lgamma(x: Any) -> Any:
+def _lgamma(x: Array) -> Array:
     """JAX's has an absolute error of several ulps of 1: too much where the value is small, for 0 < x <= 3.25."""
     one, zero = number(1, x.dtype), number(0, x.dtype)
     below, above = lax.lt(x, number(0.75, x.dtype)), lax.gt(x, number(2.25, x.dtype))
@@ -56,7 +55,7 @@ define_slopes(_digamma, lambda x, y: _slope_of_digamma(x))
 define_slopes(_lgamma, lambda x, y: _digamma(x))
 
 
-def _trigamma(x: Any) -> Any:
+def _trigamma(x: Array) -> Array:
     """zeta(2, x), and for negative x by reflection: pi**2 / sin(pi x)**2 - trigamma(1 - x)."""
     one, half = number(1, x.dtype), number(0.5, x.dtype)
     reflected = lax.lt(x, half)
@@ -67,12 +66,12 @@ def _trigamma(x: Any) -> Any:
     return lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
 
 
-def _slope_of_digamma(x: Any) -> Any:
+def _slope_of_digamma(x: Array) -> Array:
     return _polygamma_at(1, x)  # rather than _trigamma, which has no derivative of its own
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _polygamma_at(n: int, x: Any) -> Any:
+def _polygamma_at(n: int, x: Array) -> Array:
     if n == 0:
         return _digamma(x)
     if n == 1:
@@ -87,7 +86,7 @@ def _polygamma_jvp(n: int, primals: tuple, tangents: tuple) -> tuple:
 
 
 @lowering("aten.polygamma")
-def aten_polygamma(n: int, self: Any) -> Any:
+def aten_polygamma(n: int, self: Array) -> Array:
     """polygamma(int n, Tensor self) -> Tensor"""
     if n < 0:
         raise RuntimeError(f"n: polygamma(n, x) does not support negative n, got {n}")
@@ -95,18 +94,18 @@ def aten_polygamma(n: int, self: Any) -> Any:
 
 
 @lowering("aten.polygamma_")
-def aten_polygamma_(self: Any, n: int) -> Any:
+def aten_polygamma_(self: Array, n: int) -> Array:
     """polygamma_(Tensor(a!) self, int n) -> Tensor(a!)"""
     return aten_polygamma(n, self)
 
 
 @functools.partial(fused, static_argnums=0)
-def _polygamma(n: int, x: Any) -> Any:
+def _polygamma(n: int, x: Array) -> Array:
     return cast(_polygamma_at(n, cast(x, opmath(x.dtype))), x.dtype)
 
 
 # -- incomplete gamma functions ---------------------------------------------------------------------------------------
-def _eta(a: Any, x: Any) -> Any:
+def _eta(a: Array, x: Array) -> Array:
     """eta**2 / 2 = m - log(1 + m), eta with the sign of m = x/a - 1; without cancellation near x = a."""
     m = lax.div(lax.sub(x, a), a)
     near = _between(m, -0.5, 0.5)
@@ -116,12 +115,12 @@ def _eta(a: Any, x: Any) -> Any:
     return lax.select_n(near, outer, inner)
 
 
-def _is_steady(a: Any, eta: Any) -> Any:
+def _is_steady(a: Array, eta: Array) -> Array:
     """Where the expansions for large a hold."""
     return lax.bitwise_and(lax.ge(a, number(20, a.dtype)), _between(eta, -1, 1))
 
 
-def _uniform(a: Any, eta: Any, sign: float) -> Any:
+def _uniform(a: Array, eta: Array, sign: float) -> Array:
     """The upper function (sign 1) or the lower (-1) for large a, wherever x is (https://dlmf.nist.gov/8.12)."""
     total = like(0, a)
     for table in reversed(TEMME):
@@ -132,7 +131,7 @@ def _uniform(a: Any, eta: Any, sign: float) -> Any:
     return lax.add(tail, scaled(lax.mul(lax.div(bell, root), total), sign / math.sqrt(2 * math.pi)))
 
 
-def _slope_in_a(a: Any, x: Any) -> Any:
+def _slope_in_a(a: Array, x: Array) -> Array:
     """The lower function's; JAX's, which loses digits as its value does, where the expansions do not hold."""
     steady = _is_steady(a, _eta(a, x))
     b, y = (choose(steady, v, like(20, v)) for v in (a, x))
@@ -140,7 +139,7 @@ def _slope_in_a(a: Any, x: Any) -> Any:
     return choose(steady, slope, lax.igamma_grad_a(choose(steady, 1, a), choose(steady, 1, x)))
 
 
-def _series(a: Any, x: Any) -> Any:
+def _series(a: Array, x: Array) -> Array:
     """The upper function for a <= 5/4 and x <= 1.1: 1 - x**a / gamma(1 + a) without its cancellation, and the rest term by term."""
     rest, power = like(0, x), like(1, x)
     for n in range(1, 20 if x.dtype == np.float64 else 12):
@@ -151,7 +150,7 @@ def _series(a: Any, x: Any) -> Any:
 
 
 @jax.custom_jvp
-def _density(a: Any, x: Any) -> Any:
+def _density(a: Array, x: Array) -> Array:
     """x**(a - 1) exp(-x) / gamma(a); for large a by Stirling's series, the other formula is a difference of large numbers there."""
     plain = lax.exp(lax.sub(lax.sub(lax.mul(lax.sub(a, number(1, a.dtype)), lax.log(x)), x), _lgamma(a)))
     eta = _eta(a, x)
@@ -173,13 +172,13 @@ define_slopes(
 )
 
 
-def _incomplete(upper: bool) -> Any:
+def _incomplete(upper: bool) -> jax.custom_jvp[Array]:
     """igammac where upper, else igamma.  JAX's loses digits for large a near x = a, and for small a; it has what lies between."""
     low, high = (1, 0) if upper else (0, 1)  # at x = 0 and at infinity
     sign = 1.0 if upper else -1.0
 
     @jax.custom_jvp
-    def function(a: Any, x: Any) -> Any:
+    def function(a: Array, x: Array) -> Array:
         zero, infinity = number(0, a.dtype), number(math.inf, a.dtype)
         eta = _eta(a, x)
         steady = _is_steady(a, eta)
@@ -209,7 +208,7 @@ def _incomplete(upper: bool) -> Any:
 
 # -- zeta -------------------------------------------------------------------------------------------------------------
 @jax.custom_jvp
-def _zeta(x: Any, q: Any) -> Any:
+def _zeta(x: Array, q: Array) -> Array:
     """Hurwitz zeta, the sum of (q + k)**-x; for q <= 0, x a whole number: inf at whole q, else shifted to q > 0 term by term."""
     zero = number(0, q.dtype)
     negative = lax.bitwise_and(lax.le(q, zero), lax.gt(x, number(1, x.dtype)))

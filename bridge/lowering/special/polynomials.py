@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common.builders import align, choose, fused, like, number
 from bridge.lowering.common.promotion import cast, float_dtype, is_array, opmath, result_dtype
@@ -27,7 +27,7 @@ class _Family(NamedTuple):
     highest: Callable[[np.dtype], float] = lambda dtype: math.inf
 
 
-def _chebyshev_step(k: Any, x: Any, p: Any, q: Any) -> Any:
+def _chebyshev_step(k: Array, x: Array, p: Array, q: Array) -> Array:
     return 2 * x * p - q
 
 
@@ -47,7 +47,7 @@ _FAMILIES = {
 
 
 @functools.partial(fused, static_argnums=(0, 2, 3, 4))
-def _of_known_degree(name: str, x: Any, degree: int, work: np.dtype, dtype: np.dtype) -> Any:
+def _of_known_degree(name: str, x: Array, degree: int, work: np.dtype, dtype: np.dtype) -> Array:
     family = _FAMILIES[name]
     x = cast(x, work)
     if degree < 0:
@@ -59,7 +59,7 @@ def _of_known_degree(name: str, x: Any, degree: int, work: np.dtype, dtype: np.d
     if degree == 0:
         return cast(like(1, x), dtype)
 
-    def step(k: Any, state: tuple) -> tuple:
+    def step(k: Array, state: tuple) -> tuple:
         p, q = state
         return family.step(lax.convert_element_type(k, work), x, p, q), p
 
@@ -67,7 +67,7 @@ def _of_known_degree(name: str, x: Any, degree: int, work: np.dtype, dtype: np.d
 
 
 @functools.partial(fused, static_argnums=(0, 3, 4))
-def _of_any_degree(name: str, x: Any, degree: Any, work: np.dtype, dtype: np.dtype) -> Any:
+def _of_any_degree(name: str, x: Array, degree: Array, work: np.dtype, dtype: np.dtype) -> Array:
     family = _FAMILIES[name]
     x, degree = align(cast(x, work), cast(degree, work))
     degree = lax.stop_gradient(lax.convert_element_type(degree, np.int64))
@@ -89,7 +89,7 @@ def _of_any_degree(name: str, x: Any, degree: Any, work: np.dtype, dtype: np.dty
 
 
 def _polynomial(name: str) -> Callable:
-    def polynomial(x: Any, n: Any) -> Any:
+    def polynomial(x: Any, n: Any) -> Array:
         dtype = float_dtype(result_dtype(x, n))
         work = opmath(dtype)
         if is_array(n):

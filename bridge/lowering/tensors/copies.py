@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common.builders import expand
@@ -17,15 +18,15 @@ from bridge.lowering.tensors import creation
 
 @lowering("aten._to_copy")
 def aten_to_copy(
-    self: Any,
+    self: Array,
     *,
-    dtype: Any = None,
-    layout: Any = None,
-    device: Any = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
     pin_memory: bool | None = None,
     non_blocking: bool = False,
-    memory_format: Any = None,
-) -> Any:
+    memory_format: torch.memory_format | None = None,
+) -> Array:
     """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
     if dtype is None:
         return self
@@ -34,41 +35,41 @@ def aten_to_copy(
 
 
 @lowering("aten.clone", "aten.positive", "aten.resolve_conj", "aten.resolve_neg")
-def aten_clone(self: Any, *, memory_format: Any = None) -> Any:
+def aten_clone(self: Array, *, memory_format: torch.memory_format | None = None) -> Array:
     """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
     return self
 
 
 @jax.custom_jvp
-def revalue(old: Any, new: Any) -> Any:
+def revalue(old: Array, new: Array) -> Array:
     """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
     return lax.select(jnp.zeros(new.shape, bool), old, new)  # never old, but mapped where old is, as its derivative
 
 
 @revalue.defjvp
-def _revalue_jvp(primals: Any, tangents: Any) -> Any:
+def _revalue_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return revalue(*primals), tangents[0]
 
 
-def _write_detached(base: Any, value: Any) -> Any:
+def _write_detached(base: Array, value: Array) -> Array:
     return revalue(base, value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
 @lowering("aten.detach", "aten.detach_copy", view_inverse=_write_detached)
-def aten_detach(self: Any) -> Any:
+def aten_detach(self: Array) -> Array:
     """detach(Tensor(a) self) -> Tensor(a)"""
     return lax.stop_gradient(self)
 
 
 @lowering("aten.copy", apart=())
-def aten_copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+def aten_copy(self: Array, src: Array, non_blocking: bool = False) -> Array:
     """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
     x = cast(src, self.dtype)
     return x if x.shape == self.shape else expand(x, self.shape)
 
 
 @lowering("aten.fill.Scalar", "aten.fill.Tensor")
-def aten_fill(self: Any, value: Any) -> Any:
+def aten_fill(self: Array, value: Any) -> Array:
     """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
     if np.ndim(value) > 0:
         raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
@@ -76,6 +77,6 @@ def aten_fill(self: Any, value: Any) -> Any:
 
 
 @lowering("aten.zero")
-def aten_zero(self: Any) -> Any:
+def aten_zero(self: Array) -> Array:
     """zero(Tensor self) -> Tensor"""
     return expand(self.dtype.type(0), self.shape)

@@ -6,13 +6,15 @@ value under jit, so that code may branch on it or index with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
@@ -20,20 +22,20 @@ from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import lowering
 
 
-def constant(values: Any, dtype: Any = None):
+def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     """An array whose values are known even while jit traces."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(np.asarray(values, dtype))
 
 
-def _shape(size) -> tuple[int, ...]:
+def _shape(size: Sequence[int]) -> tuple[int, ...]:
     shape = tuple(int(s) for s in size)
     if min(shape, default=0) < 0:
         raise RuntimeError(f"size: expected non-negative sizes, got {list(shape)}")
     return shape
 
 
-def number(value: Any, dtype: Any) -> np.ndarray:
+def number(value: Any, dtype: np.dtype) -> np.ndarray:
     """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError where it does not fit."""
     if hasattr(value, "as_array"):  # known only when the program runs
         return value.as_array(dtype)
@@ -49,7 +51,7 @@ def number(value: Any, dtype: Any) -> np.ndarray:
     return _as(np.asarray(bool(value) if dtype == np.bool_ else value), dtype)
 
 
-def _fill(shape, value, dtype):
+def _fill(shape: Sequence[int], value: Any, dtype: np.dtype) -> Array:
     value = promotion.cast(value, dtype) if promotion.is_array(value) else number(value, dtype)
     return _filled(value, _shape(shape))
 
@@ -61,13 +63,20 @@ _ZEROS = ("aten.zeros", "aten.empty.memory_format", "aten.empty_strided", "aten.
 
 
 @lowering(*_ZEROS)
-def aten_zeros(size, layout_or_stride=None, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+def aten_zeros(
+    size: Sequence[int], layout_or_stride: Sequence[int] | None = None, *, dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> Array:  # fmt: skip
     """zeros(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     return _fill(size, 0, promotion.jdtype(dtype, promotion.default_float()))
 
 
 @lowering("aten.empty_permuted")
-def aten_empty_permuted(size, physical_layout, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_empty_permuted(
+    size: Sequence[int], physical_layout: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """empty_permuted(SymInt[] size, int[] physical_layout, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     if len(size) != len(physical_layout):
         raise RuntimeError(
@@ -83,79 +92,109 @@ def aten_empty_permuted(size, physical_layout, *, dtype=None, layout=None, devic
 
 
 @lowering("aten.ones")
-def aten_ones(size, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_ones(
+    size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """ones(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     return _fill(size, 1, promotion.jdtype(dtype, promotion.default_float()))
 
 
 @lowering("aten.full")
-def aten_full(size, fill_value, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_full(
+    size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """full(SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(size, fill_value, promotion.jdtype(dtype, promotion.result_dtype(fill_value)))
 
 
 @lowering("aten.zeros_like", "aten.empty_like", no_grad_outputs=(0,))
-def aten_zeros_like(x, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+def aten_zeros_like(
+    x: Array, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None, memory_format: torch.memory_format | None = None,
+) -> Array:  # fmt: skip
     """zeros_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, 0, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.ones_like", no_grad_outputs=(0,))
-def aten_ones_like(x, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+def aten_ones_like(
+    x: Array, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None, memory_format: torch.memory_format | None = None,
+) -> Array:  # fmt: skip
     """ones_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, 1, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.full_like", no_grad_outputs=(0,))
-def aten_full_like(x, fill_value, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+def aten_full_like(
+    x: Array, fill_value: Any, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None, memory_format: torch.memory_format | None = None,
+) -> Array:  # fmt: skip
     """full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(x.shape, fill_value, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.new_zeros", "aten.new_empty", "aten.new_empty_strided", no_grad_outputs=(0,))
-def aten_new_zeros(x, size, stride=None, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_new_zeros(
+    x: Array, size: Sequence[int], stride: Sequence[int] | None = None, *, dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """new_zeros(Tensor self, SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(size, 0, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.new_ones", no_grad_outputs=(0,))
-def aten_new_ones(x, size, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_new_ones(
+    x: Array, size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """new_ones(Tensor self, SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     return _fill(size, 1, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.new_full", no_grad_outputs=(0,))
-def aten_new_full(x, size, fill_value, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_new_full(
+    x: Array, size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """new_full(Tensor self, SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, ...) -> Tensor"""
     return _fill(size, fill_value, promotion.jdtype(dtype, x.dtype))
 
 
 @lowering("aten.scalar_tensor")
-def aten_scalar_tensor(s, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_scalar_tensor(
+    s: Any, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, ...) -> Tensor"""
-    dtype = promotion.jdtype(dtype, promotion.default_float())
-    return promotion.cast(s, dtype) if promotion.is_array(s) or hasattr(s, "as_array") else constant(number(s, dtype))
+    out = promotion.jdtype(dtype, promotion.default_float())
+    return promotion.cast(s, out) if promotion.is_array(s) or hasattr(s, "as_array") else constant(number(s, out))
 
 
 @lowering("aten.arange", "aten.arange.start", "aten.arange.start_step")
-def aten_arange(start, end=None, step=1, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_arange(
+    start: Any, end: Any = None, step: Any = 1, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     if end is None:
         start, end = 0, start
     whole = all(isinstance(v, int) for v in (start, end, step))
-    dtype = promotion.jdtype(dtype, np.int64 if whole else promotion.default_float())
+    out = promotion.jdtype(dtype, np.int64 if whole else promotion.default_float())
     _check_range(start, end, step)
-    if promotion.is_integral(dtype) and not whole:
+    if promotion.is_integral(out) and not whole:
         start, end, step = int(start), int(end), int(step)
         whole = True
         if step == 0:
             raise ValueError("step must be nonzero")  # PyTorch's other class, for a step that is less than a whole one
         _check_range(start, end, step)
     count = -((start - end) // step) if whole else math.ceil((end - start) / step)
-    return _progression(start, step, max(count, 0), dtype)
+    return _progression(start, step, max(count, 0), out)
 
 
-def _check_range(start, end, step) -> None:
+def _check_range(start: float, end: float, step: float) -> None:
     if step == 0:
         raise RuntimeError("step must be nonzero")
     if not (math.isfinite(start) and math.isfinite(end)):
@@ -164,7 +203,7 @@ def _check_range(start, end, step) -> None:
         raise RuntimeError("upper bound and lower bound inconsistent with step sign")
 
 
-def _progression(start, step, count: int, dtype):
+def _progression(start: float, step: float, count: int, dtype: np.dtype) -> Array:
     if count <= 1 << 16:
         with np.errstate(over="ignore", invalid="ignore"):
             return constant(_as(start + step * np.arange(count), dtype))
@@ -172,25 +211,28 @@ def _progression(start, step, count: int, dtype):
     return lax.convert_element_type(lax.iota(wide, count) * np.asarray(step, wide) + np.asarray(start, wide), dtype)
 
 
-def _as(values: np.ndarray, dtype) -> np.ndarray:
+def _as(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if np.iscomplexobj(values) and not promotion.is_complex(dtype):
         values = values.real
     return values.astype(dtype)
 
 
 @lowering("aten.range", "aten.range.step")
-def aten_range(start, end, step=1, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_range(
+    start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """range.step(Scalar start, Scalar end, Scalar step=1, *, ScalarType? dtype=None, ...) -> Tensor"""
     _check_range(start, end, step)
     return _progression(start, step, int((end - start) / step) + 1, promotion.jdtype(dtype, promotion.default_float()))
 
 
-def _linspace_dtype(start, end, dtype: torch.dtype | None) -> np.dtype:
+def _linspace_dtype(start: Any, end: Any, dtype: torch.dtype | None) -> np.dtype:
     complex_ends = isinstance(start, complex) or isinstance(end, complex)
     return promotion.jdtype(dtype, promotion.default_complex() if complex_ends else promotion.default_float())
 
 
-def _linspace(start, end, steps: int, dtype: np.dtype, *, rounded: bool) -> np.ndarray:
+def _linspace(start: Any, end: Any, steps: int, dtype: np.dtype, *, rounded: bool) -> np.ndarray:
     """In the precision of dtype (rounded: the step too), counted from both ends, as PyTorch does."""
     if steps < 0:
         raise RuntimeError("number of steps must be non-negative")
@@ -208,40 +250,55 @@ def _linspace(start, end, steps: int, dtype: np.dtype, *, rounded: bool) -> np.n
 
 
 @lowering("aten.linspace")
-def aten_linspace(start, end, steps, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_linspace(
+    start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
-    dtype = _linspace_dtype(start, end, dtype)
-    return constant(_as(_linspace(start, end, steps, dtype, rounded=True), dtype))
+    out = _linspace_dtype(start, end, dtype)
+    return constant(_as(_linspace(start, end, steps, out, rounded=True), out))
 
 
 @lowering("aten.logspace")
-def aten_logspace(start, end, steps, base=10.0, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_logspace(
+    start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """logspace(Scalar start, Scalar end, int steps, float base=10., *, ScalarType? dtype=None, ...) -> Tensor"""
-    dtype = _linspace_dtype(start, end, dtype)
+    out = _linspace_dtype(start, end, dtype)
     with np.errstate(all="ignore"):
-        return constant(_as(np.power(base, _linspace(start, end, steps, dtype, rounded=False)), dtype))
+        return constant(_as(np.power(base, _linspace(start, end, steps, out, rounded=False)), out))
 
 
 @lowering("aten.eye", "aten.eye.m")
-def aten_eye(n, m=None, *, dtype=None, layout=None, device=None, pin_memory=None):
+def aten_eye(
+    n: int, m: int | None = None, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """eye.m(SymInt n, SymInt m, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
     n, m = _shape((n, n if m is None else m))
     return lax.convert_element_type(_compare(n, m, 0, lax.eq), promotion.jdtype(dtype, promotion.default_float()))
 
 
 @lowering("aten.tril_indices")
-def aten_tril_indices(row, col, offset=0, *, dtype=torch.int64, layout=None, device=None, pin_memory=None):
+def aten_tril_indices(
+    row: int, col: int, offset: int = 0, *, dtype: torch.dtype | None = torch.int64, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """tril_indices(int row, int col, int offset=0, *, ScalarType? dtype=4, Layout? layout=None, ...) -> Tensor"""
     return constant(np.stack(np.tril_indices(row, offset, col)), promotion.jdtype(dtype, np.int64))
 
 
 @lowering("aten.triu_indices")
-def aten_triu_indices(row, col, offset=0, *, dtype=torch.int64, layout=None, device=None, pin_memory=None):
+def aten_triu_indices(
+    row: int, col: int, offset: int = 0, *, dtype: torch.dtype | None = torch.int64, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """triu_indices(int row, int col, int offset=0, *, ScalarType? dtype=4, Layout? layout=None, ...) -> Tensor"""
     return constant(np.stack(np.triu_indices(row, offset, col)), promotion.jdtype(dtype, np.int64))
 
 
-def _compare(m: int, n: int, offset: int, comparison):
+def _compare(m: int, n: int, offset: int, comparison: Callable[..., Any]) -> Array:
     """The mask of an m x n matrix: comparison(column - offset, row).  Small ones are known values, large ones cost no memory."""
     if m * n <= 4096:
         rows, columns = np.arange(m)[:, None], np.arange(n) - offset
@@ -250,14 +307,14 @@ def _compare(m: int, n: int, offset: int, comparison):
     return comparison(shifted, lax.broadcasted_iota(np.int32, (m, n), 0))
 
 
-def _triangle(x, diagonal: int, comparison, name: str):
+def _triangle(x: Array, diagonal: int, comparison: Callable[..., Any], name: str) -> Array:
     if x.ndim < 2:
         raise RuntimeError(f"{name}: input tensor must have at least 2 dimensions")
     return _masked(x, diagonal, comparison)
 
 
 @fused("diagonal", "comparison")
-def _masked(x, diagonal, comparison):
+def _masked(x: Array, diagonal: int, comparison: Callable[..., Any]) -> Array:
     mask = _compare(x.shape[-2], x.shape[-1], diagonal, comparison)
     if x.ndim > 2:
         mask = lax.broadcast_in_dim(mask, x.shape, (x.ndim - 2, x.ndim - 1))
@@ -265,19 +322,19 @@ def _masked(x, diagonal, comparison):
 
 
 @lowering("aten.tril")
-def aten_tril(x, diagonal=0):
+def aten_tril(x: Array, diagonal: int = 0) -> Array:
     """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
     return _triangle(x, diagonal, lax.le, "tril")
 
 
 @lowering("aten.triu")
-def aten_triu(x, diagonal=0):
+def aten_triu(x: Array, diagonal: int = 0) -> Array:
     """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
     return _triangle(x, diagonal, lax.ge, "triu")
 
 
 @lowering("aten.complex", exact_out=True)
-def aten_complex(real, imag):
+def aten_complex(real: Array, imag: Array) -> Array:
     """complex(Tensor real, Tensor imag) -> Tensor"""
     if real.dtype != imag.dtype:
         raise RuntimeError(f"Expected object of scalar type {dtypes.to_torch(real.dtype)} but got {dtypes.to_torch(imag.dtype)} for imag")
@@ -293,20 +350,20 @@ def _cosines(n: int, *weights: float) -> np.ndarray:
     return sum((-1) ** k * w * np.cos(k * angle) for k, w in enumerate(weights))
 
 
-def _hamming(n, alpha=0.54, beta=0.46):
+def _hamming(n: int, alpha: float = 0.54, beta: float = 0.46) -> np.ndarray:
     return _cosines(n, alpha, beta)
 
 
-def _bartlett(n):
+def _bartlett(n: int) -> np.ndarray:
     return 1 - np.abs(2 * np.arange(n) / max(n - 1, 1) - 1)
 
 
-def _kaiser(n, beta=12.0):
+def _kaiser(n: int, beta: float = 12.0) -> np.ndarray:
     return np.i0(beta * np.sqrt(np.maximum(1 - (2 * np.arange(n) / max(n - 1, 1) - 1) ** 2, 0))) / np.i0(beta)
 
 
 #: operator -> the symmetric window of n points; a periodic one is the symmetric one of n + 1 points without the last
-_WINDOWS = {
+_WINDOWS: dict[str, Callable[..., np.ndarray]] = {
     "hann_window": lambda n: _cosines(n, 0.5, 0.5),
     "hamming_window": _hamming,
     "blackman_window": lambda n: _cosines(n, 0.42, 0.5, 0.08),
@@ -315,17 +372,20 @@ _WINDOWS = {
 }
 
 
-def _window(name: str, formula):
-    def window(window_length, periodic=True, *parameters, dtype=None, layout=None, device=None, pin_memory=None, **named):
+def _window(name: str, formula: Callable[..., Any]) -> Callable[..., Any]:
+    def window(
+        window_length: int, periodic: bool = True, *parameters, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+        device: torch.device | None = None, pin_memory: bool | None = None, **named,
+    ) -> Array:  # fmt: skip
         """window.periodic(int window_length, bool periodic, ..., *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
-        dtype = promotion.jdtype(dtype, promotion.default_float())
-        if promotion.is_integral(dtype):
-            raise RuntimeError(f"{name} expects floating point dtypes, got: {dtype}")
+        out = promotion.jdtype(dtype, promotion.default_float())
+        if promotion.is_integral(out):
+            raise RuntimeError(f"{name} expects floating point dtypes, got: {out}")
         if window_length < 0:
             raise RuntimeError(f"{name} requires non-negative window_length, got window_length={window_length}")
         if window_length <= 1:
-            return constant(np.ones(window_length), dtype)
-        return constant(formula(window_length + bool(periodic), *parameters, **named)[:window_length], dtype)
+            return constant(np.ones(window_length), out)
+        return constant(formula(window_length + bool(periodic), *parameters, **named)[:window_length], out)
 
     return window
 

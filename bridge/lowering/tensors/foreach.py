@@ -4,6 +4,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from jax import Array
+
 from bridge.lowering.common.promotion import cast, jdtype, opmath, real_dtype, require_inexact
 from bridge.lowering.registry import aten_lowering, lowering
 
@@ -34,7 +38,7 @@ def _check(tensors: Sequence, *others: Any) -> None:
 def _each(fn: Callable) -> Callable:
     """fn over a list; further lists are taken entry by entry, and anything else is passed to each call."""
 
-    def run(self: Sequence, *others: Any, **options: Any) -> list:
+    def run(self: Sequence, *others: Any, **options: Any) -> list[Array]:
         _check(self, *others)
         rows = zip(*(o if isinstance(o, list | tuple) else [o] * len(self) for o in others), strict=True) if others else [()] * len(self)
         return [fn(x, *row, **options) for x, row in zip(self, rows, strict=True)]
@@ -54,7 +58,7 @@ lowering("aten._foreach_lerp.Scalar", "aten._foreach_lerp.ScalarList")(_each(ate
 
 
 @lowering("aten._foreach_pow.ScalarAndTensor")
-def aten_foreach_pow_of_scalar(self: Any, exponent: Sequence) -> list:
+def aten_foreach_pow_of_scalar(self: Any, exponent: Sequence) -> list[Array]:
     """_foreach_pow.ScalarAndTensor(Scalar self, Tensor[] exponent) -> Tensor[]"""
     return [aten_lowering("pow.Scalar")(self, e) for e in exponent]
 
@@ -62,7 +66,7 @@ def aten_foreach_pow_of_scalar(self: Any, exponent: Sequence) -> list:
 def _three(name: str) -> Callable:
     operator = aten_lowering(name)
 
-    def run(self: Sequence, tensor1: Sequence, tensor2: Sequence, values: Any = 1) -> list:
+    def run(self: Sequence, tensor1: Sequence, tensor2: Sequence, values: Any = 1) -> list[Array]:
         """_foreach_addcmul.Scalar(Tensor[] self, Tensor[] tensor1, Tensor[] tensor2, Scalar value=1) -> Tensor[]"""
         if hasattr(values, "dtype"):  # a 1-D tensor of numbers
             values = [values[i] for i in range(len(self))]
@@ -79,18 +83,18 @@ for _name in ("addcmul", "addcdiv"):
 
 
 @lowering("aten._foreach_norm.Scalar")
-def aten_foreach_norm(self: Sequence, ord: Any = 2, dtype: Any = None) -> list:
+def aten_foreach_norm(self: Sequence, ord: Any = 2, dtype: torch.dtype | None = None) -> list[Array]:
     """_foreach_norm.Scalar(Tensor[] self, Scalar ord=2, ScalarType? dtype=None) -> Tensor[]"""
     return [aten_lowering("linalg_vector_norm")(x, ord, dtype=dtype) for x in self]
 
 
 @lowering("aten._foreach_powsum.Scalar")
-def aten_foreach_powsum(self: Sequence, ord: Any = 2, dtype: Any = None) -> list:
+def aten_foreach_powsum(self: Sequence, ord: Any = 2, dtype: torch.dtype | None = None) -> list[Array]:
     """_foreach_powsum.Scalar(Tensor[] self, Scalar ord=2, ScalarType? dtype=None) -> Tensor[]"""
     return [_power_sum(x, ord, jdtype(dtype, x.dtype)) for x in self]
 
 
-def _power_sum(x: Any, ord: Any, out: Any) -> Any:
+def _power_sum(x: Array, ord: int, out: np.dtype) -> Array:
     """The sum of |x| ** ord, rounded once."""
     require_inexact(x, "_foreach_powsum")
     sizes = aten_lowering("abs")(cast(x, opmath(out)))
@@ -98,6 +102,6 @@ def _power_sum(x: Any, ord: Any, out: Any) -> Any:
 
 
 @lowering("aten._foreach_max")
-def aten_foreach_max(self: Sequence) -> list:
+def aten_foreach_max(self: Sequence) -> list[Array]:
     """_foreach_max(Tensor[] self) -> Tensor[]"""
     return [aten_lowering("max")(x) for x in self]

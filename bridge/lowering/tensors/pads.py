@@ -1,10 +1,11 @@
 """Padding by a constant, by reflection and by the edge, and their backward operators."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 
 from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
@@ -13,7 +14,7 @@ from bridge.lowering.tensors.creation import number
 
 
 @lowering("aten.constant_pad_nd")
-def aten_constant_pad_nd(x, pad, value=0):
+def aten_constant_pad_nd(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
     if len(pad) % 2 or len(pad) > 2 * x.ndim:
         raise RuntimeError(f"pad: expected an even number of entries, at most twice the {x.ndim} dimensions of the tensor, got {list(pad)}")
@@ -33,7 +34,7 @@ def aten_constant_pad_nd(x, pad, value=0):
 _constant_pad = fused("padding_config")(lax.pad)
 
 
-def _reflect(x, dim: int, low: int, high: int):
+def _reflect(x: Array, dim: int, low: int, high: int) -> list[Array]:
     n = x.shape[dim]
     if low >= n or high >= n:
         raise RuntimeError(
@@ -45,17 +46,17 @@ def _reflect(x, dim: int, low: int, high: int):
     return [*left, x, *right]
 
 
-def _replicate(x, dim: int, low: int, high: int):
+def _replicate(x: Array, dim: int, low: int, high: int) -> list[Array]:
     n = x.shape[dim]
 
-    def edge(at: int, times: int):
+    def edge(at: int, times: int) -> Array:
         shape = [times if d == dim else s for d, s in enumerate(x.shape)]
         return lax.broadcast_in_dim(lax.slice_in_dim(x, at, at + 1, axis=dim), shape, tuple(range(x.ndim)))
 
     return [*([edge(0, low)] if low > 0 else []), x, *([edge(n - 1, high)] if high > 0 else [])]
 
 
-def _pad(x, padding: Sequence[int], extend, name: str):
+def _pad(x: Array, padding: Sequence[int], extend: Callable[..., Any], name: str) -> Array:
     dims = len(padding) // 2
     if x.ndim not in (dims + 1, dims + 2) or 0 in x.shape[x.ndim - dims - 1 :]:
         raise RuntimeError(f"{name}: expected {dims + 1}D or {dims + 2}D input, none but the batch dimension empty, got {list(x.shape)}")
@@ -67,7 +68,7 @@ def _pad(x, padding: Sequence[int], extend, name: str):
 
 
 @fused("padding", "extend")
-def _extend(x, padding, extend):
+def _extend(x: Array, padding: tuple[int, ...], extend: Callable[..., Any]) -> Array:
     for i in range(len(padding) // 2):
         low, high, dim = padding[2 * i], padding[2 * i + 1], x.ndim - 1 - i
         parts = extend(x, dim, low, high)
@@ -76,12 +77,12 @@ def _extend(x, padding, extend):
     return x
 
 
-def _register(name: str, extend) -> None:
-    def forward(x, padding):
+def _register(name: str, extend: Callable[..., Any]) -> None:
+    def forward(x: Array, padding: Sequence[int]) -> Array:
         """reflection_pad2d(Tensor self, SymInt[4] padding) -> Tensor"""
         return _pad(x, padding, extend, name)
 
-    def backward(grad_output, x, padding):
+    def backward(grad_output: Array, x: Array, padding: Sequence[int]) -> Array:
         """reflection_pad2d_backward(Tensor grad_output, Tensor self, SymInt[4] padding) -> Tensor"""
         return jax.vjp(lambda a: forward(a, padding), x)[1](grad_output)[0]
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common.builders import number
@@ -61,7 +62,7 @@ lowering("prims.imag")(lax.imag)
 
 
 @lowering("prims.div")
-def prims_div(self: Any, other: Any) -> Any:
+def prims_div(self: Array, other: Array) -> Array:
     """div(Tensor self, Tensor other) -> Tensor: integers truncate"""
     if result_dtype(self, other).kind in "iub":
         return LOWERINGS[overload("aten.div.Tensor_mode")](self, other, rounding_mode="trunc")
@@ -70,38 +71,38 @@ def prims_div(self: Any, other: Any) -> Any:
 
 # -- types and places --------------------------------------------------------------------------------------------------
 @lowering("prims.convert_element_type")
-def prims_convert_element_type(a: Any, dtype: Any) -> Any:
+def prims_convert_element_type(a: Array, dtype: torch.dtype) -> Array:
     """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
     return aten_to_copy(a, dtype=dtype)
 
 
 @lowering("prims.device_put")
-def prims_device_put(a: Any, device: Any, non_blocking: bool = False) -> Any:
+def prims_device_put(a: Array, device: torch.device, non_blocking: bool = False) -> Array:
     """device_put(Tensor a, Device device, bool non_blocking=False) -> Tensor"""
     return a
 
 
 @lowering("prims.copy_strided")
-def prims_copy_strided(a: Any, stride: Sequence[int]) -> Any:
+def prims_copy_strided(a: Array, stride: Sequence[int]) -> Array:
     """copy_strided(Tensor a, SymInt[] stride) -> Tensor"""
     return a
 
 
 @lowering("prims.copy_to")
-def prims_copy_to(a: Any, b: Any) -> Any:
+def prims_copy_to(a: Array, b: Array) -> Array:
     """copy_to(Tensor(a!) a, Tensor b) -> Tensor(a!)"""
     return aten_copy(a, b)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 @lowering("prims.broadcast_in_dim")
-def prims_broadcast_in_dim(a: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int]) -> Any:
+def prims_broadcast_in_dim(a: Array, shape: Sequence[int], broadcast_dimensions: Sequence[int]) -> Array:
     """broadcast_in_dim(Tensor(a) a, SymInt[] shape, int[] broadcast_dimensions) -> Tensor(a)"""
     return lax.broadcast_in_dim(a, tuple(shape), tuple(broadcast_dimensions))
 
 
 @lowering("prims.collapse", "prims.collapse_view")
-def prims_collapse(a: Any, start: int, end: int) -> Any:
+def prims_collapse(a: Array, start: int, end: int) -> Array:
     """collapse_view(Tensor(a) a, int start, int end) -> Tensor(a): end is part of the range"""
     if a.ndim == 0:
         return lax.reshape(a, (1,))
@@ -109,7 +110,7 @@ def prims_collapse(a: Any, start: int, end: int) -> Any:
 
 
 @lowering("prims.split_dim")
-def prims_split_dim(a: Any, dim: int, outer_length: int) -> Any:
+def prims_split_dim(a: Array, dim: int, outer_length: int) -> Array:
     """split_dim(Tensor(a) a, int dim, SymInt outer_length) -> Tensor(a)"""
     if a.shape[dim] % outer_length:
         raise ValueError(f"outer_length: {outer_length} does not divide dimension {dim} of size {a.shape[dim]}")
@@ -117,20 +118,20 @@ def prims_split_dim(a: Any, dim: int, outer_length: int) -> Any:
 
 
 @lowering("prims.squeeze")
-def prims_squeeze(a: Any, dimensions: Sequence[int]) -> Any:
+def prims_squeeze(a: Array, dimensions: Sequence[int]) -> Array:
     """squeeze(Tensor(a) a, int[] dimensions) -> Tensor(a)"""
     return lax.squeeze(a, tuple(dimensions))
 
 
 @lowering("prims.transpose")
-def prims_transpose(a: Any, permutation: Sequence[int]) -> Any:
+def prims_transpose(a: Array, permutation: Sequence[int]) -> Array:
     """transpose(Tensor(a) a, int[] permutation) -> Tensor(a)"""
     return lax.transpose(a, tuple(permutation))
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 def _reduction(name: str) -> Callable:
-    def reduce(inp: Any, dims: Sequence[int] | None, *, output_dtype: Any = None) -> Any:
+    def reduce(inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> Array:
         axes = list(range(inp.ndim)) if dims is None else list(dims)
         result = LOWERINGS[overload(f"aten.{name}")](inp, axes) if axes else inp
         # the reduction keeps its operand's type, where ATen's widens integers
@@ -144,7 +145,7 @@ for _name, _target in {"amax": "amax", "amin": "amin", "sum": "sum.dim_IntList"}
 
 
 @lowering("prims.prod")
-def prims_prod(inp: Any, dims: Sequence[int] | None, *, output_dtype: Any = None) -> Any:
+def prims_prod(inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> Array:
     """prod(Tensor inp, int[]? dims, *, ScalarType? output_dtype=None) -> Tensor"""
     result = inp
     for dim in sorted(range(inp.ndim) if dims is None else dims, reverse=True):
@@ -153,7 +154,7 @@ def prims_prod(inp: Any, dims: Sequence[int] | None, *, output_dtype: Any = None
 
 
 @lowering("prims.var")
-def prims_var(inp: Any, dims: Sequence[int] | None, correction: float | None = 1, *, output_dtype: Any = None) -> Any:
+def prims_var(inp: Array, dims: Sequence[int] | None, correction: float | None = 1, *, output_dtype: torch.dtype | None = None) -> Array:
     """var(Tensor inp, int[]? dims, float? correction=1, *, ScalarType? output_dtype=None) -> Tensor"""
     result = LOWERINGS[overload("aten.var.correction")](inp, dims, correction=correction)
     return result if output_dtype is None else aten_to_copy(result, dtype=output_dtype)
@@ -161,7 +162,7 @@ def prims_var(inp: Any, dims: Sequence[int] | None, correction: float | None = 1
 
 # -- creation ----------------------------------------------------------------------------------------------------------
 @lowering("prims.iota")
-def prims_iota(length: int, *, start: int, step: int, dtype: Any, device: Any, requires_grad: bool) -> Any:
+def prims_iota(length: int, *, start: int, step: int, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
     """iota(SymInt length, *, SymInt start, SymInt step, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
     target = dtypes.to_jax(dtype)
     steps = lax.mul(lax.iota(np.int64, length), np.int64(step))
@@ -169,24 +170,24 @@ def prims_iota(length: int, *, start: int, step: int, dtype: Any, device: Any, r
 
 
 @lowering("prims.full")
-def prims_full(shape: Sequence[int], fill_value: Any, *, dtype: Any, device: Any, requires_grad: bool) -> Any:
+def prims_full(shape: Sequence[int], fill_value: Any, *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
     """full(SymInt[] shape, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
     return lax.broadcast(number(fill_value, dtypes.to_jax(dtype)), tuple(shape))
 
 
 @lowering("prims.full_like")
-def prims_full_like(a: Any, fill_value: Any, *, dtype: Any, device: Any, requires_grad: bool) -> Any:
+def prims_full_like(a: Array, fill_value: Any, *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
     """full_like(Tensor a, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
     return prims_full(a.shape, fill_value, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 @lowering("prims.empty_strided", "prims.empty_permuted")
-def prims_empty(shape: Sequence[int], layout: Sequence[int], *, dtype: Any, device: Any, requires_grad: bool) -> Any:
+def prims_empty(shape: Sequence[int], layout: Sequence[int], *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
     """empty_strided(SymInt[] shape, SymInt[] strides, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
     return prims_full(shape, 0, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 @lowering("prims.scalar_tensor")
-def prims_scalar_tensor(s: Any, *, dtype: Any = None, device: Any = None) -> Any:
+def prims_scalar_tensor(s: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Array:
     """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Device? device=None) -> Tensor"""
     return LOWERINGS[overload("aten.scalar_tensor")](s, dtype=dtype)

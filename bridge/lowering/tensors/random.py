@@ -6,35 +6,37 @@ not those of PyTorch's generators.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import torch
+from jax import Array, lax
 
 from bridge.lowering.common.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
 from bridge.lowering.common.provided import next_key, outside, refuse
 from bridge.lowering.registry import lowering
 
 
-def _uniform(key: Any, shape: Any, dtype: Any, low: float = 0.0) -> Any:
+def _uniform(key: Array, shape: Sequence[int], dtype: np.dtype, low: float = 0.0) -> Array:
     """Uniform on [low, 1) in a floating dtype; narrow types are drawn in their own precision, as rounding could give 1."""
     return jax.random.uniform(key, tuple(shape), dtype, minval=low)
 
 
-def _open_uniform(key: Any, shape: Any, dtype: Any) -> Any:
+def _open_uniform(key: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """Uniform on the open interval (0, 1), in the accumulation dtype."""
     work = opmath(dtype)
     return _uniform(key, shape, work, float(jnp.finfo(work).tiny))
 
 
-def _normal(key: Any, shape: Any, dtype: Any) -> Any:
+def _normal(key: Array, shape: Sequence[int], dtype: np.dtype) -> Array:
     """Standard normal in the accumulation dtype; of a complex dtype, with variance 1/2 in each part."""
     return jax.random.normal(key, tuple(shape), opmath(dtype))
 
 
-def _need_floating(dtype: Any, name: str) -> None:
+def _need_floating(dtype: np.dtype, name: str) -> None:
     if is_integral(dtype):
         raise NotImplementedError(f"{name}: not implemented for {np.dtype(dtype)}; expected a floating point dtype")
 
@@ -42,8 +44,9 @@ def _need_floating(dtype: Any, name: str) -> None:
 # -- uniform, normal, integers -----------------------------------------------------------------------------------------------------
 @lowering("aten.rand", "aten.rand.generator")
 def aten_rand(
-    size: Any, *, generator: Any = None, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Any:
+    size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """rand(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     out = jdtype(dtype, default_float())
     _need_floating(out, "rand")
@@ -55,8 +58,9 @@ def aten_rand(
 
 @lowering("aten.randn", "aten.randn.generator")
 def aten_randn(
-    size: Any, *, generator: Any = None, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Any:
+    size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
+) -> Array:  # fmt: skip
     """randn(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     out = jdtype(dtype, default_float())
     _need_floating(out, "randn")
@@ -64,14 +68,14 @@ def aten_randn(
 
 
 @lowering("aten.rand_like", "aten.rand_like.generator", no_grad_outputs=(0,))
-def aten_rand_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_rand_like(self: Array, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """rand_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
     return aten_uniform(lax.full_like(self, 0, dtype=jdtype(dtype, self.dtype)), generator=generator)
 
 
 @lowering("aten.randn_like", "aten.randn_like.generator", no_grad_outputs=(0,))
-def aten_randn_like(self: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randn_like(self: Array, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """randn_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
     out = jdtype(dtype, self.dtype)
@@ -80,7 +84,7 @@ def aten_randn_like(self: Any, *, generator: Any = None, dtype: Any = None, **pl
 
 
 @lowering("aten.uniform")
-def aten_uniform(self: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Any:
+def aten_uniform(self: Array, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """uniform(Tensor self, float from=0., float to=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "uniform")
     if low > high:
@@ -99,7 +103,7 @@ def _check_std(std: Any) -> None:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
 
 
-def _scaled_normal(mean: Any, std: Any, shape: Any, dtype: Any, generator: Any) -> Any:
+def _scaled_normal(mean: Any, std: Any, shape: Sequence[int], dtype: np.dtype, generator: torch.Generator | None) -> Array:
     _check_std(std)
     _need_floating(dtype, "normal")
     drawn, work = _normal(next_key(generator), shape, dtype), opmath(dtype)
@@ -108,26 +112,29 @@ def _scaled_normal(mean: Any, std: Any, shape: Any, dtype: Any, generator: Any) 
 
 
 @lowering("aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
-def aten_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+def aten_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """normal.Tensor_Tensor(Tensor mean, Tensor std, *, Generator? generator=None) -> Tensor"""
     dtype = mean.dtype if hasattr(mean, "dtype") else std.dtype
     return _scaled_normal(mean, std, jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std)), dtype, generator)
 
 
 @lowering("aten.normal.float_float")
-def aten_normal_float_float(mean: float, std: float, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_normal_float_float(
+    mean: float, std: float, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
+    **placement: Any,
+) -> Array:  # fmt: skip
     """normal.float_float(float mean, float std, SymInt[] size, *, Generator? generator=None, ScalarType? dtype=None,
     Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     return _scaled_normal(mean, std, size, jdtype(dtype, default_float()), generator)
 
 
 @lowering("aten.normal_functional")
-def aten_normal_functional(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
+def aten_normal_functional(self: Array, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """normal_functional(Tensor self, float mean=0., float std=1., *, Generator? generator=None) -> Tensor"""
     return _scaled_normal(mean, std, self.shape, self.dtype, generator)
 
 
-def _integers(key: Any, shape: Any, low: Any, high: Any, dtype: Any) -> Any:
+def _integers(key: Array, shape: Sequence[int], low: int, high: Any, dtype: np.dtype) -> Array:
     """Uniform integers of [low, high) as that dtype, drawn in 32 bits where they fit: half the work of 64."""
     known = isinstance(low, int) and isinstance(high, int)
     if known and low >= high:
@@ -137,42 +144,51 @@ def _integers(key: Any, shape: Any, low: Any, high: Any, dtype: Any) -> Any:
 
 
 @lowering("aten.randint", "aten.randint.generator")
-def aten_randint(high: int, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randint(
+    high: int, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
+) -> Array:
     """randint(SymInt high, SymInt[] size, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None,
     bool? pin_memory=None) -> Tensor"""
     return _integers(next_key(generator), size, 0, high, jdtype(dtype, np.int64))
 
 
 @lowering("aten.randint.low", "aten.randint.low_generator")
-def aten_randint_low(low: int, high: int, size: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randint_low(
+    low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
+    **placement: Any,
+) -> Array:  # fmt: skip
     """randint.low(SymInt low, SymInt high, SymInt[] size, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None,
     bool? pin_memory=None) -> Tensor"""
     return _integers(next_key(generator), size, low, high, jdtype(dtype, np.int64))
 
 
 @lowering("aten.randint_like", "aten.randint_like.generator", "aten.randint_like.Tensor", "aten.randint_like.Tensor_generator")
-def aten_randint_like(self: Any, high: Any, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randint_like(
+    self: Array, high: Any, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
+) -> Array:
     """randint_like(Tensor self, SymInt high, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None,
     bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"""
     return _integers(next_key(generator), self.shape, 0, high, jdtype(dtype, self.dtype))
 
 
 @lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype")
-def aten_randint_like_low(self: Any, low: int, high: int, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randint_like_low(
+    self: Array, low: int, high: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
+) -> Array:
     """randint_like.low_dtype(Tensor self, SymInt low, SymInt high, *, ScalarType? dtype=None, Layout? layout=None,
     Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"""
     return _integers(next_key(generator), self.shape, low, high, jdtype(dtype, self.dtype))
 
 
 @lowering("aten.randperm", "aten.randperm.generator")
-def aten_randperm(n: int, *, generator: Any = None, dtype: Any = None, **placement: Any) -> Any:
+def aten_randperm(n: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """randperm(SymInt n, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     if n < 0:
         raise RuntimeError(f"n must be non-negative, got {n}")
     return cast(jax.random.permutation(next_key(generator), jnp.arange(n, dtype=np.int32)), jdtype(dtype, np.int64))
 
 
-def _top_integer(dtype: Any) -> int:
+def _top_integer(dtype: np.dtype) -> int:
     """One past the largest value random_() fills a dtype with: all integers that the type holds exactly."""
     if dtype == np.bool_:
         return 2
@@ -180,19 +196,19 @@ def _top_integer(dtype: Any) -> int:
 
 
 @lowering("aten.random")
-def aten_random(self: Any, *, generator: Any = None) -> Any:
+def aten_random(self: Array, *, generator: torch.Generator | None = None) -> Array:
     """random(Tensor self, *, Generator? generator=None) -> Tensor"""
     return aten_random_from(self, 0, None, generator=generator)
 
 
 @lowering("aten.random.to")
-def aten_random_to(self: Any, to: int, *, generator: Any = None) -> Any:
+def aten_random_to(self: Array, to: int, *, generator: torch.Generator | None = None) -> Array:
     """random.to(Tensor self, int to, *, Generator? generator=None) -> Tensor"""
     return aten_random_from(self, 0, to, generator=generator)
 
 
 @lowering("aten.random.from")
-def aten_random_from(self: Any, low: int, high: int | None, *, generator: Any = None) -> Any:
+def aten_random_from(self: Array, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Array:
     """random.from(Tensor self, int from, int? to, *, Generator? generator=None) -> Tensor"""
     high = _top_integer(self.dtype) if high is None else high
     if high > np.iinfo(np.int64).max:  # one more than an int64 bound can say: shift the draw of all but the lowest by one
@@ -201,7 +217,7 @@ def aten_random_from(self: Any, low: int, high: int | None, *, generator: Any = 
 
 
 # -- bernoulli and dropout ---------------------------------------------------------------------------------------------------------
-def _coin(key: Any, probability: float, shape: Any) -> Any:
+def _coin(key: Array, probability: float, shape: tuple[int, ...]) -> Array:
     """Independent bools, True with a probability known now: 32 random bits against a threshold, without a trip to float."""
     threshold = round(probability * 2**32)
     if threshold >= 2**32:
@@ -215,13 +231,13 @@ def _check_probability(p: float, name: str) -> None:
 
 
 @lowering("aten.bernoulli")
-def aten_bernoulli(self: Any, *, generator: Any = None) -> Any:
+def aten_bernoulli(self: Array, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli(Tensor self, *, Generator? generator=None) -> Tensor"""
     return aten_bernoulli_tensor(self, self, generator=generator)
 
 
 @lowering("aten.bernoulli.Tensor")
-def aten_bernoulli_tensor(self: Any, p: Any, *, generator: Any = None) -> Any:
+def aten_bernoulli_tensor(self: Array, p: Array, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli.Tensor(Tensor self, Tensor p, *, Generator? generator=None) -> Tensor"""
     _need_floating(p.dtype, "bernoulli")
     refuse(outside(p, 0, 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false: a probability is outside of [0, 1]")
@@ -230,14 +246,14 @@ def aten_bernoulli_tensor(self: Any, p: Any, *, generator: Any = None) -> Any:
 
 
 @lowering("aten.bernoulli.p")
-def aten_bernoulli_p(self: Any, p: float = 0.5, *, generator: Any = None) -> Any:
+def aten_bernoulli_p(self: Array, p: float = 0.5, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
     _check_probability(p, "bernoulli_")
     return cast(_coin(next_key(generator), p, self.shape), self.dtype)
 
 
 @lowering("aten.native_dropout")
-def aten_native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
+def aten_native_dropout(input: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     """native_dropout(Tensor input, float p, bool? train) -> (Tensor, Tensor)"""
     if train is False or p == 0:
         return input, jnp.ones(input.shape, np.bool_)
@@ -248,8 +264,8 @@ def aten_native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, 
 
 @lowering("aten.rrelu_with_noise_functional")
 def aten_rrelu_with_noise(
-    self: Any, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
-) -> tuple[Any, Any]:
+    self: Array, noise: Array, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: torch.Generator | None = None
+) -> tuple[Array, Array]:
     """rrelu_with_noise_functional(Tensor self, Tensor noise, Scalar lower=0.125, Scalar upper=0.33333333333333331,
     bool training=False, Generator? generator=None) -> (Tensor, Tensor noise_out)"""
     if not training:
@@ -260,7 +276,7 @@ def aten_rrelu_with_noise(
 
 # -- named distributions -----------------------------------------------------------------------------------------------------------
 @lowering("aten.exponential")
-def aten_exponential(self: Any, lambd: float = 1.0, *, generator: Any = None) -> Any:
+def aten_exponential(self: Array, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """exponential(Tensor self, float lambd=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "exponential")
     if lambd <= 0:
@@ -271,7 +287,7 @@ def aten_exponential(self: Any, lambd: float = 1.0, *, generator: Any = None) ->
 
 
 @lowering("aten.cauchy")
-def aten_cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Any:
+def aten_cauchy(self: Array, median: float = 0.0, sigma: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """cauchy(Tensor self, float median=0., float sigma=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "cauchy")
     if sigma <= 0:
@@ -281,7 +297,7 @@ def aten_cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator
 
 
 @lowering("aten.geometric")
-def aten_geometric(self: Any, p: float, *, generator: Any = None) -> Any:
+def aten_geometric(self: Array, p: float, *, generator: torch.Generator | None = None) -> Array:
     """geometric(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
     if not 0 < p < 1:
         raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
@@ -291,7 +307,7 @@ def aten_geometric(self: Any, p: float, *, generator: Any = None) -> Any:
 
 
 @lowering("aten.log_normal")
-def aten_log_normal(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Any:
+def aten_log_normal(self: Array, mean: float = 1.0, std: float = 2.0, *, generator: torch.Generator | None = None) -> Array:
     """log_normal(Tensor self, float mean=1., float std=2., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "log_normal")
     if std <= 0:
@@ -299,7 +315,7 @@ def aten_log_normal(self: Any, mean: float = 1.0, std: float = 2.0, *, generator
     return cast(lax.exp(_normal(next_key(generator), self.shape, self.dtype) * std + mean), self.dtype)
 
 
-def _threefry(key: Any) -> Any:
+def _threefry(key: Array) -> Array:
     """A key of the generator that jax.random.poisson is written for, whatever the user's default."""
     if str(jax.random.key_impl(key)) == "threefry2x32":
         return key
@@ -307,7 +323,7 @@ def _threefry(key: Any) -> Any:
 
 
 @lowering("aten.poisson")
-def aten_poisson(self: Any, generator: Any = None) -> Any:
+def aten_poisson(self: Array, generator: torch.Generator | None = None) -> Array:
     """poisson(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "poisson")
     refuse(outside(self, 0, np.inf), "invalid Poisson rate, expected rate to be non-negative")
@@ -316,7 +332,7 @@ def aten_poisson(self: Any, generator: Any = None) -> Any:
 
 
 @lowering("aten.binomial")
-def aten_binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+def aten_binomial(count: Array, prob: Array, generator: torch.Generator | None = None) -> Array:
     """binomial(Tensor count, Tensor prob, Generator? generator=None) -> Tensor"""
     _need_floating(count.dtype, "binomial")
     work = opmath(count.dtype)
@@ -324,7 +340,7 @@ def aten_binomial(count: Any, prob: Any, generator: Any = None) -> Any:
     return cast(jax.random.binomial(next_key(generator), n, p, n.shape, work), count.dtype)
 
 
-def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
+def _check_weights(weights: Array, num_samples: int, replacement: bool) -> None:
     """What PyTorch refuses; the values only where they are known."""
     if not is_floating(weights):
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {weights.dtype}")
@@ -340,7 +356,7 @@ def _check_weights(weights: Any, num_samples: int, replacement: bool) -> None:
 
 
 @lowering("aten.multinomial", exact_out=True)
-def aten_multinomial(self: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None) -> Array:
     """multinomial(Tensor self, SymInt num_samples, bool replacement=False, *, Generator? generator=None) -> Tensor"""
     _check_weights(self, num_samples, replacement)
     weights = cast(lax.stop_gradient(self), opmath(self.dtype))
@@ -355,15 +371,15 @@ def aten_multinomial(self: Any, num_samples: int, replacement: bool = False, *, 
     return _first_above(cumulative, level)
 
 
-def _first_above(cumulative: Any, level: Any) -> Any:
-    def search(row: Any, value: Any) -> Any:
+def _first_above(cumulative: Array, level: Array) -> Array:
+    def search(row: Array, value: Array) -> Array:
         return jnp.searchsorted(row, value, side="right")
 
     return cast((jax.vmap(search) if cumulative.ndim == 2 else search)(cumulative, level), np.int64)
 
 
 @lowering("aten._standard_gamma")
-def aten_standard_gamma(self: Any, generator: Any = None) -> Any:
+def aten_standard_gamma(self: Array, generator: torch.Generator | None = None) -> Array:
     """_standard_gamma(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "_standard_gamma")
     work = opmath(self.dtype)
@@ -373,13 +389,13 @@ def aten_standard_gamma(self: Any, generator: Any = None) -> Any:
 
 
 @lowering("aten._standard_gamma_grad")
-def aten_standard_gamma_grad(self: Any, output: Any) -> Any:
+def aten_standard_gamma_grad(self: Array, output: Array) -> Array:
     """_standard_gamma_grad(Tensor self, Tensor output) -> Tensor"""
     work = opmath(self.dtype)
     return cast(lax.random_gamma_grad(cast(self, work), cast(output, work)), self.dtype)
 
 
-def _beta_gradient(x: Any, alpha: Any, beta: Any) -> Any:
+def _beta_gradient(x: Array, alpha: Array, beta: Array) -> Array:
     """dx/dalpha of x ~ Beta(alpha, beta) by implicit reparameterization: -(dF/dalpha)(x) / F'(x), F the distribution function.
 
     dF/dalpha is the integral of the density times log t - digamma(alpha) + digamma(alpha + beta) over [0, x] or, as the whole
@@ -400,7 +416,7 @@ def _beta_gradient(x: Any, alpha: Any, beta: Any) -> Any:
 
 
 @lowering("aten._dirichlet_grad")
-def aten_dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
+def aten_dirichlet_grad(x: Array, alpha: Array, total: Array) -> Array:
     """_dirichlet_grad(Tensor x, Tensor alpha, Tensor total) -> Tensor"""
     value, a, all_ = (cast(v, np.float64) for v in jnp.broadcast_arrays(x, alpha, total))
     value = jnp.clip(value, float(jnp.finfo(x.dtype).tiny), 1 - float(jnp.finfo(x.dtype).epsneg))
@@ -408,19 +424,19 @@ def aten_dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
 
 
 @jax.custom_jvp
-def _dirichlet_of(alpha: Any, x: Any) -> Any:
+def _dirichlet_of(alpha: Array, x: Array) -> Array:
     return x
 
 
 @_dirichlet_of.defjvp
-def _dirichlet_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _dirichlet_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (alpha, x), (t, _) = primals, tangents
     moved = aten_dirichlet_grad(x, alpha, jnp.broadcast_to(jnp.sum(alpha, -1, keepdims=True), alpha.shape)) * t
     return x, moved - x * jnp.sum(moved, -1, keepdims=True)
 
 
 @lowering("aten._sample_dirichlet")
-def aten_sample_dirichlet(self: Any, generator: Any = None) -> Any:
+def aten_sample_dirichlet(self: Array, generator: torch.Generator | None = None) -> Array:
     """_sample_dirichlet(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "_sample_dirichlet")
     work = opmath(self.dtype)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
@@ -47,7 +47,7 @@ def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...]:
     return size
 
 
-def _write_reshaped(base, value, *_, **__):
+def _write_reshaped(base: Array, value: Array, *_: Any, **__: Any) -> Array:
     return lax.reshape(value, base.shape)
 
 
@@ -55,19 +55,19 @@ _RESHAPES = ("aten.view", "aten.view_copy", "aten.reshape", "aten._unsafe_view",
 
 
 @lowering(*_RESHAPES, view_inverse=_write_reshaped)
-def aten_view(x, size):
+def aten_view(x: Array, size: Sequence[int]) -> Array:
     """view(Tensor(a) self, SymInt[] size) -> Tensor(a)"""
     size = infer_size(size, x.size)
     return x if size == x.shape else reshape(x, size)
 
 
 @lowering("aten._reshape_alias", "aten._reshape_alias_copy", view_inverse=_write_reshaped)
-def aten__reshape_alias(x, size, stride):
+def aten__reshape_alias(x: Array, size: Sequence[int], stride: Sequence[int]) -> Array:
     """_reshape_alias(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)"""
     return aten_view(x, size)
 
 
-def _write_bits(base, value, dtype):
+def _write_bits(base: Array, value: Array, dtype: torch.dtype) -> Array:
     if value.dtype.itemsize == base.dtype.itemsize:
         return lax.bitcast_convert_type(value, base.dtype)
     ratio = max(value.dtype.itemsize, base.dtype.itemsize) // min(value.dtype.itemsize, base.dtype.itemsize)
@@ -77,7 +77,7 @@ def _write_bits(base, value, dtype):
 
 
 @lowering("aten.view.dtype", "aten.view_copy.dtype", view_inverse=_write_bits)
-def aten_view_dtype(x, dtype):
+def aten_view_dtype(x: Array, dtype: torch.dtype) -> Array:
     """view.dtype(Tensor(a) self, ScalarType dtype) -> Tensor(a)"""
     target = promotion.jdtype(dtype, x.dtype)
     old, new = np.dtype(x.dtype).itemsize, target.itemsize
@@ -104,7 +104,7 @@ def aten_view_dtype(x, dtype):
 
 
 @lowering("aten.resize")
-def aten_resize(x, size, *, memory_format=None):
+def aten_resize(x: Array, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Array:
     """resize(Tensor self, SymInt[] size, *, MemoryFormat? memory_format=None) -> Tensor"""
     numel = math.prod(size)
     flat = lax.reshape(x, (x.size,))
@@ -113,12 +113,12 @@ def aten_resize(x, size, *, memory_format=None):
     return lax.reshape(flat, tuple(size))
 
 
-def _write_permuted(base, value, dims):
+def _write_permuted(base: Array, value: Array, dims: Sequence[int]) -> Array:
     return lax.transpose(value, tuple(np.argsort([d % base.ndim for d in dims])))
 
 
 @lowering("aten.permute", "aten.permute_copy", view_inverse=_write_permuted)
-def aten_permute(x, dims):
+def aten_permute(x: Array, dims: Sequence[int]) -> Array:
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
     if len(dims) != x.ndim:
         raise RuntimeError(f"permute(): dims: expected {x.ndim} dimensions for a tensor of that many, got {list(dims)}")
@@ -127,7 +127,7 @@ def aten_permute(x, dims):
 
 
 @lowering("aten.transpose.int", "aten.transpose_copy.int", view_inverse=lambda base, value, *dims: aten_transpose(value, *dims))
-def aten_transpose(x, dim0, dim1):
+def aten_transpose(x: Array, dim0: int, dim1: int) -> Array:
     """transpose.int(Tensor(a) self, int dim0, int dim1) -> Tensor(a)"""
     dim0, dim1 = promotion.wrap_dim(dim0, x.ndim), promotion.wrap_dim(dim1, x.ndim)
     if dim0 == dim1:
@@ -138,7 +138,7 @@ def aten_transpose(x, dim0, dim1):
 
 
 @lowering("aten.t", "aten.t_copy", view_inverse=lambda base, value: aten_t(value))
-def aten_t(x):
+def aten_t(x: Array) -> Array:
     """t(Tensor(a) self) -> Tensor(a)"""
     if x.ndim > 2:
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {x.ndim}D")
@@ -149,7 +149,7 @@ _SQUEEZES = tuple(f"aten.{name}{kind}" for name in ("squeeze", "squeeze_copy") f
 
 
 @lowering(*_SQUEEZES, view_inverse=_write_reshaped)
-def aten_squeeze(x, dim=None):
+def aten_squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
     dims = range(x.ndim) if dim is None else () if not isinstance(dim, int) and not len(dim) else promotion.wrap_dims(dim, x.ndim)
     ones = tuple(d for d in dims if x.shape[d] == 1)
@@ -157,13 +157,13 @@ def aten_squeeze(x, dim=None):
 
 
 @lowering("aten.unsqueeze", "aten.unsqueeze_copy", view_inverse=_write_reshaped)
-def aten_unsqueeze(x, dim):
+def aten_unsqueeze(x: Array, dim: int) -> Array:
     """unsqueeze(Tensor(a) self, int dim) -> Tensor(a)"""
     dim = promotion.wrap_dim(dim, x.ndim + 1)
     return reshape(x, (*x.shape[:dim], 1, *x.shape[dim:]))
 
 
-def _write_expanded(base, value, size, *, implicit=False):
+def _write_expanded(base: Array, value: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
     if value.size != base.size:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
@@ -173,7 +173,7 @@ def _write_expanded(base, value, size, *, implicit=False):
 
 
 @lowering("aten.expand", "aten.expand_copy", view_inverse=_write_expanded)
-def aten_expand(x, size, *, implicit=False):
+def aten_expand(x: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
     """expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)"""
     new = len(size) - x.ndim
     if new < 0:
@@ -196,7 +196,9 @@ def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple
     return start, min(max(end, start), n)
 
 
-def _write_slice(base, value, dim=0, start=None, end=None, step=1):
+def _write_slice(
+    base: Array, value: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
     if value.shape == base.shape:
         return value
     at = (slice(None),) * (dim % base.ndim) + (slice(start, end, step),)
@@ -204,7 +206,7 @@ def _write_slice(base, value, dim=0, start=None, end=None, step=1):
 
 
 @lowering("aten.slice.Tensor", "aten.slice_copy.Tensor", view_inverse=_write_slice)
-def aten_slice(x, dim=0, start=None, end=None, step=1):
+def aten_slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"""
     if not x.ndim:
         raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
@@ -213,7 +215,7 @@ def aten_slice(x, dim=0, start=None, end=None, step=1):
     return _slice(x, dim, start, end, step)
 
 
-def _slice(x, dim: int, start: int, end: int, step: int = 1):
+def _slice(x: Array, dim: int, start: int, end: int, step: int = 1) -> Array:
     if start == 0 and end == x.shape[dim] and step == 1:
         return x
     low, high, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
@@ -222,7 +224,7 @@ def _slice(x, dim: int, start: int, end: int, step: int = 1):
 
 
 @lowering("aten.narrow_copy")
-def aten_narrow_copy(x, dim, start, length):
+def aten_narrow_copy(x: Array, dim: int, start: int, length: int) -> Array:
     """narrow_copy(Tensor self, int dim, SymInt start, SymInt length) -> Tensor"""
     if not x.ndim:
         raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
@@ -238,13 +240,13 @@ def aten_narrow_copy(x, dim, start, length):
     return _slice(x, dim, start, start + length)
 
 
-def _write_selected(base, value, dim, index):
+def _write_selected(base: Array, value: Array, dim: int, index: int) -> Array:
     at = (slice(None),) * (dim % base.ndim) + (index,)
     return base.at[at].set(value)
 
 
 @lowering("aten.select.int", "aten.select_copy.int", view_inverse=_write_selected)
-def aten_select(x, dim, index):
+def aten_select(x: Array, dim: int, index: int) -> Array:
     """select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)"""
     if not x.ndim:
         raise IndexError("select() cannot be applied to a 0-dim tensor.")
@@ -254,7 +256,7 @@ def aten_select(x, dim, index):
 
 
 @fused("dim", "index")
-def _select(x, dim, index):
+def _select(x: Array, dim: int, index: int) -> Array:
     return lax.squeeze(lax.slice_in_dim(x, index, index + 1, axis=dim), (dim,))
 
 
@@ -265,7 +267,7 @@ def select_index(shape: Sequence[int], dim: int, index: int) -> int:
     return int(index) % shape[dim]
 
 
-def _split(x, sizes: Sequence[int], dim: int) -> list[Any]:
+def _split(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
     # one primitive, whose transpose is one concatenation
     return [x] if len(sizes) == 1 else list(split(x, tuple(sizes), dim)) if sizes else []
 
@@ -285,7 +287,7 @@ def _slices_of_size(shape: Sequence[int], split_size: int, dim: int = 0) -> list
 
 
 @lowering("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor", view_parts=_slices_of_size)
-def aten_split(x, split_size, dim=0):
+def aten_split(x: Array, split_size: int, dim: int = 0) -> list[Array]:
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
     if not x.ndim:
         raise RuntimeError("split expects at least a 1-dimensional tensor")
@@ -300,7 +302,7 @@ _SPLITS = ("aten.split.sizes", "aten.split_with_sizes", "aten.split_with_sizes_c
 
 
 @lowering(*_SPLITS, view_parts=_slices_of_sizes)
-def aten_split_with_sizes(x, split_sizes, dim=0):
+def aten_split_with_sizes(x: Array, split_sizes: Sequence[int], dim: int = 0) -> list[Array]:
     """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
     dim = promotion.wrap_dim(dim, x.ndim)
     if min(split_sizes, default=0) < 0 or sum(split_sizes) != x.shape[dim]:
@@ -317,7 +319,7 @@ def _selects(shape: Sequence[int], dim: int = 0) -> list[Part]:
 
 
 @lowering("aten.unbind.int", "aten.unbind_copy.int", view_parts=_selects)
-def aten_unbind(x, dim=0):
+def aten_unbind(x: Array, dim: int = 0) -> list[Array]:
     """unbind.int(Tensor(a -> *) self, int dim=0) -> Tensor(a)[]"""
     if not x.ndim:
         raise IndexError("Dimension specified as 0 but tensor has no dimensions")
@@ -326,12 +328,12 @@ def aten_unbind(x, dim=0):
 
 
 @fused("dim")
-def _unbind(x, dim):
+def _unbind(x: Array, dim: int) -> list[Array]:
     return [lax.squeeze(part, (dim,)) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
 
 @lowering("aten.cat", "aten.concat", apart=("tensors",))
-def aten_cat(tensors, dim=0):
+def aten_cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     if not len(tensors):
         raise ValueError("torch.cat(): expected a non-empty list of Tensors")
@@ -348,7 +350,7 @@ def aten_cat(tensors, dim=0):
 
 
 @lowering("aten.stack", "aten._stack", apart=("tensors",))
-def aten_stack(tensors, dim=0):
+def aten_stack(tensors: Sequence[Array], dim: int = 0) -> Array:
     """stack(Tensor[] tensors, int dim=0) -> Tensor"""
     if not len(tensors):
         raise RuntimeError("stack expects a non-empty TensorList")
@@ -364,19 +366,19 @@ def aten_stack(tensors, dim=0):
 
 
 @fused("dim")
-def _stack(arrays, dim):
+def _stack(arrays: Sequence[Array], dim: int) -> Array:
     return lax.concatenate([lax.expand_dims(x, (dim,)) for x in arrays], dim)
 
 
 @lowering("aten.flip")
-def aten_flip(x, dims):
+def aten_flip(x: Array, dims: Sequence[int]) -> Array:
     """flip(Tensor self, int[] dims) -> Tensor"""
     dims = promotion.wrap_dims(dims, x.ndim) if len(dims) else ()
     return reverse(x, dims) if dims else x
 
 
 @lowering("aten.roll")
-def aten_roll(x, shifts, dims=()):
+def aten_roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
     """roll(Tensor self, SymInt[1] shifts, int[1] dims=[]) -> Tensor"""
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
@@ -392,7 +394,7 @@ def aten_roll(x, shifts, dims=()):
 
 
 @fused("shifts", "dims")
-def _roll(x, shifts, dims):
+def _roll(x: Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Array:
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
         parts = [lax.slice_in_dim(x, start, None, axis=dim), lax.slice_in_dim(x, 0, start, axis=dim)]
@@ -401,7 +403,7 @@ def _roll(x, shifts, dims):
 
 
 @lowering("aten.repeat")
-def aten_repeat(x, repeats):
+def aten_repeat(x: Array, repeats: Sequence[int]) -> Array:
     """repeat(Tensor self, SymInt[] repeats) -> Tensor"""
     if len(repeats) < x.ndim:
         raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor")
@@ -411,7 +413,7 @@ def aten_repeat(x, repeats):
 
 
 @fused("repeats")
-def _repeat(x, repeats):
+def _repeat(x: Array, repeats: tuple[int, ...]) -> Array:
     new = len(repeats) - x.ndim
     shape = (1,) * new + x.shape
     # a dimension of size one is repeated by broadcasting alone; another one takes a dimension of its own
@@ -433,7 +435,7 @@ def diagonal_size(m: int, n: int, offset: int) -> int:
 
 
 @lowering("aten.diagonal", "aten.diagonal_copy")
-def aten_diagonal(x, offset=0, dim1=0, dim2=1):
+def aten_diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
     """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
     dim1, dim2 = promotion.wrap_dim(dim1, x.ndim), promotion.wrap_dim(dim2, x.ndim)
     if dim1 == dim2:
@@ -442,7 +444,7 @@ def aten_diagonal(x, offset=0, dim1=0, dim2=1):
 
 
 @fused("offset", "dim1", "dim2")
-def _diagonal(x, offset, dim1, dim2):
+def _diagonal(x: Array, offset: int, dim1: int, dim2: int) -> Array:
     order = [d for d in range(x.ndim) if d not in (dim1, dim2)] + [dim1, dim2]
     m, n = x.shape[dim1], x.shape[dim2]
     x = lax.transpose(x, order)
@@ -456,7 +458,7 @@ def _diagonal(x, offset, dim1, dim2):
 
 
 @fused("m", "n", "offset")
-def place_diagonal(values, m: int, n: int, offset: int):
+def place_diagonal(values: Array, m: int, n: int, offset: int) -> Array:
     """An array [..., m, n] of zeros with values [..., k] on the last two dimensions' diagonal."""
     batch, size = values.shape[:-1], values.shape[-1]
     if not size:
@@ -468,7 +470,7 @@ def place_diagonal(values, m: int, n: int, offset: int):
 
 
 @lowering("aten.diag_embed")
-def aten_diag_embed(x, offset=0, dim1=-2, dim2=-1):
+def aten_diag_embed(x: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Array:
     """diag_embed(Tensor self, int offset=0, int dim1=-2, int dim2=-1) -> Tensor"""
     rank = x.ndim + 1
     dim1, dim2 = promotion.wrap_dim(dim1, rank), promotion.wrap_dim(dim2, rank)
@@ -479,7 +481,7 @@ def aten_diag_embed(x, offset=0, dim1=-2, dim2=-1):
     return _move_last(out, dim1, dim2)
 
 
-def _move_last(x, dim1: int, dim2: int):
+def _move_last(x: Array, dim1: int, dim2: int) -> Array:
     """The last two dimensions moved to positions dim1 and dim2."""
     order = list(range(x.ndim - 2))
     for dim, axis in sorted([(dim1, x.ndim - 2), (dim2, x.ndim - 1)]):
@@ -488,7 +490,7 @@ def _move_last(x, dim1: int, dim2: int):
 
 
 @lowering("aten.unfold", "aten.unfold_copy")
-def aten_unfold(x, dimension, size, step):
+def aten_unfold(x: Array, dimension: int, size: int, step: int) -> Array:
     """unfold(Tensor(a) self, int dimension, int size, int step) -> Tensor(a)"""
     dim = promotion.wrap_dim(dimension, x.ndim)
     if not x.ndim:
@@ -504,7 +506,7 @@ def aten_unfold(x, dimension, size, step):
 
 
 @fused("dim", "size", "step")
-def _unfold(x, dim, size, step):
+def _unfold(x: Array, dim: int, size: int, step: int) -> Array:
     n = x.shape[dim]
     count = (n - size) // step + 1
     if size == step:
@@ -518,12 +520,12 @@ def _unfold(x, dim, size, step):
     return jnp.moveaxis(jnp.take(x, index, axis=dim, mode="clip"), dim + 1, -1)
 
 
-def _unfold_error(dim: int, size: int, n: int):
+def _unfold_error(dim: int, size: int, n: int) -> NoReturn:
     raise RuntimeError(f"maximum size for tensor at dimension {dim} is {n} but size is {size}")
 
 
 @lowering("aten.as_strided", "aten.as_strided_copy")
-def aten_as_strided(x, size, stride, storage_offset=None):
+def aten_as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
     """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
     index = strided_index(x.size, size, stride, storage_offset)
     flat = lax.reshape(x, (x.size,))
@@ -550,29 +552,29 @@ def strided_index(numel: int, size: Sequence[int], stride: Sequence[int], offset
 
 
 @lowering("aten.alias", "aten.alias_copy", "aten.lift_fresh_copy", view_inverse=lambda base, value: value)
-def aten_alias(x):
+def aten_alias(x: Array) -> Array:
     """alias(Tensor(a) self) -> Tensor(a)"""
     return x
 
 
-def _write_as_real(base, value):
+def _write_as_real(base: Array, value: Array) -> Array:
     return lax.complex(value[..., 0], value[..., 1])
 
 
 @lowering("aten.view_as_real", "aten.view_as_real_copy", view_inverse=_write_as_real)
-def aten_view_as_real(x):
+def aten_view_as_real(x: Array) -> Array:
     """view_as_real(Tensor(a) self) -> Tensor(a)"""
     if not promotion.is_complex(x):
         raise RuntimeError("view_as_real is only supported for complex tensors")
     return aten_stack([lax.real(x), lax.imag(x)], x.ndim)
 
 
-def _write_as_complex(base, value):
+def _write_as_complex(base: Array, value: Array) -> Array:
     return jnp.stack([lax.real(value), lax.imag(value)], -1)
 
 
 @lowering("aten.view_as_complex", "aten.view_as_complex_copy", view_inverse=_write_as_complex)
-def aten_view_as_complex(x):
+def aten_view_as_complex(x: Array) -> Array:
     """view_as_complex(Tensor(a) self) -> Tensor(a)"""
     if x.dtype == np.float16:
         dtypes.to_jax(torch.complex32)  # raises: JAX has none

@@ -1,1 +1,1 @@
-"""What lowerings of every family are built of: PyTorch's type promotion, builders of element-wise operators."""
+"""Helpers for lowerings of every family: PyTorch's type promotion, builders of element-wise operators, checks of values."""

@@ -1,4 +1,4 @@
-"""What every element-wise lowering is built of: fused functions, shape alignment, and builders of one- and two-operand operators.
+"""Helpers of element-wise lowerings: fused functions, shape alignment, and builders of one- and two-operand operators.
 
 Measured on CPU: outside jit, a function of several primitives costs two to four times less as one ``jax.jit`` call, also under
 vmap and grad, because JAX caches its derivative; a single primitive is cheapest called bare.  ``inline=True`` keeps user programs flat.
@@ -28,7 +28,7 @@ def number(value: Any, dtype: np.dtype) -> Any:
     """A Python number as a scalar of that dtype; integers wrap around as a cast tensor does.  Arrays pass unchanged."""
     if is_array(value):
         return value
-    if hasattr(value, "as_array"):  # known only when the program runs
+    if hasattr(value, "as_array"):  # its value is known only when the program runs
         return value.as_array(dtype)
     dtype = np.dtype(dtype)
     if dtype in _FLOATS:
@@ -41,7 +41,7 @@ def number(value: Any, dtype: np.dtype) -> Any:
 
 
 def align(*arrays: Any) -> list[Array]:
-    """The arrays broadcast to their common shape (as lax wants its operands)."""
+    """The arrays broadcast to their common shape, which lax needs."""
     shape = np.broadcast_shapes(*(np.shape(a) for a in arrays))
     return [a if np.shape(a) == shape else expand(a, shape) for a in arrays]
 
@@ -58,7 +58,7 @@ def like(value: Any, x: Array) -> Array:
 
 
 def choose(mask: Array, a: Any, b: Array) -> Array:
-    """a where mask, else b; b is an array of mask's shape, a the same or a number."""
+    """a if mask is true, else b.  b has the shape of mask; a has it too, or is a number."""
     return lax.select_n(mask, b, a if np.shape(a) == b.shape and is_array(a) else like(a, b))
 
 
@@ -91,7 +91,7 @@ def unary(fn: Callable, wide: bool = False) -> Callable:
 
     Args:
         fn: function of one array.
-        wide: fn is several primitives; they are fused, and float16 and bfloat16 computed in float32 and rounded once.
+        wide: fn consists of several primitives; they are fused, and float16 and bfloat16 are computed in float32 and rounded once.
     """
 
     @fused
@@ -113,7 +113,7 @@ def binary(fn: Callable, floating: bool = False, boolean: bool = False, primitiv
         fn: function of two arrays of one dtype and one shape.
         floating: integers are promoted to the default float (true division, atan2 ...).
         boolean: fn returns bools; else its result has the operands' common dtype.
-        primitive: fn is one lax primitive, which broadcasts scalars itself, and is called bare where types and shapes allow.
+        primitive: fn is one lax primitive, which broadcasts scalars itself, and is called directly if types and shapes allow it.
         wide: half types are computed in float32.
     """
 

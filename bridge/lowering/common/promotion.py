@@ -18,7 +18,7 @@ _LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is an array operand (as against a Python number)."""
+    """Whether x is an array operand, not a Python number."""
     return hasattr(x, "dtype")
 
 
@@ -38,13 +38,13 @@ def default_complex() -> np.dtype:
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The dtype torch.result_type gives: arrays, 0-dim arrays and Python numbers, by class and kind; None is left out."""
+    """The dtype that torch.result_type gives for arrays, 0-dim arrays and Python numbers; None is ignored."""
     return dtypes.to_jax(dtypes.promoted(operands))
 
 
 def cast(x: Any, dtype: DTypeLike) -> Array:
-    """x as an array of that dtype; no-op where it has it.  A complex array cast to a real type keeps its real part."""
-    if not is_array(x):  # a number, or what stands for one that is known only when the program runs
+    """x as an array of that dtype, or x itself if it has the dtype.  A complex array cast to a real type keeps its real part."""
+    if not is_array(x):  # a number, or a stand-in for one that is known only when the program runs
         return x.as_array(dtype) if hasattr(x, "as_array") else jnp.asarray(x, dtype=dtype)
     if x.dtype == dtype:
         return x
@@ -56,9 +56,9 @@ def cast(x: Any, dtype: DTypeLike) -> Array:
 
 
 def _whole(x: Array, dtype: np.dtype) -> Array:
-    """Floats as integers: towards zero, and where they do not fit as PyTorch's on x86, by way of 32 (or 64) bits, the least for NaN."""
+    """Floats cast as in PyTorch on x86: towards zero; NaN and numbers beyond 32 (or 64) bits give the least integer; narrow dtypes wrap."""
     info = np.iinfo(np.int32 if dtype.itemsize < 4 else dtype)
-    wide = lax.convert_element_type(x, info.dtype)  # XLA's goes to the nearest instead, and NaN to 0
+    wide = lax.convert_element_type(x, info.dtype)  # XLA itself clips to the nearest integer, and makes NaN 0
     if info.min:
         bound = 2.0 ** (info.bits - 1)
         fits = lax.lt(x, lax.full_like(x, bound)) if bound <= float(jnp.finfo(x.dtype).max) else lax.lt(x, lax.full_like(x, np.inf))
@@ -73,19 +73,19 @@ def promote(*operands: Any) -> list[Array]:
 
 
 def promote_float(*operands: Any) -> list[Array]:
-    """Like promote, with integers and bools taken to the default float dtype (true division, sin, mean …)."""
+    """Like promote, but integers and bools become the default float dtype (true division, sin, mean …)."""
     dtype = float_dtype(result_dtype(*operands))
     return [None if x is None else cast(x, dtype) for x in operands]
 
 
 def float_dtype(dtype: np.dtype) -> np.dtype:
-    """dtype itself where it is floating or complex, else the default float dtype."""
+    """dtype itself if it is floating or complex, else the default float dtype."""
     dtype = np.dtype(dtype)
     return default_float() if is_integral(dtype) else dtype
 
 
 def opmath(dtype: np.dtype) -> np.dtype:
-    """The dtype PyTorch computes in internally: float32 for float16 and bfloat16, else the dtype itself."""
+    """The dtype that PyTorch computes in internally: float32 for float16 and bfloat16, else the dtype itself."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if dtype in _LOW else dtype
 
@@ -99,17 +99,17 @@ def real_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def is_floating(x: Array | np.dtype) -> bool:
-    """Real floating dtype (an array or a dtype)."""
+    """Whether an array or a dtype is real floating-point."""
     return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.FLOAT
 
 
 def is_complex(x: Array | np.dtype) -> bool:
-    """Complex dtype (an array or a dtype)."""
+    """Whether an array or a dtype is complex."""
     return _kind(np.dtype(getattr(x, "dtype", x))) == dtypes.COMPLEX
 
 
 def is_integral(x: Array | np.dtype) -> bool:
-    """Integer or bool dtype (an array or a dtype)."""
+    """Whether an array or a dtype is integer or bool."""
     return _kind(np.dtype(getattr(x, "dtype", x))) <= dtypes.INT
 
 
@@ -119,12 +119,12 @@ def jdtype(dtype: torch.dtype | None, default: DTypeLike) -> np.dtype:
 
 
 def concrete(x: Array) -> np.ndarray:
-    """The values of an array that are known now, derivatives dropped; raises JAX's concretization error under vmap or jit."""
+    """The values of an array, without derivatives; raises JAX's concretization error under vmap or jit."""
     return np.asarray(lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x)
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
-    """A dimension counted from the end made non-negative; IndexError as torch's where it is out of range."""
+    """A dimension made non-negative if it counts from the end; raises torch's IndexError if it is out of range."""
     low, high = -max(ndim, 1), max(ndim, 1) - 1
     if not low <= dim <= high:
         raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})")
@@ -151,6 +151,6 @@ def fused(*static: str) -> Callable[..., Any]:
 
 
 def require_inexact(x: Array, name: str) -> None:
-    """NotImplementedError, as from PyTorch, where an operator that needs floating or complex values gets integers."""
+    """Raise NotImplementedError, as PyTorch does, if an operator that needs floating or complex values gets integers."""
     if is_integral(x):
         raise NotImplementedError(f"{name}: not implemented for {dtypes.to_torch(x.dtype)}; expected a floating-point tensor")

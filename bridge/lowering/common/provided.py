@@ -1,4 +1,4 @@
-"""What lowerings need of the program that they are part of: checks of values, random keys, the precision of matrix products.
+"""Services of the traced program that lowerings use: checks of values, random keys, the precision of matrix products.
 
 The bridge puts its functions into ``PROVIDED`` when it is imported, so that lowerings know nothing of traces.
 """
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-#: "check", "next_key", "float32_precision" -> the bridge's function of that name
+#: "check", "next_key", "float32_precision" -> the bridge's function with that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Where whole numbers must lie (low <= x < high), and what is said of one that does not; error is formatted with it as {index}."""
+    """The allowed range of whole numbers (low <= x < high), and the error for a number outside; error is formatted with it as {index}."""
 
     low: int
     high: int
@@ -27,27 +27,27 @@ class Range:
     kind: type[Exception] = IndexError
 
     def judge(self, least: int, greatest: int) -> None:
-        """Raise for the outermost of the numbers between these two that lies outside."""
+        """Raise if the least or the greatest number is out of range; the error names it."""
         if greatest >= self.high or least < self.low:
             raise self.kind(self.error.format(index=int(greatest if greatest >= self.high else least)))
 
 
 def check(x: Array, where: Range) -> Array:
-    """x, an integer array; raises where.kind, now or when the program that computes it has run, if any of it lies outside of the range."""
+    """The integer array x; where.kind is raised, now or when the program that computes x has run, if an element is out of range."""
     return PROVIDED["check"](x, where)
 
 
 def refuse(bad: Array, error: str, kind: type[Exception] = RuntimeError) -> None:
-    """Raise kind(error), now or when the program that computes it has run, if any of a boolean array is true.
+    """Raise kind(error), now or when the program that computes it has run, if an element of a boolean array is true.
 
-    Of no effect inside of a function that is jitted by itself (``promotion.fused``): call it before.
+    It has no effect inside a function that is jitted by itself (``promotion.fused``): call it before that function.
     """
     if bad.size:
         check(lax.convert_element_type(bad, np.int32), Range(0, 1, error.replace("{", "{{").replace("}", "}}"), kind))
 
 
 def outside(x: Array, low: float, high: float) -> Array:
-    """Where real numbers are not within low <= x <= high, nor numbers at all; for ``refuse``."""
+    """A mask for ``refuse``: true if a real number is NaN or not within low <= x <= high."""
     return lax.bitwise_not((x >= low) & (x <= high))
 
 
@@ -57,5 +57,5 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
 
 
 def float32_precision() -> str:
-    """``torch.get_float32_matmul_precision()``, or the settings of CUDA and of the CPU where they differ."""
+    """``torch.get_float32_matmul_precision()``, or the settings of CUDA and of the CPU if they differ."""
     return PROVIDED["float32_precision"]()

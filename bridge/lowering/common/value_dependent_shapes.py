@@ -1,6 +1,6 @@
 """Operators whose results have a shape that depends on values, under a vmap that is not compiled: one lane after the other.
 
-torch.func does the same for repeat_interleave, bincount and argwhere: it loops over the lanes and stacks what has one shape.
+torch.func does the same for repeat_interleave, bincount and argwhere: it loops over the lanes and stacks results of one shape.
 """
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ batching.primitive_batchers[_by_lane_p] = _batch
 
 
 def by_lane(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering, without derivative, of arrays whose values it looks at: as it is where they are known, else lane by lane."""
+    """Make a lowering without derivative, which reads its arrays' values, run directly if they are known and lane by lane under vmap."""
 
     @functools.wraps(lower)
     def run(*args: Any, **kwargs: Any) -> Array | None:

@@ -94,7 +94,7 @@ def _div_floor(a: Array, b: Array) -> Array:
     if a.dtype.kind in "iub":
         quotient = lax.div(a, b)
         return lax.sub(quotient, lax.convert_element_type(_rounds_below(lax.rem(a, b), b), a.dtype))
-    # Python's floor division: the quotient less the remainder is whole but for rounding, also where a / b rounds up to an integer
+    # Python's floor division: (a - remainder) / b is whole except for rounding, also if a / b itself rounds up to an integer
     zero, one = number(0, a.dtype), number(1, a.dtype)
     ratio, remainder = lax.div(a, b), lax.rem(a, b)
     quotient = lax.div(lax.sub(a, remainder), b)
@@ -123,7 +123,7 @@ def _divide(a: Array, b: Array) -> Array:
 
 @functools.partial(_divide.defjvp, symbolic_zeros=True)
 def _divide_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """(da - (a/b) db) / b, where JAX's rule has a * b**-2, which overflows for small b (in float16 below 0.004)."""
+    """(da - (a/b) db) / b.  JAX's rule contains a * b**-2, which overflows for small b (in float16 below 0.004)."""
     quotient, (da, db) = _divide(*primals), tangents
     if isinstance(db, SymbolicZero):
         change = like(0, quotient) if isinstance(da, SymbolicZero) else da
@@ -194,7 +194,7 @@ def _int_pow(base: Array, exponent: Array) -> Array:
     one, zero = like(1, base), number(0, base.dtype)
     if base.dtype.kind == "i":
         odd = lax.bitwise_and(exponent, one)
-        unit = choose(lax.eq(odd, one), base, one)  # what 1 and -1 give
+        unit = choose(lax.eq(odd, one), base, one)  # the result for the bases 1 and -1
         is_unit = lax.eq(lax.abs(base), one)
         inverse = lax.select_n(is_unit, like(0, base), unit)
 
@@ -219,7 +219,7 @@ def _pow_by_base(x: Array, n: Array, y: Array) -> Array:
 
 
 def _pow_by_exponent(x: Array, n: Array, y: Array) -> Array:
-    """0 at 0 ** (exponent >= 0)."""
+    """The derivative with respect to the exponent; it is 0 at 0 ** (exponent >= 0)."""
     zero = number(0, x.dtype)
     flat = lax.bitwise_and(lax.eq(x, zero), lax.ge(lax.real(n), lax.real(zero)) if is_complex(n) else lax.ge(n, zero))
     return choose(flat, 0, lax.mul(y, lax.log(choose(flat, 1, x))))
@@ -235,7 +235,7 @@ def _pow(base: Array, exponent: Array) -> Array:
 
 
 aten_pow = lowering("aten.pow.Tensor_Tensor")(binary(_pow))
-# exponents for which there is something cheaper than pow
+# exponents that have a cheaper function than pow
 _POWERS: dict[float, Callable] = {
     -2.0: lambda x: lax.integer_pow(x, -2),
     -1.0: lax.reciprocal,
@@ -266,7 +266,7 @@ def aten_pow_scalar(self: Array, exponent: Any) -> Array:
 @functools.partial(fused, static_argnums=2)
 def _pow_number(x: Array, exponent: Any, known: float | None) -> Array:
     wide = cast(x, opmath(x.dtype))
-    # lax.pow's rule for a constant exponent is n * x**(n-1), as torch's
+    # lax.pow's rule for a constant exponent is torch's, n * x**(n-1)
     return cast(lax.pow(wide, exponent) if known is None else _POWERS[known](wide), x.dtype)
 
 
@@ -303,7 +303,7 @@ BOUNDS_ARE_OUTSIDE = torch.__version__ >= (2, 14)  # type: ignore[operator]  # t
 
 @functools.partial(fused, static_argnums=(3, 4, 5))
 def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan_bounds: bool, numbers: bool) -> Array:
-    """Selects, so that the derivative goes to what is selected; a NaN bound gives NaN."""
+    """Clamp by selection, so that the derivative goes to the selected operand; a NaN bound gives NaN."""
     tests = [(lax.lt, lax.gt if BOUNDS_ARE_OUTSIDE else lax.ge)] * (low is not None)
     tests += [(lax.gt, lax.lt if BOUNDS_ARE_OUTSIDE else lax.le)] * (high is not None)
     x, *bounds = align(*(cast(b, dtype) for b in (x, low, high) if b is not None))
@@ -321,12 +321,12 @@ def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan
     return x
 
 
-#: In torch 2.15 a number that no element can be beyond is no bound; before, numbers were converted to the tensor's dtype.
+#: From torch 2.15 on, a number beyond the dtype's range is no bound; before, it was converted to the tensor's dtype.
 BOUNDS_NEED_NOT_FIT = torch.__version__ >= (2, 15)  # type: ignore[operator]  # torch's own class compares with tuples
 
 
 def bound(value: Any, dtype: np.dtype, least: bool) -> Any:
-    """A bound of clamp as a scalar of a dtype: the least or the greatest that there is where it bounds nothing.  Arrays pass unchanged."""
+    """A bound of clamp as a scalar of a dtype; one that bounds nothing becomes the dtype's extreme.  Arrays pass unchanged."""
     if is_array(value) or dtype.kind not in "iu":
         return number(value, dtype)
     info = np.iinfo(dtype)
@@ -371,7 +371,7 @@ def aten_clamp_max(self: Array, max: Any) -> Array:
 
 # -- three operands ---------------------------------------------------------------------------------------------------
 def _ternary(fn: Callable) -> Callable:
-    """fn(a, b, c, number) of arrays of one dtype and shape, fused, with promotion and broadcasting; in float32 for half types."""
+    """A lowering from fn(a, b, c, number) of arrays of one dtype and shape, with promotion and broadcasting; half types in float32."""
 
     @functools.partial(fused, static_argnums=(4, 5))
     def mixed(a: Array, b: Array, c: Array, value: Array, work: np.dtype, dtype: np.dtype) -> Array:

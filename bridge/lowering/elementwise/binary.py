@@ -42,7 +42,7 @@ def _heaviside(x: Array, at_zero: Array) -> Array:
 def _logaddexp(a: Array, b: Array) -> Array:
     swap = lax.lt(lax.real(a), lax.real(b)) if is_complex(a) else lax.lt(a, b)
     low, high = lax.select_n(swap, b, a), lax.select_n(swap, a, b)
-    # two equal infinities have no difference
+    # the difference of two equal infinities is NaN
     infinite = lax.bitwise_and(lax.eq(low, high), isinf(low))
     gap = choose(infinite, 0, lax.sub(low, high))
     return lax.select_n(infinite, lax.add(high, lax.log1p(lax.exp(gap))), high)
@@ -58,7 +58,7 @@ def _logaddexp2(a: Array, b: Array) -> Array:
 
 @jax.custom_jvp
 def _nextafter(a: Array, b: Array) -> Array:
-    """By bit patterns, for XLA on CPU compares denormal numbers as zeros."""
+    """Computed on bit patterns, because XLA on CPU compares denormal numbers as zeros."""
     kind = np.dtype(f"int{a.dtype.itemsize * 8}")
     bits = [lax.bitcast_convert_type(x, kind) for x in (a, b)]
     none, one, sign, rest = (lax.full_like(bits[0], x) for x in (0, 1, np.iinfo(kind).min, np.iinfo(kind).max))

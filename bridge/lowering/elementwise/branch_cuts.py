@@ -1,4 +1,4 @@
-"""Complex functions along their branch cuts, where the sign of a zero says which side is meant; XLA does not look at it."""
+"""Complex functions on their branch cuts, where the sign of a zero selects the side; XLA ignores that sign."""
 from __future__ import annotations
 
 import math
@@ -13,15 +13,15 @@ from bridge.lowering.common.promotion import is_complex
 
 
 def _is_minus_zero(x: Array) -> Array:
-    """Where a real number is -0.0."""
+    """Whether each real number is -0.0."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return lax.eq(bits, lax.full_like(bits, np.iinfo(bits.dtype).min))
 
 
 def _mirrored(fn: Callable, part: Callable, mirror: Callable, slope: Callable | None = None) -> Callable:
-    """fn, which takes mirror out of itself: evaluated at the mirrored point, on the side XLA knows, where that part of x is -0.0.
+    """fn, which commutes with mirror: if that part of x is -0.0, it is evaluated at the mirrored point, on the side that XLA computes.
 
-    slope: its derivative at a complex x, where JAX's own is on the wrong side of a cut.
+    slope: its derivative at a complex x, if JAX's own is that of the wrong side of a cut.
     """
 
     def complex_function(x: Array) -> Array:
@@ -36,7 +36,7 @@ def _mirrored(fn: Callable, part: Callable, mirror: Callable, slope: Callable | 
 
 
 def _root(x: Array) -> Array:
-    """The square root of infinities, as C99's annex G has it: a real infinity beside NaN stays, an imaginary one wins."""
+    """The square root, at infinities as in annex G of C99: a real infinity beside NaN stays, an imaginary one makes the result infinite."""
     if not is_complex(x):
         return lax.sqrt(x)
     y, re, im = lax.sqrt(x), lax.real(x), lax.imag(x)
@@ -51,7 +51,7 @@ sqrt = _mirrored(_root, lax.imag, lax.conj)
 
 
 def _through_roots(re: Array, im: Array, flip: bool) -> Array:
-    """1 / (sqrt(1 - w) sqrt(1 + w)) for w = re + im i, or with w - 1; signs of zeros are kept, which complex sums lose."""
+    """1 / (sqrt(1 - w) sqrt(1 + w)) for w = re + im i, or with w - 1; it keeps the signs of zeros, which complex sums lose."""
     minus = lax.complex(re - 1, im) if flip else lax.complex(1 - re, lax.neg(im))
     return lax.reciprocal(lax.mul(sqrt(minus), sqrt(lax.complex(1 + re, im))))
 

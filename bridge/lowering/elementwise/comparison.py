@@ -21,7 +21,7 @@ for _name, (_fn, _presumed) in _COMPARISONS.items():
     lowering(f"aten.{_name}.Scalar", presumed=_presumed)(_compare)
 
 
-# -- logic: operands keep their own dtypes, only their truth counts ---------------------------------------------------
+# -- logic: operands keep their own dtypes; only their truth counts ---------------------------------------------------
 def _logical(fn: Callable) -> Callable:
     @fused
     def mixed(a: Array, b: Array) -> Array:

@@ -1,6 +1,6 @@
-"""exp, sin, cos, tan, sinh, cosh, tanh, atan, atanh and others of complex numbers by their two parts; of real ones they are JAX's.
+"""exp, sin, cos, tan, sinh, cosh, tanh, atan, atanh and others: complex numbers by their two parts, real numbers by JAX's functions.
 
-XLA's have 0.0 where C99 (annex G) and PyTorch have -0.0, and NaN in both parts at infinities where one of them has a value.
+XLA's complex functions give 0.0 where C99 (annex G) and PyTorch give -0.0, and at infinities NaN in both parts although one has a value.
 """
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def _zero(x: Array) -> Array:
 
 
 def _signed(zero: Array, factor: Array) -> Array:
-    """A zero times what is infinite or NaN, were it finite."""
+    """A zero times the sign of a factor that may be infinite; NaN counts as positive."""
     return lax.mul(zero, lax.select(lax.ne(factor, factor), lax.full_like(factor, 1), lax.sign(factor)))
 
 
 def _times(p: Array, q: Array) -> Array:
-    """p * q, a zero also where the other is infinite or NaN."""
+    """p * q, which is zero if one of them is, even if the other is infinite or NaN."""
     y = lax.select(lax.bitwise_and(_zero(q), lax.bitwise_not(lax.is_finite(p))), _signed(q, p), lax.mul(p, q))
     return lax.select(lax.bitwise_and(_zero(p), lax.bitwise_not(lax.is_finite(q))), _signed(p, q), y)
 
 
 def _led(p: Array, q: Array, argument: Array) -> Array:
-    """p * q, infinite where the argument of p is and q is not known."""
+    """p * q, or |p| if q is NaN and the argument of the function that gave p is infinite."""
     lost = lax.bitwise_and(lax.eq(lax.abs(argument), number(math.inf, p.dtype)), lax.ne(q, q))
     return lax.select(lost, lax.abs(p), _times(p, q))
 
 
 def _wound(size: Array, a: Array, angle: Array) -> tuple[Array, Array]:
-    """size (cos angle + i sin angle), where size is a power by a."""
-    lost = lax.bitwise_and(lax.is_finite(a), lax.bitwise_not(lax.is_finite(angle)))  # not to be taken for 0 where size is that small
+    """size (cos angle + i sin angle); size is a power with the exponent a."""
+    lost = lax.bitwise_and(lax.is_finite(a), lax.bitwise_not(lax.is_finite(angle)))  # stays NaN even if size is 0
     angle = choose(lost, math.nan, angle)
     size = choose(lost, 1, size)
     return _led(size, lax.cos(angle), a), _times(size, lax.sin(angle))
@@ -50,7 +50,7 @@ def _parts_of(x: Array) -> tuple[Array, Array]:
 
 
 def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
-    """parts of (real, imaginary) for complex arrays, real for real ones; and the first as what define_slopes takes."""
+    """A function that uses parts(real, imaginary) for complex arrays and real for real ones; and parts alone, for define_slopes."""
 
     @jax.custom_jvp
     def of_complex(x: Array) -> Array:
@@ -61,7 +61,7 @@ def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
 
 
 def _on_axes(function: Callable) -> Callable:
-    """XLA's, which maps either axis to itself, with the sign of the part that is zero there."""
+    """XLA's function, which maps both axes to themselves, with the sign of the part that is zero corrected."""
 
     def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
@@ -71,7 +71,7 @@ def _on_axes(function: Callable) -> Callable:
 
 
 def _in_quadrants(function: Callable) -> Callable:
-    """XLA's, whose parts have the signs of the argument's, zeros included: they say which side of a cut is meant."""
+    """XLA's function, with the signs of the argument's parts, zeros included: these signs select the side of a cut."""
 
     def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
@@ -109,7 +109,7 @@ define_slopes(_expm1, lambda x, y: _exp(x))
 
 
 def _power_of_two(a: Array) -> Array:
-    return lax.pow(number(2, a.dtype), a)  # to the last digit where a is whole, which lax.exp2 misses by 4e-6
+    return lax.pow(number(2, a.dtype), a)  # exact if a is whole; lax.exp2 is off by 4e-6
 
 
 def _exp2_parts(a: Array, b: Array) -> tuple[Array, Array]:

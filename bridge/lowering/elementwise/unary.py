@@ -1,7 +1,7 @@
 """Element-wise operators of one tensor: arithmetic, exponentials, trigonometry, rounding, sign, tests, and their backward formulas.
 
-Two operands are in arithmetic.py and comparison.py, copies and casts in copies.py, the parts of complex numbers in complex_parts.py, what
-exp, sin and their kin do with complex numbers in complex_trig.py, special functions in the folder special.
+Operators of two tensors are in arithmetic.py and comparison.py, copies and casts in copies.py, complex parts in complex_parts.py,
+exp, sin and their kin for complex numbers in complex_trig.py, special functions in the folder special.
 """
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _log_base(base: int) -> Callable:
 
     def log(x: Array) -> Array:
         y = lax.log(x)
-        if is_complex(x):  # part by part: an infinity times 0 is not a number
+        if is_complex(x):  # part by part, because an infinity times 0 is NaN
             return lax.complex(*(lax.mul(part(y), number(scale, part(y).dtype)) for part in (lax.real, lax.imag)))
         y = lax.mul(y, number(scale, x.dtype))
-        # log(8)/log(2) is one rounding off 3, and floor(log2(x)) is common: a result next to an integer is that integer
+        # log(8)/log(2) differs from 3 by one rounding, and floor(log2(x)) is common: a result next to an integer becomes that integer
         gap = lax.sub(lax.round(y), y)
         near = lax.le(lax.abs(gap), lax.mul(lax.abs(y), number(2 * float(np.finfo(x.dtype).eps), x.dtype)))
         return lax.add(y, lax.stop_gradient(choose(near, gap, like(0, y))))
@@ -44,7 +44,7 @@ def trunc(x: Array) -> Array:
 
 
 def sign(x: Array) -> Array:
-    """1, -1 or 0 by comparison: torch gives NaN the sign 0."""
+    """1, -1 or 0, by comparison, because torch gives NaN the sign 0."""
     if x.dtype == np.bool_:
         return x
     zero = number(0, x.dtype)
@@ -70,7 +70,7 @@ def signbit(x: Array) -> Array:
 
 @jax.custom_jvp
 def absolute(x: Array) -> Array:
-    """|x|, with derivative 0 at 0 (JAX has 1); infinite where one part is, whatever the other."""
+    """|x|, with derivative 0 at 0 (JAX has 1); infinite if one part of a complex number is, even if the other is NaN."""
     if not is_complex(x):
         return x if x.dtype.kind in "ub" else lax.abs(x)
     infinite = lax.bitwise_or(isinf(lax.real(x)), isinf(lax.imag(x)))
@@ -87,24 +87,24 @@ def _absolute_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 @jax.custom_jvp
 def _relu(x: Array) -> Array:
-    """-0.0 stays, as in PyTorch: no maximum."""
+    """relu by selection, not by a maximum, because PyTorch keeps -0.0."""
     return choose(lax.lt(x, number(0, x.dtype)), 0, x)
 
 
 @_relu.defjvp
 def _relu_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """0 at 0, and NaN passes with derivative 1: as torch's threshold_backward on the result."""
+    """0 at 0, and 1 at NaN, as in torch's threshold_backward of the result."""
     y = _relu(*primals)
     return y, choose(lax.le(y, number(0, y.dtype)), 0, tangents[0])
 
 
 def isnan(x: Array) -> Array:
-    """Where x is NaN; all False for integers."""
+    """Whether each element is NaN; False for integers."""
     return lax.broadcast(np.False_, x.shape) if x.dtype.kind in "iub" else lax.ne(x, x)
 
 
 def isinf(x: Array) -> Array:
-    """Where x is infinite, in either part of a complex number."""
+    """Whether each element is infinite, for complex numbers in either part."""
     if x.dtype.kind in "iub":
         return lax.broadcast(np.False_, x.shape)
     if is_complex(x):
@@ -125,7 +125,7 @@ def _equals(value: float) -> Callable:
 
 
 def _keep_ints(fn: Callable) -> Callable:
-    """fn on floating arrays; integers are their own result."""
+    """fn for floating arrays; integers are returned unchanged."""
     return lambda x: x if x.dtype.kind in "iub" else fn(x)
 
 
@@ -157,7 +157,7 @@ _FLOAT = {
     "tanh": complex_trig.tanh,
     "atan": complex_trig.atan,
 }
-# the same, computed in float32 for half types: XLA expands these in the type itself, roundings and all
+# the same, but half types are computed in float32, because XLA expands these functions into steps that each round
 _FLOAT_WIDE = {
     "acos": fused()(branch_cuts.acos),
     "acosh": fused()(branch_cuts.acosh),
@@ -246,19 +246,19 @@ def _frexp(x: Array) -> tuple[Array, Array]:
 
 
 def _parts(x: Array) -> tuple[Array, Array]:
-    """Mantissa and exponent by bit patterns, for XLA on CPU takes denormal numbers for zeros."""
+    """Mantissa and exponent from bit patterns, because XLA on CPU treats denormal numbers as zeros."""
     kept, size = jnp.finfo(x.dtype).nmant, x.dtype.itemsize * 8
     bias, kind = jnp.finfo(x.dtype).maxexp - 2, np.dtype(f"int{size}")
     bits = lax.bitcast_convert_type(x, kind)
     fraction = lax.bitwise_and(bits, like((1 << kept) - 1, bits))
     field = lax.bitwise_and(lax.shift_right_logical(bits, like(kept, bits)), like((1 << (size - 1 - kept)) - 1, bits))
-    # a denormal number has no leading one: it is shifted until it has
+    # a denormal number has no leading one, so it is shifted until it has one
     denormal, shift = lax.eq(field, like(0, bits)), lax.sub(lax.clz(fraction), like(size - 1 - kept, bits))
     shifted = lax.bitwise_and(lax.shift_left(fraction, shift), like((1 << kept) - 1, bits))
     exponent = lax.sub(lax.select_n(denormal, field, lax.sub(like(1, bits), shift)), like(bias, bits))
     sign = lax.bitwise_and(bits, like(np.iinfo(kind).min, bits))
     mantissa = lax.bitwise_or(lax.bitwise_or(sign, like(bias << kept, bits)), lax.select_n(denormal, fraction, shifted))
-    # a zero, what is infinite and what is NaN stay as they are
+    # zeros, infinities and NaN stay as they are
     itself = lax.bitwise_or(lax.eq(lax.bitwise_or(field, fraction), like(0, bits)), lax.eq(field, like((1 << (size - 1 - kept)) - 1, bits)))
     mantissa = lax.bitcast_convert_type(lax.select_n(itself, mantissa, bits), x.dtype)
     return mantissa, lax.convert_element_type(choose(itself, 0, exponent), np.int32)

@@ -23,12 +23,12 @@ def _rows(table_shape: tuple[int, ...], index: Array, mode: lax.GatherScatterMod
 
 
 def _spread(per_index: Array, rows: Array) -> Array:
-    """One number for each row, along the rows."""
+    """One number for each row, broadcast along the rows."""
     return lax.broadcast_in_dim(per_index, rows.shape, tuple(range(per_index.ndim)))
 
 
 def _without(rows: Array, index: Array, padding_idx: int) -> Array:
-    """The rows with those of the padding index zero."""
+    """The rows, with zeros for the padding index."""
     if padding_idx < 0:
         return rows
     return lax.select(_spread(lax.eq(index, lax.full_like(index, padding_idx)), rows), lax.full_like(rows, 0), rows)
@@ -36,7 +36,7 @@ def _without(rows: Array, index: Array, padding_idx: int) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _embed(weight: Array, index: Array, scale: Array | None, mode: lax.GatherScatterMode, padding_idx: int) -> Array:
-    """Rows of weight.  In reverse mode alone, as in PyTorch, the padding row gets nothing and each row is weighed by scale, if given."""
+    """Rows of weight.  In reverse mode only, as in PyTorch, the padding row gets no gradient, and scale, if given, weighs each row."""
     return _rows(weight.shape, index, mode).read(weight)
 
 
@@ -50,7 +50,7 @@ def _embed_jvp(
         weighed = cotangent if scale is None else cotangent * _spread(scale, cotangent)
         return _without(weighed, index, padding_idx)
 
-    # the identity with a transpose of its own, which is what a linear solve lets one say for every transform
+    # the identity with a transpose of its own; a linear solve can state that for every transform
     rows = _rows(weight.shape, index, mode).read(tangents[0])
     rows = lax.custom_linear_solve(lambda x: x, rows, lambda _, x: x, back)
     return _embed(weight, index, scale, mode, padding_idx), rows
@@ -69,7 +69,7 @@ def aten_embedding(weight: Array, indices: Array, padding_idx: int = -1, scale_g
 
 
 def _per_row(weight: Array, index: Array, mode: lax.GatherScatterMode) -> Array:
-    """One over how often each index occurs."""
+    """One over the number of times that each index occurs."""
     place = _rows(weight.shape[:1], index, mode)
     counts = place.write(lax.full(weight.shape[:1], 0, weight.dtype), lax.full(index.shape, 1, weight.dtype), add=True)
     return 1 / place.read(counts)
@@ -89,11 +89,11 @@ def aten_embedding_dense_backward(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _renorm(weight: Array, index: Array, mode: lax.GatherScatterMode, max_norm: float, norm_type: float) -> Array:
-    """The rows named by index brought to at most max_norm; to a derivative it is the identity, as PyTorch does it in no_grad."""
+    """The rows at index scaled to a norm of at most max_norm; its derivative is the identity's, because PyTorch scales under no_grad."""
     place = _rows(weight.shape, index, mode)
     rows = place.read(weight)
     norm = jnp.linalg.norm(rows, norm_type, axis=1, keepdims=True)
-    # equal rows get equal values, so it does not matter which of several writes to one row wins
+    # several writes to one row write the same values, so their order does not matter
     return place.write(weight, promotion.cast(jnp.where(norm > max_norm, rows * (max_norm / (norm + 1e-7)), rows), weight.dtype))
 
 
@@ -141,7 +141,7 @@ def aten__embedding_bag(
     bags, count = offsets.size - bool(include_last_offset), indices.size
     bag = _bag_of(indices, offsets[:bags])
     kept = lax.ne(index, lax.full_like(index, padding_idx)) if padding_idx >= 0 else lax.full(index.shape, True, np.bool_)
-    # what is padding goes to a bag past the last one, which is dropped
+    # padding goes to a bag past the last one, which is dropped
     target = lax.select(kept, lax.convert_element_type(bag, np.int64), lax.full((count,), bags, np.int64))
     place = _rows((bags, weight.shape[1]), target, CHECKED)
     size = _rows((bags,), target, CHECKED).write(lax.full((bags,), 0, np.int64), lax.full((count,), 1, np.int64), add=True)
@@ -161,14 +161,14 @@ def aten__embedding_bag(
 
 
 def _bag_of(indices: Array, offsets: Array) -> Array:
-    """The bag of each index: the last one that starts no later."""
+    """The bag of each index: the last bag that does not start after it."""
     at = lax.iota(np.int64, indices.size)
     bag = jnp.searchsorted(lax.convert_element_type(offsets, np.int64), at, side="right") - 1
     return promotion.cast(bag, promotion.result_dtype(indices, offsets))
 
 
 def _largest(weight: Array, rows: Array, index: Array, target: Array, place: Place, bags: int) -> tuple[Array, ...]:
-    """The largest entries of each bag, column by column, and the row of weight that each came from (the first, where they tie)."""
+    """The largest entries of each bag, column by column, and the row of weight that each came from (the first one if they tie)."""
     fixed = lax.stop_gradient(rows)
     lowest = lax.full((bags, weight.shape[1]), -np.inf, weight.dtype)
     numbers, start = lax.ScatterDimensionNumbers((1,), (0,), (0,)), lax.reshape(target, (*target.shape, 1))
@@ -193,7 +193,7 @@ def aten__embedding_bag_backward(
     scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Array | None, padding_idx: int = -1,
 ) -> Array:  # fmt: skip
     """_embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, ..., int padding_idx=-1) -> Tensor"""
-    if indices.size and not offset2bag.size:  # PyTorch's kernel leaves it out where its own forward did not need it
+    if indices.size and not offset2bag.size:  # PyTorch's kernel leaves it out if its own forward did not need it
         offset2bag = _bag_of(indices, offsets[: grad.shape[0]])
     return aten__embedding_bag_dense_backward(
         grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx

@@ -1,7 +1,7 @@
 """x[indices] and x[indices] = values with tensors, index_select and its kin, take and put.  Each is one gather or scatter.
 
-Indices are checked, and raise IndexError as in PyTorch: now where they are known, else when the program has run (common/provided.py says
-how).  Where nobody looks (inside of a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write there is
+Indices are checked and raise IndexError as in PyTorch: now if they are known, else when the program has run (see common/provided.py).
+If nothing checks them (inside a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write out of range is
 dropped.  gather and scatter along a dim live in scattering.py, embedding tables in embedding.py.
 """
 from __future__ import annotations
@@ -26,14 +26,14 @@ SAFE, CHECKED = lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.F
 
 
 def known(x: Array) -> np.ndarray | None:
-    """The values of an array where they can be known now, else None (under vmap and jit)."""
+    """The values of an array if they are known now, else None (under vmap and jit)."""
     try:
         return promotion.concrete(x)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return None
 
 
-#: messages of PyTorch's, formatted with the culprit
+#: PyTorch's messages, formatted with the offending index
 OUT_OF_RANGE = "index out of range in self"
 OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {size}"
 
@@ -41,9 +41,9 @@ OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {s
 def in_range(
     index: Array, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False
 ) -> tuple[Array, lax.GatherScatterMode]:
-    """An index into n places, checked, with its gather mode.  wrap: negative ones count from the end.
+    """Check an index into n places; returns it with its gather mode.  wrap: negative indices count from the end.
 
-    error is formatted with {index}, the culprit, {dim} and {size}.
+    error is formatted with {index}, the offending one, {dim} and {size}.
     """
     if not index.size:
         return index, SAFE
@@ -63,14 +63,14 @@ def _from_end(index: Array, n: int) -> Array:
 
 
 class Place:
-    """Where an advanced index reads and writes: dims of an array of that shape taken by indices of one shape, the rest kept whole."""
+    """The elements that an advanced index reads or writes: indices of one shape select along dims, all other dimensions are kept whole."""
 
     def __init__(
         self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool = False
     ) -> None:
         self.dims, self.indices = tuple(dims), tuple(indices)
         self.mode = SAFE if all(m is SAFE for m in modes) else CHECKED
-        # the indices' dimensions come where the first indexed one was, or in front where the indexed ones are not adjacent
+        # the indices' dimensions take the place of the first indexed one, or come first if the indexed ones are not adjacent
         batch = self.indices[0].shape
         self.at = 0 if front else self.dims[0]
         rest = [n for d, n in enumerate(shape) if d not in self.dims]
@@ -82,14 +82,14 @@ class Place:
         return _read(x, self.indices, dims=self.dims, at=self.at, mode=self.mode)
 
     def write(self, x: Array, values: Array, *, add: bool = False) -> Array:
-        """x with values (of the result's shape) put, or added, there."""
+        """x with values, which have the shape of the read result, written or added there."""
         if not math.prod(self.result):
             return x
         return _write(x, self.indices, values, dims=self.dims, at=self.at, mode=self.mode, add=add)
 
 
 def _start(indices: Sequence[Array], at: int, rank: int) -> tuple[Array, tuple[int, ...]]:
-    """The indices as one array of index vectors, and the dimensions of the result that are not theirs."""
+    """The indices as one array of index vectors, and the dimensions of the result that come from x."""
     batch = indices[0].shape
     columns = [lax.reshape(i, (*batch, 1)) for i in indices]
     start = columns[0] if len(columns) == 1 else lax.concatenate(columns, len(batch))
@@ -112,8 +112,8 @@ def _write(
     if add:
         # a sum of bools is their disjunction
         return (lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)(x, start, values, numbers, mode=mode)
-    # PyTorch leaves open which of several writes to one place wins, and its gradient gives each the whole cotangent:
-    # that is JAX's rule for unique indices
+    # if several writes go to one place, PyTorch does not define which one stays, and its gradient gives each the whole cotangent,
+    # which is JAX's rule for unique indices
     return lax.scatter(x, start, values, numbers, mode=mode, unique_indices=True)
 
 
@@ -152,7 +152,7 @@ def _check_mask(shape: Sequence[int], mask: Array, at: int) -> None:
 
 
 def _place(x: Array, indices: Sequence[Any]) -> Place | None:
-    """The place of a list of indices, None for the dimensions kept whole; None where all are."""
+    """The place of a list of indices, which has None for dimensions that are kept whole; None if all are."""
     indices = _expand_masks(x.shape, indices)
     dims = [d for d, i in enumerate(indices) if i is not None]
     if not dims:
@@ -208,7 +208,7 @@ def _fit(values: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _put_masked(x: Array, at: int, mask: Array, values: Array, accumulate: bool) -> Array | None:
-    """x[:, mask] = values with no shape that depends on the mask; None where values must be counted and the mask is known."""
+    """x[:, mask] = values without a shape that depends on the mask; None if values must be counted and the mask is known."""
     _check_mask(x.shape, mask, at)
     last = at + mask.ndim
     tail = x.ndim - last
@@ -220,7 +220,7 @@ def _put_masked(x: Array, at: int, mask: Array, values: Array, accumulate: bool)
     if count != 1:
         values = _fit(values, (*x.shape[:at], count, *x.shape[last:]))
     else:
-        # the one value, or row of values, lies along the mask's dimensions
+        # a single value, or row of values, is broadcast along the mask's dimensions
         lead = values.shape[: max(values.ndim - tail - 1, 0)]
         ones = (1,) * mask.ndim if values.ndim > tail else ()
         values = _fit(lax.reshape(values, (*lead, *ones, *values.shape[values.ndim - min(tail, values.ndim) :])), x.shape)
@@ -240,7 +240,7 @@ def _choose(x: Array, mask: Array, values: Array, at: int, count: int, accumulat
 
 
 def mask_rank(mask: Array) -> Array:
-    """For each element of a mask, flattened, how many true ones precede it (at least 0)."""
+    """For each element of a flattened mask, the number of true elements before it."""
     flat = lax.convert_element_type(lax.reshape(mask, (mask.size,)), np.int32)
     return lax.max(lax.cumsum(flat) - np.int32(1), np.int32(0))
 
@@ -272,7 +272,7 @@ def _check_source(name: str, x: Array, dim: int, index: Array, source: Array) ->
 
 
 def index_write(name: str, x: Array, dim: int, index: Array, source: Array, *, add: bool) -> Array:
-    """x with the slices of source put, or added, at index along dim."""
+    """x with the slices of source written, or added, at index along dim."""
     dim = promotion.wrap_dim(dim, x.ndim)
     index, base = _flat_index(index), _as_vector(x)
     _check_source(name, x, dim, index, source)
@@ -307,7 +307,7 @@ def aten_index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
 
 @fused("dim", "mode")
 def _fill_at(x: Array, index: Array, value: Array, dim: int, mode: lax.GatherScatterMode) -> Array:
-    # by way of a mask, so that an index given twice counts once in value's gradient
+    # through a mask, so that an index that occurs twice counts once in the gradient of value
     hit = lax.full((x.shape[dim],), False, np.bool_)
     place = Place(hit.shape, (0,), (index,), (mode,))
     hit = place.write(hit, lax.full(place.result, True, np.bool_))

@@ -1,4 +1,4 @@
-"""Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes depend on the data."""
+"""Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes depend on values."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def aten_nonzero(x: Array) -> Array:
 @by_lane
 def aten_argwhere(x: Array) -> Array:
     """argwhere(Tensor self) -> Tensor"""
-    return aten_nonzero(x)  # which torch.func.vmap refuses, and this not
+    return aten_nonzero(x)  # torch.func.vmap refuses nonzero, but not this operator
 
 
 @lowering("aten.nonzero_numpy", "aten.where")

@@ -45,14 +45,14 @@ def _check_index(name: str, shape: Sequence[int], dim: int, index: Array, src_sh
 
 
 def _corner(x: Array, shape: Sequence[int], but: int = -1) -> Array:
-    """The first elements of x along each dimension but one, as many as shape has."""
+    """The first elements of x along each dimension except one, as many as shape has."""
     limit = [n if d == but else s for d, (n, s) in enumerate(zip(x.shape, shape, strict=True))]
     return x if tuple(limit) == x.shape else lax.slice(x, [0] * x.ndim, limit)
 
 
 @fused("dim", "mode")
 def _read(x: Array, dim: int, index: Array, mode: lax.GatherScatterMode) -> Array:
-    """x where index says along dim, and at the element's own place along the others."""
+    """The elements of x at index along dim, and at their own places along the other dimensions."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(), collapsed_slice_dims=(dim,), start_index_map=(dim,), operand_batching_dims=rest, start_indices_batching_dims=rest
@@ -66,7 +66,7 @@ def _write(
     x: Array, dim: int, index: Array, values: Array, mode: lax.GatherScatterMode, scatter: Callable[..., Any] = lax.scatter,
     unique: bool = False,
 ) -> Array:  # fmt: skip
-    """x with values written (or added, …) where index says along dim."""
+    """x with values written (or added, …) at index along dim."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     start = lax.reshape(index, (*index.shape, 1))
     if all(x.shape[d] == index.shape[d] for d in rest):
@@ -116,7 +116,7 @@ def _scatter(name: str, x: Array, dim: int, index: Array, src: Any, operation: C
 
 
 def _put(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode) -> Array:
-    # which of several writes to one place wins is open, and each gets the whole cotangent: JAX's rule for unique indices
+    # if several writes go to one place, any may stay and each gets the whole cotangent, which is JAX's rule for unique indices
     return _write(x, dim, index, src, mode, unique=True)
 
 
@@ -213,7 +213,7 @@ def _mean(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterM
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _prod(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
-    """x times all the src that go to its place; the derivative is exact where factors are zero."""
+    """x times all elements of src that go to its place; the derivative is exact if factors are zero."""
     scatter = lax.scatter_mul if x.dtype != np.bool_ else lax.scatter_min
     return _write(x, dim, index, src, mode, scatter)
 
@@ -227,7 +227,7 @@ def _prod_jvp(
     out = _prod(x, index, src, dim, mode, how)
     one, zero = lax.full_like(x, 1), lax.full_like(src, 0)
     without_x = _prod(one, index, src, dim, mode, how)
-    # the product of the others: with one zero here it is the product where that factor is left out, with more it is zero
+    # the product of the other factors: if one factor is zero, it is the product without that one; if more are, it is zero
     is_zero = lax.eq(src, zero)
     zeros = _add(lax.full_like(x, 0, np.int32), dim, index, promotion.cast(is_zero, np.int32), mode)
     single = lax.bitwise_and(is_zero, lax.eq(_read(zeros, dim, index, mode), np.int32(1)))
@@ -239,7 +239,7 @@ def _prod_jvp(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _extremum(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
-    """The largest (smallest) of x and all the src that go to its place; ties share the derivative."""
+    """The largest (smallest) of x and all elements of src that go to its place; ties share the derivative."""
     return _write(x, dim, index, src, mode, lax.scatter_max if how == "amax" else lax.scatter_min)
 
 
@@ -323,7 +323,7 @@ def aten_as_strided_scatter(x: Array, src: Array, size: Sequence[int], stride: S
 
 @jax.custom_jvp
 def _overwrite_places(flat: Array, src: Array, index: Array) -> Array:
-    """flat with src at the places of index.  In reverse mode alone, as in PyTorch, flat's gradient is that of what was overwritten."""
+    """flat with src written at index.  In reverse mode only, as in PyTorch, flat's gradient is that of the overwritten elements."""
     return _put(flat, 0, index, src, SAFE)
 
 
@@ -331,7 +331,7 @@ def _overwrite_places(flat: Array, src: Array, index: Array) -> Array:
 def _overwrite_places_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (flat, src, index), (dflat, dsrc, _) = primals, tangents
     hit = jnp.zeros(flat.shape, np.bool_).at[index].set(True)
-    # keeping what is not overwritten, with a transpose of its own: a linear solve lets one say that for every transform
+    # keeps the rest, with a transpose of its own; a linear solve can state that for every transform
     keep, back = (lambda _, x: lax.select(hit, jnp.zeros_like(x), x)), (lambda _, g: lax.select(hit, g, jnp.zeros_like(g)))
     kept = lax.custom_linear_solve(lambda x: x, dflat, keep, back)
     return _put(flat, 0, index, src, SAFE), kept + _put(jnp.zeros_like(flat), 0, index, dsrc, SAFE)

@@ -1,6 +1,6 @@
 """segment_reduce: sums, means, extrema and products over consecutive segments of one dimension, by lengths or by offsets.
 
-Lengths and offsets may be traced; they are checked where their values are known, and otherwise taken to be right.
+Lengths and offsets may be traced; they are checked if their values are known, and otherwise assumed to be valid.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, w
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
 
-#: what a segment begins with where no initial value is given
+#: the initial value of a segment if none is given
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -np.inf, "amax": -np.inf, "min": np.inf, "amin": np.inf}
 
 
@@ -76,7 +76,7 @@ def _reduce(data: Array, given: Array, by_offsets: bool, reduce: str, axis: int,
     wide = opmath(data.dtype)
     x = cast(data, wide).reshape(outer, n, inner)
     place = jnp.arange(n, dtype=np.int64)
-    # each element's segment; what lies before the first and after the last belongs to one more, which is dropped
+    # the segment of each element; elements before the first and after the last segment go to one more, which is dropped
     segment = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(ends) if count else jnp.zeros((outer, n), np.int64)
     segment = jnp.where(place < first, count, segment)
     x = jnp.where((segment < count)[..., None], x, jnp.asarray(_NEUTRAL[reduce], wide))
@@ -98,7 +98,7 @@ def _sums(x: Array, segment: Array, count: int) -> Array:
 
 
 def _products(x: Array, segment: Array, ends: Array) -> Array:
-    """By a running product that starts anew with each segment, so that its derivative divides by nothing."""
+    """The products, by a running product that starts anew with each segment, so that the derivative contains no division."""
     if not x.shape[1]:
         return jnp.ones((x.shape[0], ends.shape[1], x.shape[2]), x.dtype)
     anew = jnp.diff(segment, axis=1, prepend=-1)[..., None] != 0
@@ -112,7 +112,7 @@ def _products(x: Array, segment: Array, ends: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _extrema(x: Array, segment: Array, begin: Array, count: int, largest: bool) -> Array:
-    """The largest (smallest) of each segment and begin; the equal elements share the derivative, and begin has no share."""
+    """The largest (smallest) of each segment and begin; equal elements share the derivative, and begin gets none of it."""
     scan, pair = (jax.ops.segment_max, jnp.maximum) if largest else (jax.ops.segment_min, jnp.minimum)
     return pair(jax.vmap(lambda x, s: scan(x, s, count + 1))(x, segment)[:, :count], begin)
 

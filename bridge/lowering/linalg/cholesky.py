@@ -1,6 +1,6 @@
-"""The Cholesky factorization, solves and inverses by its factors.
+"""The Cholesky factorization, and solves and inverses with its factors.
 
-Each factorization here and beside is one jitted function, so that eager use costs one dispatch, around a custom_jvp that states PyTorch's
+Each factorization in this folder is one jitted function, so that it costs one dispatch outside jit, around a custom_jvp with PyTorch's
 derivative.
 """
 from __future__ import annotations
@@ -17,16 +17,16 @@ from bridge.lowering.registry import lowering
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _cholesky(upper: bool, of_gradient: bool, A: Array) -> Array:
-    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other one is not read.
+    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other triangle is not read.
 
-    PyTorch's forward mode reads a triangle of the tangent, and its gradient is Hermitian: the two are no transposes.
-    of_gradient: forward mode is the transpose of the gradient, for the operator that has a gradient alone.
+    PyTorch's forward mode reads one triangle of the tangent, and its gradient is Hermitian: neither is the other's transpose.
+    of_gradient: forward mode is the transpose of the gradient, for the operator that has only a gradient.
     """
     return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
 def _mirrored(x: Array) -> Array:
-    """The Hermitian part of a lower triangle; what is imaginary on the diagonal stays, as in PyTorch."""
+    """The Hermitian part of a lower triangle; the imaginary part of the diagonal stays, as in PyTorch."""
     below = jnp.tril(x, -1)
     return (below + mH(below)) / 2 + jnp.eye(x.shape[-1], dtype=x.dtype) * x
 
@@ -50,11 +50,11 @@ def _cholesky_jvp(upper: bool, of_gradient: bool, primals: tuple[Array, ...], ta
 def _failed_minor(A: Array, L: Array) -> Array:
     """LAPACK's info: 0, or the order of the first leading minor of A that is not positive definite, by bisection.
 
-    The loop does nothing where no factorization failed, which holds under vmap too.
+    The loop does nothing if no factorization failed, also under vmap.
     """
     n = A.shape[-1]
     good = jnp.isfinite(diagonal(L).real).all(-1)
-    low, high = jnp.where(good, n, 0), jnp.full(good.shape, n)  # the minor of order low is definite, that of order high is not
+    low, high = jnp.where(good, n, 0), jnp.full(good.shape, n)  # the minor of order low is definite, the minor of order high is not
     eye, index = jnp.eye(n, dtype=A.dtype), jnp.arange(n)
 
     def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -104,7 +104,7 @@ _cholesky_solve = jax.custom_jvp(_two_triangles)
 
 @_cholesky_solve.defjvp
 def _cholesky_solve_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    # as PyTorch has it, L is a whole matrix here: A = L L^H moves with both of its triangles
+    # PyTorch treats L as a full matrix here: A = L L^H depends on both triangles
     (L, B), (dL, dB) = primals, tangents
     X = _cholesky_solve(L, B)
     dA_half = matmul(dL, mH(L))

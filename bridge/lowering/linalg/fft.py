@@ -14,7 +14,7 @@ from bridge.lowering.common.promotion import cast, default_float, is_complex, jd
 from bridge.lowering.registry import lowering
 
 _NONE, _BY_ROOT_N, _BY_N = range(3)
-_MAX_RANK = 3  # lax.fft transforms at most so many dimensions at once
+_MAX_RANK = 3  # the largest number of dimensions that lax.fft transforms at once
 
 
 def _complex_dtype(dtype: np.dtype) -> np.dtype:
@@ -34,7 +34,7 @@ def _scaled(x: Array, n: int, normalization: int, native: bool) -> Array:
 
 
 def _on_last(x: Array, dims: tuple[int, ...], transform: Callable[..., Any]) -> Array:
-    """transform applied to x with dims moved to the end, in their order, and moved back."""
+    """transform of x with dims moved to the end, in their order; the result has them moved back."""
     last = tuple(range(x.ndim - len(dims), x.ndim))
     if dims == last:
         return transform(x)
@@ -98,7 +98,7 @@ def aten_fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_s
 
 
 def _padded(x: Array, size: int) -> Array:
-    """x with zeros after its last dimension up to size."""
+    """x with zeros appended to its last dimension, up to size."""
     if x.shape[-1] == size:
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1], 0)])

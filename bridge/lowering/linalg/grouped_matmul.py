@@ -1,7 +1,7 @@
 """Grouped matrix products: each group of rows, columns or terms of a sum has a matrix of its own (mixtures of experts).
 
-``jax.lax.ragged_dot`` has no batching rule for most combinations of operands, nor all derivatives; here every group is a dense product in
-which what belongs to other groups is zero, which is what XLA makes of ragged_dot on CPUs too.
+``jax.lax.ragged_dot`` has no batching rule for most combinations of operands, and lacks derivatives.  Here every group is a dense product
+in which the elements of other groups are zero, as in XLA's own ragged_dot on CPUs.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def aten__grouped_mm(
 ) -> Array:
     """_grouped_mm(Tensor self, Tensor mat2, Tensor? offs=None, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor
 
-    offs[g] is where group g ends.  What lies behind the last group is zero; in PyTorch it is undefined."""
+    Group g ends at offs[g].  Elements after the last group are zero; in PyTorch they are undefined."""
     _refuse(x, mat2, offs, bias, out_dtype)
     return _product(x, mat2, offs, precision(x.dtype))
 
@@ -71,6 +71,6 @@ def _product(x: Array, y: Array, offs: Array | None, precise: lax.Precision | No
     if x.ndim == y.ndim == 2:  # the terms of the sum are grouped
         return cast(each(jnp.where(columns, x, 0), jnp.where(rows, y, 0)), x.dtype)
     kept = rows if x.ndim == 2 else columns
-    # operands and results are both masked, so that a NaN stays in its group, in derivatives too
+    # operands and results are both masked, so that a NaN stays in its group, also in derivatives
     out = each(jnp.where(kept, x, 0), y) if x.ndim == 2 else each(x, jnp.where(kept, y, 0))
     return cast(jnp.sum(jnp.where(kept, out, 0), 0), x.dtype)

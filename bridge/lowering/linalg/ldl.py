@@ -16,7 +16,7 @@ from bridge.lowering.registry import lowering
 
 
 def _routine(stem: str, dtype: np.dtype, hermitian: bool) -> Callable[..., Any]:
-    """LAPACK's hetrf or sytrf (trs), of the precision of dtype."""
+    """LAPACK's hetrf or sytrf (stem trf), hetrs or sytrs (stem trs), in the precision of dtype."""
     kind = "he" if hermitian and np.issubdtype(dtype, np.complexfloating) else "sy"
     return get_lapack_funcs(kind + stem, dtype=dtype)
 

@@ -1,6 +1,6 @@
 """Linear algebra on LU factors: solve, inverse, determinants, lu_factor, lu_solve and triangular solves.
 
-A matrix is factored once: derivatives of every order are stated on (A, its factors as constants), so they reuse the factors.
+A matrix is factored once: derivatives of every order take A and its factors as constants, so they reuse the factors.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge.lowering.registry import lowering
 
 
 def _zero_pivot(lu: Array) -> Array:
-    """LAPACK's info: the 1-based place of the first zero on the diagonal, or 0."""
+    """LAPACK's info: the 1-based index of the first zero on the diagonal, or 0."""
     zero = diagonal(lu) == 0
     if not zero.shape[-1]:
         return jnp.zeros(zero.shape[:-1], jnp.int32)
@@ -33,7 +33,7 @@ def _factors(A: Array) -> tuple[Array, ...]:
 
 
 def _lu_solve(lu: Array, permutation: Array, B: Array, left: bool = True, adjoint: bool = False) -> Array:
-    """X with M X = B, M = P L U given by its factors; M^H in the place of M if adjoint; X M = B if not left."""
+    """Solve M X = B, or X M = B if not left, with M = P L U given by its factors; adjoint: with M^H instead of M."""
     if not left:
         return mH(_lu_solve(lu, permutation, mH(B), adjoint=not adjoint))
     lu, B = broadcast_batch(lu, B)
@@ -48,7 +48,7 @@ def _lu_solve(lu: Array, permutation: Array, B: Array, left: bool = True, adjoin
 
 
 def _solve(A: Array, lu: Array, permutation: Array, B: Array, left: bool = True) -> Array:
-    """A^-1 B, or B A^-1 if not left, by the factors of A, which are taken for constants; differentiable to any order in A and B."""
+    """A^-1 B, or B A^-1 if not left, by the factors of A, which count as constants; differentiable to any order in A and B."""
 
     def solve(_: Callable[..., Any], b: Array) -> Array:
         return _lu_solve(lu, permutation, b, left)
@@ -109,7 +109,7 @@ def aten_linalg_inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, 
 
 
 def _parity(permutation: Array, dtype: np.dtype) -> Array:
-    """Sign of each permutation, as the determinant of its matrix: -1 for each inversion."""
+    """The sign of each permutation, which is the determinant of its matrix."""
     later = jnp.triu(jnp.ones((permutation.shape[-1],) * 2, bool), 1)
     inversions = (later & (permutation[..., :, None] > permutation[..., None, :])).sum((-2, -1))
     return jnp.where(inversions % 2 == 0, 1, -1).astype(dtype)
@@ -134,7 +134,7 @@ def _det_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[A
 
 
 def _as_factored(A: Array, contiguous: bool) -> Array:
-    """The matrix, A or A^T, whose factors PyTorch's own backward of a determinant reads when it runs inside a trace."""
+    """A or A^T: PyTorch's own backward of a determinant, if it runs inside a trace, reads the factors of this one."""
     return mT(A) if contiguous and not jnp.iscomplexobj(A) else A
 
 
@@ -270,7 +270,7 @@ def _triangular_solve(upper: bool, transpose: bool, unit: bool, A: Array, B: Arr
 def _triangular_solve_jvp(
     upper: bool, transpose: bool, unit: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    # as PyTorch has it for this older function, a tangent of A is taken to be triangular
+    # for this older function PyTorch treats a tangent of A as triangular
     (A, B), (dA, dB) = primals, tangents
     X = _triangular_solve(upper, transpose, unit, A, B)
     dA = with_cotangent(dA, lambda ct: jnp.triu(ct, int(unit)) if upper else jnp.tril(ct, -int(unit)))

@@ -23,14 +23,14 @@ _BMM = (((2,), (1,)), ((0,), (0,)))
 _SUM_BMM = (((0, 2), (0, 1)), ((), ()))
 _DOT = (((0,), (0,)), ((), ()))
 
-# "highest" asks for true float32 products: TF32 on a GPU and bfloat16 passes on a TPU are what the other two allow
+# "highest" requires true float32 products; the other two allow TF32 on a GPU and bfloat16 passes on a TPU
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
-_OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU have the precision of float32 whatever they are asked
+_OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU always have the precision of float32
 _SINGLE = (jnp.dtype("float32"), jnp.dtype("complex64"))
 
 
 def precision(dtype: np.dtype) -> lax.Precision | None:
-    """The lax precision of a product of that dtype, by torch.set_float32_matmul_precision, or the setting for CUDA, as it stands now."""
+    """The lax precision of a product of that dtype, from the current torch.set_float32_matmul_precision or the setting for CUDA."""
     if dtype not in _SINGLE:
         return None
     found = float32_precision()
@@ -38,9 +38,9 @@ def precision(dtype: np.dtype) -> lax.Precision | None:
 
 
 def _product(a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], out_dtype: DTypeLike | None = None) -> Array:
-    """dot_general with torch's checks; the caller puts a TypeError in torch's own words.
+    """dot_general with checks; the caller replaces a TypeError by torch's own error.
 
-    float16 and bfloat16 products are summed in float32 by XLA without being asked.
+    XLA sums float16 and bfloat16 products in float32 by default.
     """
     if a.dtype != b.dtype:
         raise TypeError(f"expected both operands of the product to have the same dtype, but got {a.dtype} and {b.dtype}")
@@ -50,7 +50,7 @@ def _product(a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int
 
 
 def _added(self: Array, a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], beta: Any, alpha: Any) -> Array:
-    """beta * self + alpha * (a @ b), for half types in float32 and rounded once, as PyTorch's kernels do."""
+    """beta * self + alpha * (a @ b); half types are computed in float32 and rounded once, as in PyTorch's kernels."""
     wide = opmath(a.dtype)
     if wide == a.dtype:
         return _combine(self, _product(a, b, dims, ndims), beta, alpha)
@@ -60,9 +60,9 @@ def _added(self: Array, a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims
 
 
 def _combine(self: Array, product: Array, beta: Any, alpha: Any) -> Array:
-    """beta * self + alpha * product; self is not read (its NaNs do not spread) where beta is 0.
+    """beta * self + alpha * product; if beta is 0, self is not read, so its NaNs do not spread.
 
-    Of whole numbers beta and alpha are, cut off as in PyTorch.
+    For integer arrays beta and alpha are truncated to integers, as in PyTorch.
     """
     if product.dtype.kind in "iu":
         beta, alpha = int(beta), int(alpha)
@@ -85,7 +85,7 @@ def _combine(self: Array, product: Array, beta: Any, alpha: Any) -> Array:
 
 
 def _addmm(self: Array | None, mat1: Array, mat2: Array, beta: Any = 1, alpha: Any = 1) -> Array:
-    """mat1 @ mat2 (+ self).  One row is a vector: what vmap makes of it then has no axis of size 1 for XLA to loop over."""
+    """mat1 @ mat2 (+ self).  A single row becomes a vector, so that its vmap has no axis of size 1 for XLA to loop over."""
     if mat1.ndim == 2 and mat1.shape[0] == 1 and (self is None or self.ndim == 1):
         product = _product(lax.reshape(mat1, mat1.shape[1:]), mat2, _DOT, (1, 2))
         return lax.expand_dims(product if self is None else _combine(self, product, beta, alpha), (0,))

@@ -1,4 +1,4 @@
-"""What the factorizations share: checks of matrices, error reports, transposes and the like; and the matrix exponential."""
+"""Helpers of the factorizations: checks of matrices, error reports, transposes; and the matrix exponential."""
 from __future__ import annotations
 
 import functools
@@ -14,14 +14,14 @@ from bridge.lowering.common.promotion import cast, concrete, opmath
 from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
 
-#: derivatives and solves never run in TF32, whatever torch.set_float32_matmul_precision says of mm
+#: derivatives and solves never run in TF32, whatever torch.set_float32_matmul_precision is
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 _NUMERIC = ("float32", "float64", "complex64", "complex128")
 
 
 def check_matrix(x: Array, name: str, square: bool = False) -> None:
-    """Raise as torch.linalg does unless x is a batch of (square) matrices of a dtype that LAPACK knows."""
+    """Raise torch.linalg's error unless x is a batch of (square) matrices of a dtype that LAPACK knows."""
     if str(x.dtype) not in _NUMERIC:
         low = str(x.dtype) in ("float16", "bfloat16")
         expected = "Low precision dtypes not supported." if low else "Expected a floating point or complex tensor as input."
@@ -61,9 +61,9 @@ def broadcast_batch(*xs: Any) -> list[Array]:
 
 
 def with_cotangent(x: Array, change: Callable[..., Any]) -> Array:
-    """x, whose cotangent passes through change.  For the arguments that PyTorch takes to be Hermitian or triangular: a tangent
-    of theirs is used as it comes, and a gradient of theirs is projected.  A linear solve is the one public primitive of JAX
-    that takes a transpose of its own and can be batched; here it solves x = x."""
+    """x, with change applied to its cotangent: for arguments that PyTorch treats as Hermitian or triangular, whose tangents it uses
+    unchanged and whose gradients it projects.  A linear solve is the only public primitive of JAX that takes a transpose of its
+    own and can be batched; here it solves x = x."""
     return lax.custom_linear_solve(lambda y: y, x, solve=lambda _, b: b, transpose_solve=lambda _, ct: change(ct))
 
 
@@ -72,7 +72,7 @@ def hermitian_part(x: Array) -> Array:
     return (x + mH(x)) / 2
 
 
-# as in PyTorch, the reason is chosen by what the name of the function contains; the first match counts
+# as in PyTorch, the name of the function selects the reason; the first entry that it contains counts
 _REASONS = {
     "inv": "The diagonal element {0} is zero, the inversion could not be completed because the input matrix is singular.",
     "solve": "The solver failed because the input matrix is singular.",
@@ -87,7 +87,7 @@ _REASONS = {
 
 
 def report(info: Array, name: str, is_matrix: bool) -> None:
-    """Raise LinAlgError where info, now or when the program has run, holds the code of a failure."""
+    """Raise LinAlgError, now or when the program has run, if info holds the code of a failure."""
     reason = next(text for key, text in _REASONS.items() if key in name)
     try:
         values = concrete(info).reshape(-1)
@@ -111,6 +111,6 @@ def aten_linalg_check_errors(info: Array, api_name: str, *, is_matrix: bool) -> 
 @lowering("aten.linalg_matrix_exp")
 def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
-    matrix = cast(self, opmath(self.dtype))  # the one linear algebra operator that takes half types
+    matrix = cast(self, opmath(self.dtype))  # the only linear algebra operator that takes half types
     check_matrix(matrix, "linalg.matrix_exp", square=True)
     return cast(jax.scipy.linalg.expm(matrix), self.dtype)

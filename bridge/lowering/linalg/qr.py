@@ -24,7 +24,7 @@ def _qr_jvp(full: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...])
         raise RuntimeError("The QR decomposition is not differentiable when mode='complete' and nrows > ncols")
     Q, R = _qr(full, A)
     k = min(m, n)
-    # Q^H dQ is skew; below the diagonal it is that of Q^H dA R^-1, for R's square part
+    # Q^H dQ is skew; below the diagonal it equals Q^H dA R^-1, with R's square part
     moved = lax.linalg.triangular_solve(R[..., :k], dA[..., :k])
     turned = matmul(mH(Q), moved)
     below = jnp.tril(turned, -1)
@@ -56,7 +56,7 @@ def aten_geqrf(self: Array) -> tuple[Array, Array]:
 
 
 def _reflected(left: bool, adjoint: bool, a: Array, tau: Array, C: Array) -> Array:
-    """Q C (or C Q if not left), with Q = H_1 ... H_k or its adjoint, one reflector H = I - tau v v^H at a time."""
+    """Q C (or C Q if not left), with Q = H_1 ... H_k or its adjoint, applying one reflector H = I - tau v v^H at a time."""
     m, k = a.shape[-2], tau.shape[-1]
     if not left:
         return mH(_reflected(True, not adjoint, a, tau, mH(C)))

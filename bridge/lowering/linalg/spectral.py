@@ -1,6 +1,6 @@
-"""Linear algebra on spectral factors: eigh, eig, svd, and the pseudo-inverse and least squares that stand on them.
+"""Linear algebra on spectral factors: eigh, eig, svd, and the pseudo-inverse and least squares that use them.
 
-Derivatives are PyTorch's: those of vectors hold for distinct values, and for losses that do not see their free phase
+Derivatives are PyTorch's: those of the vectors are valid for distinct values and for losses that do not depend on the vectors' phase
 (https://people.maths.ox.ac.uk/gilesm/files/NA-08-01.pdf).
 """
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _eig_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[t
     L, V = _eig(*primals)
     turned = jnp.linalg.solve(V, matmul(tangents[0].astype(V.dtype), V))
     dV = matmul(V, _off_diagonal_ratio(turned, _gaps(L)))
-    along = (jnp.conj(V) * dV).sum(-2, keepdims=True).real  # the vectors keep their unit length
+    along = (jnp.conj(V) * dV).sum(-2, keepdims=True).real  # the vectors keep unit length
     return (L, V), (diagonal(turned), dV - V * along.astype(V.dtype))
 
 
@@ -238,7 +238,7 @@ def _pinv(hermitian: bool, A: Array, atol: Array, rtol: Array) -> tuple[Array, .
 
 @_pinv.defjvp
 def _pinv_jvp(hermitian: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-    # Golub and Pereyra (1973); regular however near two singular values come
+    # Golub and Pereyra (1973); finite even if two singular values are close
     A, dA = primals[0], tangents[0]
     P, rank, S = _pinv(hermitian, *primals)
     first = matmul(mH(matmul(P, dA)), P)
@@ -286,7 +286,7 @@ def aten_linalg_lstsq(self: Array, b: Array, rcond: float | None = None, *, driv
 
 
 def _all_full(rank: Array, n: int) -> bool:
-    """Whether every matrix has full rank, which decides if residuals have a shape; taken for granted where it is not known."""
+    """Whether every matrix has full rank, which decides whether there are residuals; assumed if the ranks are not known."""
     try:
         return bool((concrete(rank) == n).all())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):

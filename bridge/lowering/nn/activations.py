@@ -1,6 +1,6 @@
 """Activation functions and softmaxes.
 
-Each is written so that JAX's derivative is PyTorch's: the branch PyTorch takes at a kink, and no NaN from the branch not taken.
+Each is written so that JAX's derivative is PyTorch's: it has PyTorch's value at a kink, and no NaN from the branch that is not taken.
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def aten_mish(x: Array) -> Array:
 @_widened
 def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Array:
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
-    # exponentials of large positive inputs overflow, and their derivative with them: keep them out of the branch
+    # the exponential of a large positive input overflows, and so does its derivative: replace such inputs first
     below = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale) * (alpha * scale)
     return jnp.where(x > 0, x * scale, below)
 
@@ -133,7 +133,7 @@ def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
         raise RuntimeError("cannot do hardtanh on an unsigned type with negative limits")
     low, high = bound(min_val, x.dtype, True), bound(max_val, x.dtype, False)
     held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))  # at the bounds x itself: -0.0 stays
-    return jnp.where((x <= low) | (x >= high), held, x)  # constant there: the gradient is 0
+    return jnp.where((x <= low) | (x >= high), held, x)  # constant outside, so the gradient is 0
 
 
 @lowering("aten.relu6")
@@ -202,7 +202,7 @@ def aten_glu(x: Array, dim: int = -1) -> Array:
 
 
 # -- softmaxes --------------------------------------------------------------------------------------------------------
-# Derivatives are written from the output, so that one array is kept for the backward pass instead of three.
+# Derivatives are computed from the output, so that the backward pass keeps one array instead of three.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -214,7 +214,7 @@ def softmax(x: Array, axis: int) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def safe_softmax(x: Array, axis: int) -> Array:
-    """Softmax where a slice that is all -inf gives zeros, not NaN."""
+    """Softmax that gives zeros, not NaN, for a slice of nothing but -inf."""
     top = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
     e = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
     total = jnp.sum(e, axis, keepdims=True)
@@ -246,7 +246,7 @@ def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array,
 
 
 def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: np.dtype) -> Array:
-    """fn along dim in PyTorch's internal dtype, given as dtype; a 0-dim array counts as one element."""
+    """fn along dim, computed in PyTorch's internal dtype and returned as dtype; a 0-dim array counts as one element."""
     require_inexact(x, fn.__name__)
     dim = wrap_dim(dim, x.ndim)
     wide = cast(x, opmath(x.dtype))

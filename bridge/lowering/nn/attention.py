@@ -55,7 +55,7 @@ def _attention(
 
 
 def _mean(weights: Array, v: Array, dtype: np.dtype, precise: lax.Precision | None) -> Array:
-    """The rows of v by their weights, both read as that dtype and summed in that of the weights."""
+    """weights @ v; both are rounded to that dtype, and sums have the dtype of the weights."""
     return lax.dot_general(cast(weights, dtype), cast(v, dtype), (((3,), (2,)), ((0, 1), (0, 1))), precise, weights.dtype)
 
 
@@ -63,8 +63,8 @@ def _mean(weights: Array, v: Array, dtype: np.dtype, precise: lax.Precision | No
 def _weighed(scores: Array, v: Array, precise: lax.Precision | None) -> Array:
     """softmax(scores) @ v.
 
-    The derivative to the scores is taken from the output, as PyTorch's kernel does.  Of halves nothing in it is rounded before the
-    difference is taken: of two nearly equal numbers little would be left.
+    The derivative with respect to the scores uses the output, as in PyTorch's kernel.  With half types nothing in it is rounded before the
+    difference is taken, because the difference of two nearly equal rounded numbers has few digits.
     """
     return _mean(safe_softmax(scores, 3), v, v.dtype, precise)
 

@@ -84,7 +84,7 @@ def aten_convolution(
         y = conv("y", grouped, kernels, Geometry(size, kernel, out, stride, padding, dilation), precision(x.dtype), wide=True)
     y = y.reshape(y.shape[1], groups * y.shape[3], *y.shape[4:])
     if bias is not None:
-        y = y + cast(bias, y.dtype).reshape(-1, *(1,) * n)  # half types wide, so that this is rounded once and the bias's gradient too
+        y = y + cast(bias, y.dtype).reshape(-1, *(1,) * n)  # half types are wide, so that the sum and the bias's gradient round once
     return cast(y, x.dtype)
 
 

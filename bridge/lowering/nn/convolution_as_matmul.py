@@ -1,4 +1,4 @@
-"""Convolution by patches that lie side by side (stride = kernel, no padding): one matrix product over images cut into patches.
+"""Convolution with windows side by side (stride = kernel, no padding): one matrix product over images cut into patches.
 
 The axes are those of ``convolution_primitive``: x (B, N, G, C, *image), w (B, G, O, C, *kernel), y (B, N, G, O, *out).
 """
@@ -18,7 +18,7 @@ _BATCH = ((0, 1), (0, 1))
 
 
 def side_by_side(geometry: Geometry) -> bool:
-    """Whether each element of the image is read by one window at most, and by one with more than itself."""
+    """Whether at most one window reads each element of the image, and windows have more than one element."""
     whole = geometry.stride == geometry.kernel and set(geometry.dilation) == {1} and set(geometry.padding) == {0}
     return whole and math.prod(geometry.kernel) > 1
 
@@ -51,7 +51,7 @@ def _rows_of_out(y: Array) -> Array:
 
 
 def _rows_of_image(x: Array, geometry: Geometry) -> Array:
-    """(B, N, G, C, *image) -> (B, G, N * out, C * taps); what no window reads is left out."""
+    """(B, N, G, C, *image) -> (B, G, N * out, C * taps); elements that no window reads are left out."""
     lead, dims = x.shape[:4], range(len(geometry.image))
     for i in dims:
         x = lax.slice_in_dim(x, 0, geometry.out[i] * geometry.kernel[i], 1, 4 + i)

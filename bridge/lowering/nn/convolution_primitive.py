@@ -6,10 +6,10 @@ With x the image, w the kernel and y the output, ``y = conv(x, w)`` is bilinear,
     x: (B, N, G, C, *image)      w: (B, G, O, C, *kernel)      y: (B, N, G, O, *out)
 
 B counts kernels (vmap over parameters, or over the gradients of single samples), N images, G groups.  vmap of any face merges the
-new axis into one of these, so that it never becomes a convolution with B groups, which XLA runs very slowly on CPU.  There each face
-is a matrix product with the shifted images ("taps"), a few images at a time so that they stay in cache; elsewhere it is XLA's own.
+new axis into one of these, so that it never becomes a convolution with B groups, which XLA runs very slowly on CPU.  On the CPU each
+face is a matrix product with the shifted images ("taps"), a few images at a time so that they stay in cache; elsewhere it is XLA's own.
 
-A face may be asked for in PyTorch's internal dtype (``wide``): a half result that is added to others is then rounded once, after that.
+A face may return PyTorch's internal dtype (``wide``): a half result that is added to others is then rounded once, after the sum.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bridge.lowering.nn.convolution_geometry import Geometry
 _CACHE_BYTES = 1 << 20
 
 
-# face: its operands and result, and the axes of theirs that take a batch when only the left, or only the right, is batched
+# face: its operands and result, and the axes that take the batch if only the left, or only the right, operand is batched
 _FACES = {"y": ("x", "w", "N", "O"), "x": ("y", "w", "N", "C"), "w": ("x", "y", "C", "O")}
 _AXES = {"x": "BNGC", "w": "BGOC", "y": "BNGO"}
 
@@ -41,7 +41,7 @@ def conv(face: str, left: Array, right: Array, geometry: Geometry, precision: la
     if 0 in left.shape or 0 in right.shape:
         return jnp.zeros(_shape(face, left.shape, right.shape, geometry), opmath(left.dtype) if wide else left.dtype)
     wide = wide and opmath(left.dtype) != left.dtype
-    if not (_unsharded(left) and _unsharded(right)):  # XLA's own operator knows how to type these
+    if not (_unsharded(left) and _unsharded(right)):  # XLA's own operator has sharding rules
         return _native(left, right, face=face, geometry=geometry, precision=precision, wide=wide)
     return _conv_p.bind(left, right, face=face, geometry=geometry, precision=precision, wide=wide)
 
@@ -60,7 +60,7 @@ def _shape(face: str, left: tuple[int, ...], right: tuple[int, ...], geometry: G
 
 # -- as XLA's convolution ---------------------------------------------------------------------------------------------
 def _native(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Array:
-    if wide:  # half kernels are the fast ones: their result, rounded
+    if wide:  # XLA's half kernels are fast, so their rounded result is used
         narrow = _native(left, right, face=face, geometry=geometry, precision=precision, wide=False)
         return narrow.astype(opmath(left.dtype))
     if face == "y":
@@ -89,7 +89,7 @@ def _native_forward(x: Array, w: Array, geometry: Geometry, precision: lax.Preci
 def spread(x: Array, at: int, geometry: Geometry, first: int = 0) -> Array:
     """The elements that each window of an image reads: (..., *image) -> (..., *kernel, ..., *out), the kernel's axes put in at ``at``.
 
-    One dimension after the other, from the last to ``first``; with padding in those only.
+    It goes from the last dimension to ``first``, and pads these only.
     """
     n = len(geometry.image)
     for i in reversed(range(first, n)):
@@ -137,7 +137,7 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def _inward(x: Array) -> Array:
-    """(n, G, C, ...) -> (G, C, n, ...).  A reshape where n is 1, for XLA may copy what a transpose leaves in place."""
+    """(n, G, C, ...) -> (G, C, n, ...).  If n is 1, a reshape, because XLA may copy for a transpose."""
     return x.reshape(*x.shape[1:3], 1, *x.shape[3:]) if x.shape[0] == 1 else jnp.moveaxis(x, 0, 2)
 
 
@@ -149,7 +149,7 @@ def _outward(x: Array) -> Array:
 def _columns(x: Array, geometry: Geometry) -> list[Array]:
     """Images (n, G, C, *image) as a matrix (G, taps * C, n * out), in one piece or one for each row of the kernel.
 
-    Pieces need one pass less over the columns, and as many more over the product: they pay where they are deep.
+    Pieces need one pass less over the columns, but one more over the product for each piece: they are faster if they are deep.
     """
     x = _inward(x)
     g, c, n = x.shape[:3]
@@ -174,19 +174,19 @@ def _kernel_to_rows(w: Array) -> Array:
 
 
 def _divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most that (at least 1)."""
+    """The largest divisor of n that is not above most (at least 1)."""
     return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
 
 
 def _loop(fn: Callable[..., Array], *operands: Array) -> Array:
-    """fn of the leading elements one after the other; axes of size 1 stay outside, for XLA copies what has any into a loop."""
+    """fn of the leading elements, one after the other; axes of size 1 stay outside, because XLA copies arrays with them into a loop."""
     shapes = [a.shape[1:] for a in operands]
     lean = tuple(a.reshape(len(a), *(n for n in a.shape[1:] if n != 1)) for a in operands)
     return lax.map(lambda args: fn(*(a.reshape(shape) for a, shape in zip(args, shapes, strict=True))), lean)
 
 
 def _mapped(fn: Callable[..., Array], chunk: int, *operands: Array) -> Array:
-    """fn of so many leading elements at a time, the results put together."""
+    """fn of chunk leading elements at a time; the results are concatenated."""
     n = operands[0].shape[0]
     if chunk == n:
         return fn(*operands)
@@ -237,7 +237,7 @@ def _product_w(x: Array, y: Array, geometry: Geometry, chunk: int) -> Array:
 
 
 def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Array:
-    """One channel in and one out in each group: no matrices here, but element-wise products with the shifted images."""
+    """A face with one channel in and out in each group: element-wise products with the shifted images, not matrix products."""
     wide, n = opmath(left.dtype), len(geometry.image)
     left, right = left.astype(wide), right.astype(wide)
     if face == "w":  # (B, N, G, 1, *kernel, *out) with (B, N, G, 1, *out)
@@ -251,7 +251,7 @@ def _depthwise(face: str, left: Array, right: Array, geometry: Geometry) -> Arra
 
 
 def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Array:
-    if wide:  # XLA on CPU computes half products in float32 in any case
+    if wide:  # XLA on CPU always computes half products in float32
         left, right = left.astype(opmath(left.dtype)), right.astype(opmath(right.dtype))
     names = _FACES[face]
     sizes = dict(zip(_AXES[names[0]], left.shape, strict=False)) | dict(zip(_AXES[names[1]], right.shape, strict=False))
@@ -259,7 +259,7 @@ def _by_products(left: Array, right: Array, *, face: str, geometry: Geometry, pr
         return _depthwise(face, left, right, geometry).astype(left.dtype)
     if side_by_side(geometry):
         return by_patches(face, left, right, geometry)
-    # as many images at a time as keep their columns in cache; then as many kernels
+    # as many images, and then as many kernels, at a time as fit their columns in cache
     columns = sizes["G"] * sizes["C"] * math.prod(geometry.kernel) * math.prod(geometry.out) * left.dtype.itemsize
     images = _divisor(sizes["N"], _CACHE_BYTES // columns)
     kernels = _divisor(sizes["B"], _CACHE_BYTES // (columns * sizes["N"]))
@@ -304,7 +304,7 @@ ad.defbilinear(_conv_p, _transpose_left, _transpose_right)
 
 
 def _merge(x: Array, dim: int, at: int) -> Array:
-    """Batch axis dim of x merged into the axis at that place (counted without it)."""
+    """x with its batch axis dim merged into the axis ``at`` (counted without the batch axis)."""
     x = jnp.moveaxis(x, dim, at)
     return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
 

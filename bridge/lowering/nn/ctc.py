@@ -1,6 +1,6 @@
 """Connectionist temporal classification (https://www.cs.toronto.edu/~graves/icml_2006.pdf), with PyTorch's gradient.
 
-PyTorch's derivative takes the log probabilities to come out of a log_softmax: probability less posterior, not minus the posterior.
+PyTorch's derivative assumes that the log probabilities come from a log_softmax: it is probability less posterior, not minus the posterior.
 """
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.registry import lowering
 
-_NEVER = -1e30  # log of zero, but finite: the derivative of logaddexp at -inf is not a number
+_NEVER = -1e30  # log of zero, but finite, because the derivative of logaddexp at -inf is NaN
 
 
 class _Paths(NamedTuple):
-    """What a path may look like: labels (N, 2 S + 1) with blanks between them, their log probabilities (T, N, 2 S + 1), where one
-    may be left out, and each place's number."""
+    """The possible paths: labels (N, 2 S + 1) with blanks between them, their log probabilities (T, N, 2 S + 1), the labels that a
+    path may skip to, and the number of each place."""
 
     labels: Array
     emitted: Array
@@ -35,14 +35,14 @@ def _states(log_probs: Array, labels: Array, blank: int) -> _Paths:
     with_blanks = jnp.full((batch, 2 * labels.shape[1] + 1), blank, labels.dtype).at[:, 1::2].set(labels)
     at = jnp.clip(with_blanks, 0, log_probs.shape[2] - 1)
     emitted = jnp.take_along_axis(log_probs, jnp.broadcast_to(at, (steps, *at.shape)), 2)
-    # a path may go from one label to the next over the blank between them, unless they are the same
+    # a path may skip the blank between two labels, unless they are equal
     place = jnp.arange(at.shape[1])
     earlier = jnp.pad(with_blanks, ((0, 0), (2, 0)), constant_values=blank)[:, : at.shape[1]]
     return _Paths(at, jnp.maximum(emitted, _NEVER), (place % 2 == 1) & (place > 1) & (with_blanks != earlier), place)
 
 
 def _log_sum_exp(*terms: Array) -> Array:
-    """Of two or three terms, in the order in which PyTorch's kernel adds and so with its rounding."""
+    """The log-sum-exp of two or three terms, added in the order of PyTorch's kernel and so with its rounding."""
     most = lax.stop_gradient(functools.reduce(jnp.maximum, terms))
     return jnp.log(sum(jnp.exp(t - most) for t in terms)) + most
 
@@ -70,7 +70,7 @@ def _forward(paths: _Paths, input_lengths: Array, target_lengths: Array) -> tupl
 
 
 def _backward(paths: _Paths, input_lengths: Array, target_lengths: Array) -> Array:
-    """The log backward variables (T, N, 2 S + 1): of a path's rest from each step and place on, both counted in."""
+    """The log backward variables (T, N, 2 S + 1) of the rest of a path from each step and place on, inclusive."""
     _, emitted, skips, place = paths
     skipped = jnp.pad(skips[:, 2:], ((0, 0), (0, 2)))[:, : skips.shape[1]]
     ends = (place == 2 * target_lengths[:, None]) | (place == 2 * target_lengths[:, None] - 1)
@@ -93,7 +93,7 @@ def _backward(paths: _Paths, input_lengths: Array, target_lengths: Array) -> Arr
 def _loss(
     log_probs: Array, labels: Array, input_lengths: Array, target_lengths: Array, blank: int, zero_infinity: bool
 ) -> tuple[Array, Array]:
-    """Losses (N,), infinite where no path fits, whose derivative is then 0 if zero_infinity; and forward variables (N, T, 2 S + 1)."""
+    """Losses (N,), infinite if no path fits (their derivative is then 0 with zero_infinity), and forward variables (N, T, 2 S + 1)."""
     loss, alpha = _forward(_states(log_probs, labels, blank), input_lengths, target_lengths)
     impossible = loss > -_NEVER / 2
     return jnp.where(impossible, jnp.inf, loss), jnp.swapaxes(jnp.where(alpha < _NEVER / 2, -jnp.inf, alpha), 0, 1)
@@ -105,7 +105,7 @@ def _loss_jvp(blank: int, zero_infinity: bool, primals: tuple, tangents: tuple) 
     loss, alpha = _loss(*primals, blank, zero_infinity)
     paths = _states(log_probs, labels, blank)
     raw, ahead = _forward(paths, *lengths)
-    through = jnp.exp(ahead + _backward(paths, *lengths) + raw[:, None] - paths.emitted)  # how probable each place is at each step
+    through = jnp.exp(ahead + _backward(paths, *lengths) + raw[:, None] - paths.emitted)  # the probability of each place at each step
     steps, rows = jnp.arange(log_probs.shape[0])[:, None, None], jnp.arange(labels.shape[0])[:, None]
     posterior = jnp.zeros_like(log_probs).at[steps, rows, paths.labels].add(through)
     slope = jnp.where((raw > -_NEVER / 2)[:, None], 0 if zero_infinity else jnp.nan, jnp.exp(log_probs) - posterior)
@@ -133,7 +133,7 @@ def _lengths(name: str, value: Any, batch: int, most: int | None) -> Array:
 
 
 def _padded(targets: Array, target_lengths: Array, batch: int) -> Array:
-    """Targets as (N, S), S the longest of the lengths where they are known; those of all samples in one row need them known."""
+    """Targets as (N, S); S is the greatest length if the lengths are known.  A single row with all samples' targets needs known lengths."""
     if targets.ndim == 2 and isinstance(target_lengths, jax.core.Tracer):
         return targets
     sizes = concrete(target_lengths)

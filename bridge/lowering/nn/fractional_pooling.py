@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 def _starts(sample: Array, size: int, kernel: int, out: int) -> Array:
-    """Where the windows begin for each sample (N, C) in [0, 1): (N, C, out)."""
+    """The first index of each window, (N, C, out), for samples (N, C) in [0, 1)."""
     last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)
     if out == 1:
         return last
@@ -32,7 +32,7 @@ def _starts(sample: Array, size: int, kernel: int, out: int) -> Array:
 def _fractional(x: Array, samples: Array, kernel: tuple[int, ...], out: tuple[int, ...]) -> tuple[Array, Array]:
     n, image = len(kernel), x.shape[x.ndim - len(kernel) :]
     grouped = x if x.ndim == n + 2 else x[None]
-    order = range(n) if n == 3 else reversed(range(n))  # in two dimensions PyTorch takes the width's sample first
+    order = range(n) if n == 3 else reversed(range(n))  # in two dimensions PyTorch reads the width's sample first
     flat: Any = 0
     for i, which in enumerate(order):
         at = _starts(samples[..., which], image[i], kernel[i], out[i])[..., None] + jnp.arange(kernel[i])  # (N, C, out, kernel)

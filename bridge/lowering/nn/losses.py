@@ -1,4 +1,4 @@
-"""Loss functions: negative log likelihood, margins, and the element-wise losses whose derivative or speed a decomposition misses."""
+"""Loss functions: negative log likelihood, margins, and losses that a decomposition makes slower or differentiates otherwise."""
 from __future__ import annotations
 
 import contextlib
@@ -23,7 +23,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 def _reduce(loss: Array, reduction: int, dtype: np.dtype) -> Array:
-    """PyTorch's reductions (0 none, 1 mean, 2 sum) of a loss in wide type, rounded once."""
+    """PyTorch's reductions (0 none, 1 mean, 2 sum) of a loss in the internal dtype, rounded once to dtype."""
     if reduction == _MEAN:
         loss = jnp.mean(loss)
     elif reduction == _SUM:
@@ -32,7 +32,7 @@ def _reduce(loss: Array, reduction: int, dtype: np.dtype) -> Array:
 
 
 def _pointwise(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """A loss of (input, target, reduction=1, *rest): fn gives it element by element, in PyTorch's internal dtype."""
+    """A loss (input, target, reduction=1, *rest) from fn, which computes it element by element in PyTorch's internal dtype."""
 
     def run(x: Array, target: Array, reduction: int = _MEAN, *rest: Any, **kwargs: Any) -> Array:
         x, target = promote(x, target)
@@ -80,7 +80,7 @@ def aten_huber_loss(x: Array, target: Array, reduction: int = _MEAN, delta: floa
         d = jnp.abs(x - target)
         return jnp.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta))
 
-    return cast(_pointwise(loss)(x, target, reduction), x.dtype)  # whatever the target's is
+    return cast(_pointwise(loss)(x, target, reduction), x.dtype)  # whatever the target's dtype is
 
 
 @lowering("aten.soft_margin_loss")
@@ -93,7 +93,7 @@ def aten_soft_margin_loss(x: Array, target: Array) -> Array:
 
 @jax.custom_jvp
 def _cross_entropy_terms(p: Array, target: Array) -> Array:
-    """Binary cross entropy, the logarithms not below -100."""
+    """Binary cross entropy, with logarithms of at least -100."""
     return (target - 1) * jnp.maximum(jnp.log1p(-p), -100) - target * jnp.maximum(jnp.log(p), -100)
 
 
@@ -155,7 +155,7 @@ def aten_multi_margin_loss(
 
 
 def _of_classes(labels: Array, classes: int, loss: Array, lowest: int = 0) -> Array:
-    """The losses, not a number for a class that does not exist (where that was not seen before the values were known)."""
+    """The losses, with NaN for a class that does not exist (if the check of the labels could not raise)."""
     return jnp.where((labels >= lowest) & (labels < classes), loss, jnp.nan)
 
 
@@ -164,7 +164,7 @@ def _multi_margin(x: Array, target: Array, weight: Array | None, p: float, margi
     scores = cast(jnp.atleast_2d(x), opmath(x.dtype))
     hot = lax.broadcasted_iota(target.dtype, scores.shape, 1) == target.reshape(-1, 1)
     z = margin - jnp.sum(jnp.where(hot, scores, 0), 1, keepdims=True) + scores
-    # at a margin just met the derivative is 0, as in PyTorch's kernel and unlike clamp's
+    # at a margin that is exactly met the derivative is 0, as in PyTorch's kernel and unlike clamp's
     terms = jnp.where(~hot & (z > 0), z if p == 1 else z * z, 0)
     if weight is not None:
         terms = terms * jnp.sum(jnp.where(hot, cast(weight, terms.dtype), 0), 1, keepdims=True)
@@ -252,7 +252,7 @@ def _nll_loss(
     x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, dim: int
 ) -> tuple[Array, Array]:
     wide, classes = opmath(x.dtype), x.shape[dim]
-    # a mask in place of a gather: its transpose fuses with the softmax's, and batches without cost, as no scatter does
+    # a mask instead of a gather: its transpose fuses with the softmax's and batches without cost, unlike a scatter
     hot = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
     loss = -jnp.sum(jnp.where(hot, cast(x, wide), 0), dim)
     kept = target != ignore_index
@@ -261,7 +261,7 @@ def _nll_loss(
     else:
         column = cast(weight, wide).reshape(-1, *(1,) * (x.ndim - 1 - dim))
         weights = jnp.where(kept, jnp.sum(jnp.where(hot, column, 0), dim), 0)
-    # a class that does not exist must not pass for a loss of zero
+    # a class that does not exist must not give a loss of zero
     loss = jnp.where(kept, _of_classes(target, classes, loss), 0)
     loss = loss if weight is None else loss * weights
     if reduction == _NONE:
@@ -297,7 +297,7 @@ def _linear_cross_entropy(
     weight, likely = weight if weight is None else cast(weight, wide), log_softmax(logits, 1)
     if target.ndim == 1:
         return cast(_checked_nll(likely, target, weight, reduction, ignore_index, 1)[0], x.dtype)
-    # a probability for each class (torch 2.15 on), of which the mean is that of the rows
+    # from torch 2.15 on, the target may be a probability for each class; the mean is that of the rows
     loss = -jnp.sum(cast(target, wide) * (likely if weight is None else likely * weight), 1)
     return cast({_NONE: loss, _MEAN: loss.mean(), _SUM: loss.sum()}[reduction], x.dtype)
 
@@ -323,7 +323,7 @@ def torch_nn__linear_cross_entropy_batch_chunked(
     """_linear_cross_entropy_batch_chunked(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight,
     str reduction, int ignore_index, float label_smoothing, ...) -> (Tensor loss, Tensor, Tensor, Tensor)
 
-    The gradients it returns beside the loss are for PyTorch's own backward; they are empty unless asked for."""
+    The gradients that it returns beside the loss are for PyTorch's own backward; they are empty unless requested."""
     if label_smoothing > 0:
         raise NotImplementedError("linear_cross_entropy does not support label smoothing")
     sources = (x, linear_weight) if linear_bias is None else (x, linear_weight, linear_bias)

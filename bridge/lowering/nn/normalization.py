@@ -22,7 +22,7 @@ Array = jax.Array
 def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
     """x with mean 0 and variance 1 over axes; its mean and reciprocal standard deviation (axes kept).
 
-    The derivative is in closed form: it keeps the output and the deviation only, and takes two sums in place of four.
+    The derivative is in closed form: it keeps only the output and the deviation, and takes two sums instead of four.
     """
     mean = jnp.mean(x, axes, keepdims=True)
     centered = x - mean
@@ -48,7 +48,7 @@ def _scale_shift(y: Array, weight: Array | None, bias: Array | None, shape: tupl
 
 
 def _stats_dtype(x: Array, weight: Array | None) -> np.dtype:
-    """The dtype of the statistics returned: the parameters' where there are any (mixed precision), else the input's."""
+    """The dtype of the returned statistics: the parameters' if there are any (mixed precision), else the input's."""
     return x.dtype if weight is None else weight.dtype
 
 
@@ -147,7 +147,7 @@ def aten__native_batch_norm_legit_functional(
 @fused("eps")
 def _batch_norm_eval(x: Array, weight: Array | None, bias: Array | None, mean: Array, var: Array, eps: float) -> Array:
     shape, dtype = (-1,) + (1,) * (x.ndim - 2), opmath(x.dtype)
-    # fold the statistics and parameters, so that the array itself is read once: x * scale + shift
+    # fold the statistics and parameters into x * scale + shift, so that x is read once
     scale = lax.rsqrt(cast(var, dtype) + eps)
     if weight is not None:
         scale = scale * cast(weight, dtype)
@@ -176,7 +176,7 @@ def _batch_norm_train(
         running_mean = _moved(running_mean, mean, momentum)
     if running_var is not None:
         n = x.size // max(x.shape[1], 1)
-        var = jnp.var(lax.stop_gradient(wide), axes) * (n / (n - 1) if n > 1 else math.nan)  # the running one is unbiased
+        var = jnp.var(lax.stop_gradient(wide), axes) * (n / (n - 1) if n > 1 else math.nan)  # the running variance is unbiased
         running_var = _moved(running_var, var, momentum)
     return cast(_scale_shift(y, weight, bias, shape), x.dtype), cast(mean, stats), cast(rstd, stats), running_mean, running_var
 
@@ -226,7 +226,7 @@ def aten__batch_norm_with_update_functional(
 # -- backward: of PyTorch's own autograd inside a transform ----------------------------------------------------------------------------
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _statistics(x: Array, mean: Array, rstd: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """mean and rstd as they are, with the derivatives that they have as statistics of x: what the forward pass returned has none."""
+    """mean and rstd with their derivatives as statistics of x, which those that the forward pass returned do not have."""
     return mean, rstd
 
 
@@ -245,7 +245,7 @@ def _norm_backward(
 ) -> tuple[Array, Array, Array]:
     """Cotangents of the input and, flat, of weight and bias.
 
-    shape: to view the input in, so that its statistics lie over axes and its parameters along the dimensions in scaled.
+    shape: the input is viewed in it; axes are then its reduced dimensions, and scaled those of the parameters.
     """
     dtype = opmath(x.dtype)
     grad, wide = cast(grad, dtype).reshape(shape), cast(x, dtype).reshape(shape)

@@ -1,7 +1,7 @@
 """Max and average pooling, plain and adaptive, over the last one, two or three dimensions.
 
-Max pooling finds the winners' places, and its derivative selects them from strided slices ("taps") of the tangent: element-wise,
-so that it fuses, and batches without cost, where XLA's select-and-scatter does neither.
+Max pooling finds the winners' places, and its derivative selects them from strided slices ("taps") of the tangent.  That is element-wise,
+so it fuses and batches without cost, unlike XLA's select-and-scatter.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
         )
 
     def coordinates(self) -> np.ndarray:
-        """(kernel, out): where each tap of each window reads; -1 in the padding, and past the end of an adaptive window."""
+        """(kernel, out): the index that each tap of each window reads; -1 in the padding and past the end of an adaptive window."""
         taps, windows = np.arange(self.kernel)[:, None], np.arange(self.out)
         if self.adaptive:
             at = windows * self.size // self.out + taps
@@ -51,7 +51,7 @@ _Axes = tuple[Axis, ...]
 
 
 def expand(name: str, value: Sequence[int] | int, n: int) -> tuple[int, ...]:
-    """An int[n] argument, of which PyTorch also takes one number for all dimensions."""
+    """An int[n] argument; one number stands for all dimensions, as in PyTorch."""
     value = (value,) if isinstance(value, int) else tuple(value)
     if len(value) not in (1, n):
         raise RuntimeError(f"{name}: expected a single int or {n} ints, got {list(value)}")
@@ -68,7 +68,7 @@ def _check_rank(x: Array, n: int) -> None:
 def _regular(
     x: Array, n: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
 ) -> _Axes:
-    """Check the arguments of a pooling over the last n dimensions and work out its output size."""
+    """Check the arguments of a pooling over the last n dimensions and compute its output size."""
     _check_rank(x, n)
     kernel = expand("kernel_size", kernel, n)
     stride = expand("stride", stride, n) if stride else kernel
@@ -104,7 +104,7 @@ def _adaptive(x: Array, n: int, output_size: Sequence[int]) -> _Axes:
 
 
 def _pad(x: Array, dim: int, low: int, high: int, fill: float | None) -> Array:
-    """Pad one dimension with a value, or with the edge where there is none."""
+    """Pad one dimension with a value, or with the edge if fill is None."""
     if low == 0 and high == 0:
         return x
     widths = [(low, high) if d == dim else (0, 0) for d in range(x.ndim)]
@@ -114,7 +114,7 @@ def _pad(x: Array, dim: int, low: int, high: int, fill: float | None) -> Array:
 
 
 def _taps(x: Array, dim: int, axis: Axis, fill: float | None) -> list[Array]:
-    """For each place in the window, that element of every window; fill where there is none (the edge if fill is None)."""
+    """For each place in the window, that element of every window; in the padding it is fill, or the edge if fill is None."""
     if axis.adaptive:
         taps = []
         for at in axis.coordinates():
@@ -159,9 +159,9 @@ def _tiled(x: Array, axes: _Axes) -> tuple[Array, list[int]]:
     return x.reshape(*x.shape[:lead], *(size for a in axes for size in (a.out, a.kernel))), taps
 
 
-# XLA repeats element-wise work in whatever reads it, so places come from reductions, which it computes once.
+# XLA repeats element-wise work in each of its readers, so places come from reductions, which it computes once.
 def _max_tiles(x: Array, axes: _Axes) -> tuple[Array, Array]:
-    """Greatest values and their places where windows lie side by side."""
+    """Greatest values and their places for windows that lie side by side."""
     x, taps = _tiled(x, axes)
     values = jnp.max(x, taps)
     at = _tiled(_flat_places(axes), axes)[0]
@@ -176,7 +176,7 @@ def _max_places(x: Array, axes: _Axes) -> Array:
     """The places of the greatest values of windows that overlap."""
 
     def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-        # PyTorch's rule: the first of equal values stays, a NaN always wins
+        # PyTorch's rule: the first of equal values wins, and a NaN always wins
         wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
         if is_floating(x):
             wins = wins | (jnp.isnan(a[0]) & ~(jnp.isnan(b[0]) & (b[1] > a[1])))
@@ -192,7 +192,7 @@ def _max_taps(x: Array, axes: _Axes) -> tuple[Array, Array]:
     for i in reversed(range(n)):
         axis, dim = axes[i], x.ndim - n + i
         at = axis.coordinates()
-        # a window of nothing but -inf has its place at its first element inside
+        # the place of a window of nothing but -inf is its first element inside the image
         at = np.where(at < 0, np.take_along_axis(at, (at >= 0).argmax(0)[None], 0), at) * inner
         places = [jnp.asarray(a, jnp.int32).reshape(-1, *(1,) * (n - 1 - i)) for a in at]
         if place is not None:
@@ -231,14 +231,14 @@ def _max_pool_jvp(axes: _Axes, primals: tuple, tangents: tuple) -> tuple[tuple, 
 
 
 def _select_tiles(x: Array, place: Array, axes: _Axes) -> Array:
-    """The elements at each window's place, where windows lie side by side; its transpose is element-wise."""
+    """The elements at each window's place, for windows that lie side by side; the transpose is element-wise."""
     x, taps = _tiled(x, axes)
     mine = jnp.expand_dims(place, taps) == _tiled(_flat_places(axes), axes)[0]
     return jnp.sum(jnp.where(mine, x, 0), taps)
 
 
 def _select_taps(x: Array, place: Array, axes: _Axes) -> Array:
-    """The elements at each window's place, found by comparing it with the place of each tap; its transpose has no scatter."""
+    """The elements at each window's place, found by comparison with the place of each tap; the transpose has no scatter."""
     n, inner = len(axes), 1
     taps, places = [x], [np.zeros((1,) * n, np.int32)]
     for i in reversed(range(n)):

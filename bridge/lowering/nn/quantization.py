@@ -1,6 +1,6 @@
-"""Fake quantization: values rounded to those that an integer with a scale and a zero point can have, as floats.
+"""Fake quantization: floats rounded to the values that an integer with a scale and a zero point can represent.
 
-The derivative is PyTorch's straight-through estimator: one where the value is within the integer's range, zero outside.  Of the learned
+The derivative is PyTorch's straight-through estimator: one if the value is within the integer's range, else zero.  For the learned
 scale and zero point it is that of Esser et al., Learned Step Size Quantization (https://arxiv.org/abs/1902.08153).
 """
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _check_range(low: int, high: int) -> None:
 
 
 def _whole(x: Array, scale: Array, zero: Array) -> Array:
-    """The integer that stands for each value, before it is held within its range; a real zero point is added before rounding."""
+    """The integer for each value, before it is clipped to the range; a floating zero point is added before rounding."""
     wide = opmath(x.dtype)
     scaled = cast(x, wide) * cast(1 / cast(scale, np.float32), wide)
     rounded = jnp.round(scaled) + cast(zero, wide) if jnp.issubdtype(zero.dtype, jnp.integer) else jnp.round(scaled + cast(zero, wide))
-    if scale.ndim == 0:  # of a whole tensor the kernel compares floats; of channels, what does not fit into an integer is the least one
+    if scale.ndim == 0:  # per tensor, the kernel compares floats; per channel, a value that does not fit gives the least integer
         rounded = jnp.where(rounded > 2.0**62, 2.0**62, rounded)
     return cast(rounded, np.int64)
 
@@ -53,7 +53,7 @@ def _quantized_jvp(
 
 
 def _along(t: Array, axis: int, ndim: int) -> Array:
-    """A vector of one number for each channel as what broadcasts against the whole."""
+    """A vector with one number for each channel, shaped to broadcast against the whole tensor."""
     return t.reshape([-1 if d == axis % ndim else 1 for d in range(ndim)])
 
 
@@ -121,7 +121,7 @@ def _learned_jvp(
 ) -> tuple[Array, Array]:
     x, scale, zero = primals
     at = cast(zero, np.float32)
-    # PyTorch's backward rounds the zero point of a whole tensor by adding one half, that of channels to the nearest even number
+    # PyTorch's backward rounds a zero point per tensor by adding one half, zero points per channel to the nearest even number
     at = jnp.clip(jnp.round(at), low, high) if channels else jnp.trunc(jnp.clip(at + 0.5, low, high))
     whole = _whole(x, scale, cast(at, np.int64))
     inside = (whole >= low) & (whole <= high)
@@ -186,7 +186,7 @@ def aten__fake_quantize_learnable_per_channel_affine_backward(
 
 # -- an observer and a fake quantization in one ------------------------------------------------------------------------------
 def _parameters(least: Array, most: Array, low: int, high: int, symmetric: bool) -> tuple[Array, Array]:
-    """Scale (float32) and zero point (int64) for values between these two: PyTorch's ChooseQuantizationParams."""
+    """Scale (float32) and zero point (int64) for values from least to most, as in PyTorch's ChooseQuantizationParams."""
     both = (least < 0) & (most > 0) & symmetric
     half = (high - low) // 2
     wide = jnp.maximum(jnp.abs(least / np.float32(-half - 1)), jnp.abs(most / np.float32(max(half, 1))))

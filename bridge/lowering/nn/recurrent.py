@@ -80,7 +80,7 @@ def _layer(kind: str, x: Array, state: _State, p: dict[str, Array], reverse: boo
 def _stack(
     kind: str, x: Array, states: _State, params: list[Array], keys: list[Array], active: Array | None, directions: int, keep: float
 ) -> tuple[Array, ...]:
-    """All layers over x (T, B, I); states are (layers * directions, B, H).  A key for each layer but the last draws its dropout."""
+    """All layers over x (T, B, I); states are (layers * directions, B, H).  Each layer but the last has a key for its dropout."""
     count = states[0].shape[0]
     each = len(params) // count
     last = []
@@ -188,7 +188,7 @@ def aten_mkldnn_rnn_layer(
     bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, bool bidirectional,
     bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)
 
-    Time comes first whatever batch_first says: PyTorch has transposed the input by then."""
+    Time is always the first dimension, because PyTorch has transposed the input if batch_first is set."""
     if mode != 2:
         raise NotImplementedError(f"mode: mkldnn_rnn_layer is lowered for an LSTM (2) only, got {mode}")
     weights = [weight0, weight1, *((weight2, weight3) if has_biases else ())]

@@ -1,7 +1,7 @@
 """Resizing images: nearest, linear, cubic and antialiased upsampling.
 
-Each is linear and acts on one dimension after the other, so it is a product with a small matrix known in advance (whose transpose is
-again a product, not a scatter); nearest picks elements instead.
+Each is linear and acts on one dimension after the other, so it is a product with a small matrix known in advance, whose transpose is
+again a product, not a scatter; nearest picks elements instead.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Scales = tuple[float | None, ...]
 
 
 def _scale(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.floating:
-    """Input elements per output element, in the floating dtype that PyTorch computes it in."""
+    """Input elements per output element, in the floating dtype in which PyTorch computes it."""
     if align_corners:
         return real(size - 1) / real(out - 1) if out > 1 else real(0)
     return real(1 / given) if given is not None and given > 0 else real(size) / real(out)
@@ -87,7 +87,7 @@ def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], width: int) -> Call
 
 
 def _nearest(size: int, out: int, exact: bool, given: float | None) -> np.ndarray:
-    """Which element each output element is."""
+    """The index of the input element for each output element."""
     i = np.arange(out)
     if out == size:
         return i
@@ -114,7 +114,7 @@ def _whole(matrix: np.ndarray) -> tuple[np.ndarray, int]:
 
 @fused("kind", "output_size", "align_corners", "scales")
 def _interpolate_bytes(x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales) -> Array:
-    """Images of bytes, as PyTorch resizes them: in whole numbers, rounded to bytes after the last dimension and after the one before."""
+    """Resize images of bytes as PyTorch does: in integers, rounded to bytes after the last dimension and after the one before."""
     for dim in (3, 2):
         size, out, given = x.shape[dim], output_size[dim - 2], scales[dim - 2]
         if size == out and not (kind.endswith("_aa") and given):
@@ -185,7 +185,7 @@ def _without_corners(exact: bool, n: int) -> Callable[..., Array]:
 
 
 def _backward(forward: Callable[..., Array]) -> Callable[..., Array]:
-    """The operator (grad_output, output_size, input_size, *rest) -> grad_input of one that is linear in its input."""
+    """The backward operator of a linear one: (grad_output, output_size, input_size, *rest) -> grad_input."""
 
     def backward(grad: Array, output_size: Sequence[int], input_size: Sequence[int], *rest: Any, **named: Any) -> Array:
         like = jax.ShapeDtypeStruct(tuple(input_size), grad.dtype)
@@ -210,7 +210,7 @@ _ZEROS, _BORDER, _REFLECTION = range(3)
 
 
 def _reflect(at: Array, twice_low: int, twice_high: int) -> Array:
-    """Places outside of [low, high] mirrored at its ends as often as needed."""
+    """Places outside [low, high], mirrored at its ends as often as needed."""
     if twice_low == twice_high:
         return jnp.zeros_like(at)
     low, span = twice_low / 2, (twice_high - twice_low) / 2
@@ -226,11 +226,11 @@ def _inside(at: Array, size: int, padding_mode: int, align_corners: bool) -> Arr
         return at
     if padding_mode == _REFLECTION:
         at = _reflect(at, 0, 2 * (size - 1)) if align_corners else _reflect(at, -1, 2 * size - 1)
-    return jnp.where(at >= size - 1, size - 1, jnp.where(at > 0, at, 0))  # a NaN is at 0
+    return jnp.where(at >= size - 1, size - 1, jnp.where(at > 0, at, 0))  # a NaN gives 0
 
 
 def _read(x: Array, places: Sequence[Array]) -> Array:
-    """x (N, C, *image) at whole places (N, P) of each dimension; 0 outside of the image."""
+    """x (N, C, *image) at integer places (N, P) in each dimension; 0 outside the image."""
     valid: Any = True
     flat: Any = 0
     for at, size in zip(places, x.shape[2:], strict=True):

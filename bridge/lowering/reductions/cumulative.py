@@ -1,6 +1,6 @@
 """Running reductions along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin with indices.
 
-diff, trapezoid and the backward operators of scans are compositions of these and arrive as such.
+PyTorch decomposes diff, trapezoid and the backward operators of scans into these.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge.lowering.registry import lowering
 
 
 def _scan(x: Array, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Array:
-    """The running reduction in the accumulation dtype; a 0-dim array is its own."""
+    """The running reduction in the accumulation dtype; a 0-dim array is its own result."""
     axis = wrap_dim(dim, x.ndim)
     x = cast(x, opmath(out))
     return cast(scan(x, axis) if x.ndim else x, out)
@@ -44,9 +44,9 @@ def aten_logcumsumexp(self: Array, dim: int) -> Array:
 
 @fused("axis")
 def _running_logsumexp(x: Array, axis: int) -> Array:
-    """By the running maximum m and the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
+    """The running maximum m plus the log of the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
 
-    Only the sum is differentiated: m is a scale, and the logarithm is the same for any.
+    Only the sum is differentiated: m is a scale on which the result does not depend.
     """
     info = jnp.finfo(x.dtype)
     shift = jnp.where(jnp.isnan(x), info.min, jnp.clip(lax.stop_gradient(x), info.min, info.max))
@@ -57,13 +57,13 @@ def _running_logsumexp(x: Array, axis: int) -> Array:
         return top, s * jnp.exp(m - top) + t * jnp.exp(n - top)
 
     top, total = lax.associative_scan(join, (shift, jnp.exp(x - shift)), axis=axis)
-    nothing = total == 0  # only -inf so far, which has no derivative: 0, as of logsumexp
+    nothing = total == 0  # only -inf so far: the derivative is 0, as in logsumexp
     return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
 
 
 @fused("axis")
 def _running_complex_logsumexp(x: Array, axis: int) -> Array:
-    """One element after the other, as PyTorch: the imaginary part is counted on from that of the larger one, not wrapped into a turn."""
+    """One element after the other, as in PyTorch: the imaginary part continues that of the larger term, without wrapping."""
 
     def join(before: Array, new: Array) -> tuple[Array, Array]:
         later = lax.real(new) >= lax.real(before)
@@ -81,7 +81,7 @@ def _running_complex_logsumexp(x: Array, axis: int) -> Array:
 
 
 def _running_extremum(x: Array, dim: int, scan: Callable[..., Any]) -> tuple[Array, Array]:
-    """The running extremum and where it stands: at the last of equal elements, at the last NaN once there is one."""
+    """The running extremum and its index: that of the last of equal elements, or of the last NaN if there is one."""
     axis = wrap_dim(dim, x.ndim)
     need_order(x, scan.__name__)
     if not x.ndim:

@@ -1,4 +1,4 @@
-"""Counting operators: histc, histogram and histogramdd, bincount.  None has a derivative, as in PyTorch."""
+"""Counting operators: histc, histogram and histogramdd, bincount.  They have no derivatives, as in PyTorch."""
 from __future__ import annotations
 
 import math
@@ -17,7 +17,7 @@ from bridge.lowering.registry import lowering
 
 
 def _count(index: Array, valid: Any, weight: Array | None, length: int, dtype: DTypeLike) -> Array:
-    """Sums of weight (or counts) by index; entries that are not valid fall off the end."""
+    """Sums of weight (or counts) by index; entries that are not valid are dropped."""
     place = jnp.where(valid, index, length)
     if weight is None:
         return cast(jnp.zeros((length,), np.int64).at[place].add(1, mode="drop"), dtype)
@@ -25,7 +25,7 @@ def _count(index: Array, valid: Any, weight: Array | None, length: int, dtype: D
 
 
 def _outer(x: Array, bounds: Sequence[Any] | None, margin: float) -> tuple[Array, Array]:
-    """The outer bounds of the bins: those of the data where none are given, moved apart by a margin where they are equal."""
+    """The outer bounds of the bins: the data's range if none are given; equal bounds are moved apart by a margin."""
     if bounds is None:
         bounds = (jnp.min(x), jnp.max(x)) if x.size else (0, 1)
     low, high = (jnp.asarray(b, x.dtype) for b in bounds)

@@ -1,6 +1,6 @@
 """Vector norms, pairwise distances and weight norm's backward.  At zero every norm has subgradient 0, as in PyTorch.
 
-Matrix norms and torch.norm arrive as compositions of these.
+PyTorch decomposes matrix norms and torch.norm into these.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def norm_over(x: Array, p: float, axes: tuple[int, ...]) -> Array:
 
 
 def _refuse_narrowing(have: np.dtype, dtype: torch.dtype) -> None:
-    """What dtype= of a norm may not be, for an input of the other dtype."""
+    """Raise PyTorch's error if a norm cannot convert an input of dtype ``have`` to ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"dtype: linalg.vector_norm expects a floating point or complex dtype, got {dtype}")
     given = dtypes.to_torch(have)

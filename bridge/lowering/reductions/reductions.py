@@ -33,12 +33,12 @@ from bridge.lowering.registry import lowering
 
 
 def restore(result: Array, axes: tuple[int, ...], keepdim: bool) -> Array:
-    """The reduced dimensions put back with size one where keepdim asks for them."""
+    """The result with its reduced dimensions put back, of size one, if keepdim."""
     return lax.expand_dims(result, axes) if keepdim and axes else result
 
 
 def size_of(x: Array, axes: tuple[int, ...]) -> int:
-    """How many elements a reduction over these axes folds into one."""
+    """The number of elements that a reduction over these axes combines into one."""
     return math.prod(x.shape[a] for a in axes)
 
 
@@ -48,7 +48,7 @@ def total(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def pick(x: Array, index: Array, axis: int) -> Array:
-    """x[..., index[...], ...]: one element along axis for each position of the other dimensions, which index has alone."""
+    """x[..., index[...], ...]: one element along axis for each position of the other dimensions, which are those of index."""
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
@@ -59,7 +59,7 @@ def pick(x: Array, index: Array, axis: int) -> Array:
 
 
 def pick_along(x: Array, index: Array, axis: int) -> Array:
-    """take_along_axis for indices known to be in bounds: index has x's shape but for its length along axis."""
+    """take_along_axis for indices known to be in bounds; index has the shape of x, except for its length along axis."""
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
@@ -83,13 +83,13 @@ def _with_ties_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: 
 
 
 def spread_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:
-    """value, an extremum or median of x over axes, with its derivative shared evenly by the elements equal to it (NaN to NaN)."""
+    """value, an extremum or median of x over axes; the elements equal to it (NaN to NaN) share its derivative evenly."""
     return _with_ties(x, lax.stop_gradient(value), axes) if is_floating(x) else value
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _peak(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
-    """The extremum, with its derivative shared evenly by the elements equal to it; a NaN equals none, and every share is NaN."""
+    """The extremum; the elements equal to it share its derivative evenly, and all derivatives are NaN if it is NaN."""
     return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
 
 
@@ -99,20 +99,20 @@ def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: tuple[Array, ...], 
     value = _peak(x, axes, largest)
     full = lax.expand_dims(value, axes)
     hit = cast(x == full, opmath(x.dtype))
-    # 0 / 0 would do, but XLA makes a choice of a product with what was a bool, and 0 of 0 * NaN
+    # 0 / 0 would be NaN too, but XLA turns a product with a converted bool into a selection, which makes 0 * NaN 0
     share = jnp.where(jnp.isnan(full), jnp.nan, hit / lax.expand_dims(total(hit, axes), axes))
     return value, total(tangent * cast(share, x.dtype), axes)
 
 
 def need_elements(x: Array, axes: tuple[int, ...], name: str) -> None:
-    """Refuse a reduction without identity over no elements, in PyTorch's words."""
+    """Raise PyTorch's error if a reduction that has no identity is over no elements."""
     for a in axes:
         if x.shape[a] == 0:
             raise IndexError(f"{name}(): Expected reduction dim {a} to have non-zero size.")
 
 
 def need_any_element(x: Array, name: str) -> None:
-    """The same for a reduction over all of x."""
+    """Raise it for a reduction over all of x."""
     if x.size == 0:
         raise RuntimeError(
             f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
@@ -158,7 +158,7 @@ def aten_prod(self: Array, dim: int | None = None, keepdim: bool = False, *, dty
 
 
 def _product(x: Array, axes: tuple[int, ...]) -> Array:
-    """Product over axes.  Where no factor is 0, its derivative is to PyTorch the result over each factor: a NaN makes all of it NaN."""
+    """Product over axes.  If no factor is 0, its derivative is the result over each factor, as in PyTorch: a NaN makes all of it NaN."""
     out = lax.reduce_prod(x, axes)
     spoilt = lax.stop_gradient(jnp.isnan(out) & jnp.all(x != 0))
     return jnp.where(spoilt, total(x, axes) * jnp.where(spoilt, np.nan, 0).astype(x.dtype), out)
@@ -206,7 +206,7 @@ def _full_extremum(x: Array, name: str) -> Array:
     need_order(x, name)
     axes = tuple(range(x.ndim))
     reduce = lax.reduce_max if name == "max" else lax.reduce_min
-    # unlike amax, whose derivative is NaN at a NaN, max() passes it to the NaNs
+    # max() gives its derivative to the NaNs, unlike amax, whose derivative is NaN at a NaN
     return spread_ties(x, reduce(lax.stop_gradient(x), axes), axes) if axes else x
 
 
@@ -223,7 +223,7 @@ def aten_min(self: Array) -> Array:
 
 
 def _position(x: Array, axis: int, largest: bool) -> Array:
-    """Index (int32) of the first extremum along axis; the first NaN where there is one."""
+    """Index (int32) of the first extremum along axis, or of the first NaN if there is one."""
     if x.dtype == np.bool_:
         x = cast(x, np.uint8)
     return (lax.argmax if largest else lax.argmin)(x, axis, np.int32)
@@ -334,7 +334,7 @@ def aten_hash_tensor(self: Array, dim: Sequence[int] = (), *, keepdim: bool = Fa
 
 
 def sqrt_or_zero(x: Array) -> Array:
-    """Square root whose derivative at 0 is 0 (PyTorch's subgradient of std and of norms), at every order."""
+    """Square root with derivative 0 at 0, at every order (PyTorch's subgradient of std and norms)."""
     zero = x == 0
     return jnp.where(zero, x, lax.sqrt(jnp.where(zero, 1, x)))
 
@@ -345,7 +345,7 @@ def abs_square(x: Array) -> Array:
 
 
 def _moments(x: Array, dim: Sequence[int], correction: float | None, keepdim: bool) -> tuple[Array, Array]:
-    """Variance and mean in the accumulation dtype, by two passes: mean, then the mean square of what is left."""
+    """Variance and mean in the accumulation dtype, in two passes: the mean, then the mean square of the differences from it."""
     if is_integral(x):
         raise RuntimeError(f"std and var only support floating point and complex dtypes, got {x.dtype}")
     axes = wrap_dims(dim, x.ndim)
@@ -375,7 +375,7 @@ def aten_var_mean(
 ) -> tuple[Array, Array]:
     """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _moments(self, dim, correction, keepdim)
-    if self.size == 0:  # over no elements it is NaN, a constant
+    if self.size == 0:  # over no elements the mean is NaN, a constant
         variance = lax.stop_gradient(variance)
     return cast(variance, real_dtype(self.dtype)), cast(mean, self.dtype)
 
@@ -394,11 +394,11 @@ def aten_logsumexp(self: Array, dim: Sequence[int], keepdim: bool = False) -> Ar
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     out, axes = float_dtype(self.dtype), wrap_dims(dim, self.ndim)
     x = cast(self, opmath(out))
-    if not axes and not is_complex(x):  # a complex one comes back with its imaginary part within (-pi, pi]
+    if not axes and not is_complex(x):  # the imaginary part of a complex one is wrapped into (-pi, pi] below
         return cast(self, out)
     if size_of(x, axes) == 0:
         return restore(cast(lax.log(total(x, axes)), out), axes, keepdim)
-    # the shift cancels in exact arithmetic, so that no derivative goes through it; an infinite one would make NaN of inf - inf
+    # the shift cancels in exact arithmetic, so it needs no derivative; an infinite shift would give inf - inf = NaN
     peak = lax.stop_gradient(lax.reduce_max(lax.real(x) if is_complex(x) else x, axes))
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     summed = total(lax.exp(x - lax.expand_dims(peak, axes)), axes)

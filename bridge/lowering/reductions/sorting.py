@@ -1,6 +1,6 @@
 """Order statistics: sort, topk, kthvalue, median, mode, the unique family, searchsorted and bucketize.
 
-NaN sorts after every number, as in PyTorch; values that come with an index pass their derivative to that index alone.
+NaN sorts after every number, as in PyTorch; a value that is returned with an index gives its derivative to that element alone.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge.lowering.registry import lowering
 
 
 def sorted_with_index(x: Array, axis: int, descending: bool = False) -> tuple[Array, Array]:
-    """x sorted along axis and the int32 positions its elements came from; equal elements keep their order."""
+    """x sorted along axis, and the int32 positions that its elements had; equal elements keep their order."""
     places = lax.broadcasted_iota(np.int32, x.shape, axis)
     if not descending:
         values, index = lax.sort((x, places), dimension=axis, num_keys=1)
@@ -48,13 +48,13 @@ def aten_sort_stable(self: Array, *, stable: bool | None, dim: int = -1, descend
 
 
 def _top_key(x: Array, largest: bool) -> Array:
-    """A key whose top_k orders x as PyTorch does.  The fast path of XLA on CPU is float32 alone: narrow types go there exactly."""
+    """A key whose top_k orders x as PyTorch does.  XLA on CPU has a fast path only for float32, so narrow types are converted, exactly."""
     key = lax.stop_gradient(x)
     if key.dtype == np.bool_ or key.dtype.itemsize < 4:
         key = cast(key, np.float32)
     if is_integral(key):
         return key if largest else lax.bitwise_not(key)
-    # top_k compares sign and bits, so that a negative NaN would count as the smallest value
+    # top_k compares sign and bits, so a negative NaN would count as the smallest value
     key = jnp.where(jnp.isnan(key), np.nan, key)
     return key if largest else lax.neg(key)
 
@@ -73,7 +73,7 @@ def aten_topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: 
 
 
 def _ranked(x: Array, axis: int, rank: Any, keepdim: bool, index: Array | None = None) -> tuple[Array, Array]:
-    """The element of that rank along axis, with its index; rank is an int, or an array of ranks without that axis."""
+    """The element of that rank along axis, with its index; rank is an int, or an array of x's shape without the axis."""
     if index is None:
         index = _order(x, axis)
     if isinstance(rank, int):
@@ -103,7 +103,7 @@ def aten_kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> 
 
 
 def _median(x: Array, axis: int, keepdim: bool, ignore_nan: bool) -> tuple[Array, Array]:
-    """The lower median along axis; NaN, at its first index, where there is one, unless NaN is to be ignored."""
+    """The lower median along axis; if there is a NaN, the first one, unless ignore_nan."""
     order = _order(x, axis)
     middle = (x.shape[axis] - 1) // 2
     if not is_floating(x):
@@ -112,7 +112,7 @@ def _median(x: Array, axis: int, keepdim: bool, ignore_nan: bool) -> tuple[Array
     if ignore_nan:
         rank = jnp.maximum(x.shape[axis] - missing - 1, 0) // 2
     else:
-        # NaN sorts last and stably: the first one stands right after the numbers
+        # NaN sorts last and stably, so the first one is right after the numbers
         rank = jnp.where(missing > 0, x.shape[axis] - missing, middle)
     return _ranked(x, axis, rank, keepdim, order)
 
@@ -180,7 +180,7 @@ def aten_mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array,
 
 
 def _wide(x: Array) -> np.ndarray:
-    """Known values in a dtype numpy sorts natively."""
+    """The known values in a dtype that numpy sorts."""
     values = concrete(x)
     return values.astype(np.float32) if is_floating(x) and x.dtype.itemsize < 4 else values
 
@@ -224,7 +224,7 @@ def aten_unique_dim(
     -> (Tensor, Tensor, Tensor)"""
     axis = _unique_axis(self, dim)
     values, inverse, counts = np.unique(_wide(self), axis=axis, return_inverse=True, return_counts=True, equal_nan=False)
-    # PyTorch returns the inverse and the counts whether asked for or not
+    # PyTorch always returns the inverse and the counts
     return _unique_outputs(self, values, inverse, counts, (self.shape[axis],))
 
 

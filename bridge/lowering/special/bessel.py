@@ -23,7 +23,7 @@ def _below(x: Array, bound: float) -> Array:
 
 
 def _piecewise(left: Callable[..., Any], inside_left: Array, right: Callable[..., Any], x: Array, middle: float) -> Array:
-    """left(x) where inside_left, else right(x); each sees only arguments of its own range, so that no NaN leaks into a derivative."""
+    """left(x) if inside_left, else right(x); each gets only arguments of its own range, so that no NaN reaches a derivative."""
     return lax.select_n(inside_left, right(choose(inside_left, middle, x)), left(choose(inside_left, x, like(middle, x))))
 
 
@@ -33,7 +33,7 @@ def _wave(x: Array, order: int, second_kind: bool) -> Array:
     p_table, q_table = ((tables.P0_LARGE, tables.Q0_LARGE), (tables.P1_LARGE, tables.Q1_LARGE))[order]
     t = affine(lax.div(like(128, x), lax.mul(x, x)), 1, -1)
     p, q = clenshaw(p_table, t), lax.div(clenshaw(q_table, t), x)
-    # sin and cos of x minus an odd multiple of pi/4 by the sum formula: subtracting it from a large x would round
+    # sin and cos of x minus an odd multiple of pi/4 by the sum formula, because subtracting it from a large x would round
     sine, cosine, root = lax.sin(x), lax.cos(x), math.sqrt(0.5)
     total, difference = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
     c_cos, c_sin = (total, difference) if order == 0 else (difference, lax.neg(total))
@@ -102,7 +102,7 @@ def _k1_near_zero(x: Array) -> Array:
 
 
 def _third_kind(near_zero: Callable[..., Any], table: tables.Table, scaled: bool) -> Callable[..., Any]:
-    """K, or exp(x) K(x) where scaled."""
+    """K, or exp(x) K(x) if scaled."""
 
     def small(x: Array) -> Array:
         return lax.mul(near_zero(x), lax.exp(x)) if scaled else near_zero(x)

@@ -14,7 +14,7 @@ Table = tuple[float, ...]
 
 
 def clenshaw(table: Table, t: Array) -> Array:
-    """The sum of table[k] T_k(t) by Clenshaw's recurrence; float32 leaves out what it cannot see."""
+    """The sum of table[k] T_k(t) by Clenshaw's recurrence; float32 leaves out terms that are too small for it."""
     if t.dtype != np.float64:
         largest = max(map(abs, table))
         table = table[: max(k for k, c in enumerate(table) if abs(c) > 1e-9 * largest) + 1]
@@ -193,7 +193,7 @@ LOG1PMX: Table = (
 )  # fmt: skip
 
 # c_k of the incomplete gamma functions' uniform expansion (https://dlmf.nist.gov/8.12, 8.12.9 to 8.12.12), |eta| <= 1; t = eta;
-# as far as they count for a >= 20
+# as many as matter for a >= 20
 TEMME: tuple[Table, ...] = (
     (
         -0.34059676586175386, 0.08408888130004465, -0.007213548346601762, 0.00023304678915355077, 5.099603697709372e-05,

@@ -47,7 +47,7 @@ def _ndtr(x: Array) -> Array:
 
 @jax.custom_jvp
 def _log_ndtr(x: Array) -> Array:
-    """log of _ndtr: by erfcx where that is small, by log1p where it is near 1."""
+    """log of _ndtr: by erfcx if that is small, by log1p if it is near 1."""
     below = lax.lt(x, number(-1, x.dtype))
     low, high = choose(below, x, like(-1, x)), choose(below, 0, x)
     t = scaled(low, -math.sqrt(0.5))
@@ -68,7 +68,7 @@ define_slopes(_ndtri, lambda x, y: scaled(lax.exp(scaled(lax.mul(y, y), 0.5)), m
 
 # -- products with a logarithm ----------------------------------------------------------------------------------------
 def _times_log(log: Callable[..., Any], at: float) -> Callable[..., Any]:
-    """x * log(y), 0 where x is 0 unless y is NaN; there its derivative is torch's: 0 in x where log(y) is not finite."""
+    """x * log(y), 0 if x is 0 and y is not NaN; the derivative there is torch's: 0 in x if log(y) is not finite."""
 
     @jax.custom_jvp
     def product(x: Array, y: Array) -> Array:

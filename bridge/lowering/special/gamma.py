@@ -33,12 +33,12 @@ def _digamma(x: Array) -> Array:
 def _log_gamma_of_one_and(a: Array) -> Array:
     """lgamma(1 + a) for -1/4 <= a <= 5/4, to its last digits also around its zeros at a = 0 and 1."""
     humps = lax.mul(lax.mul(a, lax.sub(number(1, a.dtype), a)), clenshaw(LGAMMA, affine(a, 4 / 3, -2 / 3)))
-    return lax.sub(number(0, a.dtype), humps)  # so that the zeros are no negative ones
+    return lax.sub(number(0, a.dtype), humps)  # so that zeros are not -0.0
 
 
 @jax.custom_jvp
 def _lgamma(x: Array) -> Array:
-    """JAX's has an absolute error of several ulps of 1: too much where the value is small, for 0 < x <= 3.25."""
+    """lgamma.  JAX's has an absolute error of several ulps of 1, which is too much if the value is small, for 0 < x <= 3.25."""
     one, zero = number(1, x.dtype), number(0, x.dtype)
     below, above = lax.lt(x, number(0.75, x.dtype)), lax.gt(x, number(2.25, x.dtype))
     small = lax.bitwise_and(lax.gt(x, zero), lax.le(x, number(3.25, x.dtype)))
@@ -116,12 +116,12 @@ def _eta(a: Array, x: Array) -> Array:
 
 
 def _is_steady(a: Array, eta: Array) -> Array:
-    """Where the expansions for large a hold."""
+    """Whether the expansions for large a are valid."""
     return lax.bitwise_and(lax.ge(a, number(20, a.dtype)), _between(eta, -1, 1))
 
 
 def _uniform(a: Array, eta: Array, sign: float) -> Array:
-    """The upper function (sign 1) or the lower (-1) for large a, wherever x is (https://dlmf.nist.gov/8.12)."""
+    """The upper function (sign 1) or the lower (-1) for large a and any x (https://dlmf.nist.gov/8.12)."""
     total = like(0, a)
     for table in reversed(TEMME):
         total = lax.add(lax.div(total, a), clenshaw(table, eta))
@@ -132,7 +132,7 @@ def _uniform(a: Array, eta: Array, sign: float) -> Array:
 
 
 def _slope_in_a(a: Array, x: Array) -> Array:
-    """The lower function's; JAX's, which loses digits as its value does, where the expansions do not hold."""
+    """The derivative of the lower function in a; JAX's, which loses digits as its value does, if the expansions are not valid."""
     steady = _is_steady(a, _eta(a, x))
     b, y = (choose(steady, v, like(20, v)) for v in (a, x))
     _, slope = jax.jvp(lambda b: _uniform(b, _eta(b, y), -1), (b,), (like(1, b),))
@@ -140,7 +140,7 @@ def _slope_in_a(a: Array, x: Array) -> Array:
 
 
 def _series(a: Array, x: Array) -> Array:
-    """The upper function for a <= 5/4 and x <= 1.1: 1 - x**a / gamma(1 + a) without its cancellation, and the rest term by term."""
+    """The upper function for a <= 5/4 and x <= 1.1: 1 - x**a / gamma(1 + a) without cancellation, and the rest of the series."""
     rest, power = like(0, x), like(1, x)
     for n in range(1, 20 if x.dtype == np.float64 else 12):
         power = scaled(lax.mul(power, x), -1 / n)
@@ -151,7 +151,7 @@ def _series(a: Array, x: Array) -> Array:
 
 @jax.custom_jvp
 def _density(a: Array, x: Array) -> Array:
-    """x**(a - 1) exp(-x) / gamma(a); for large a by Stirling's series, the other formula is a difference of large numbers there."""
+    """x**(a - 1) exp(-x) / gamma(a); for large a by Stirling's series, because the other formula is then a difference of large numbers."""
     plain = lax.exp(lax.sub(lax.sub(lax.mul(lax.sub(a, number(1, a.dtype)), lax.log(x)), x), _lgamma(a)))
     eta = _eta(a, x)
     steady = _is_steady(a, eta)
@@ -173,7 +173,7 @@ define_slopes(
 
 
 def _incomplete(upper: bool) -> jax.custom_jvp[Array]:
-    """igammac where upper, else igamma.  JAX's loses digits for large a near x = a, and for small a; it has what lies between."""
+    """igammac if upper, else igamma.  JAX's loses digits for large a near x = a, and for small a; it is used in between."""
     low, high = (1, 0) if upper else (0, 1)  # at x = 0 and at infinity
     sign = 1.0 if upper else -1.0
 
@@ -182,7 +182,7 @@ def _incomplete(upper: bool) -> jax.custom_jvp[Array]:
         zero, infinity = number(0, a.dtype), number(math.inf, a.dtype)
         eta = _eta(a, x)
         steady = _is_steady(a, eta)
-        # PyTorch's choice of the series: where the upper function is the smaller one, or not much larger
+        # PyTorch uses the series if the upper function is the smaller one, or not much larger
         small = lax.bitwise_and(_between(x, 0, 0.5), lax.le(a, lax.div(like(-0.4, x), lax.log(x))))
         small = lax.bitwise_or(small, lax.bitwise_and(_between(x, 0.5, 1.1), lax.le(a, scaled(x, 1.1))))
         small = lax.bitwise_and(lax.bitwise_and(lax.gt(a, zero), lax.gt(x, zero)), small)
@@ -191,7 +191,7 @@ def _incomplete(upper: bool) -> jax.custom_jvp[Array]:
         y = (lax.igammac if upper else lax.igamma)(choose(other, 1, a), choose(other, 1, x))
         y = choose(small, series if upper else lax.sub(like(1, x), series), y)
         y = choose(steady, _uniform(choose(steady, a, like(20, a)), choose(steady, eta, like(0, a)), sign), y)
-        # the order of PyTorch's tests, the last first
+        # PyTorch's tests in reverse order
         far = lax.eq(x, infinity)
         y = choose(lax.eq(a, infinity), choose(far, math.nan, like(low, y)), choose(far, high, y))
         y = choose(lax.eq(x, zero), low, y)
@@ -200,7 +200,7 @@ def _incomplete(upper: bool) -> jax.custom_jvp[Array]:
 
     define_slopes(
         function,
-        lambda a, x, _: scaled(_slope_in_a(a, x), -sign),  # PyTorch has none
+        lambda a, x, _: scaled(_slope_in_a(a, x), -sign),  # PyTorch has no such derivative
         lambda a, x, _: scaled(_density(a, x), -sign),
     )
     return function
@@ -213,7 +213,7 @@ def _zeta(x: Array, q: Array) -> Array:
     zero = number(0, q.dtype)
     negative = lax.bitwise_and(lax.le(q, zero), lax.gt(x, number(1, x.dtype)))
     pole = lax.eq(q, lax.floor(q))
-    far = lax.lt(q, number(-1e6, q.dtype))  # further out a loop would not end in reasonable time
+    far = lax.lt(q, number(-1e6, q.dtype))  # beyond that, a loop would take too long
     shifts = lax.bitwise_and(negative, lax.bitwise_not(lax.bitwise_or(pole, far)))
 
     def step(state: tuple) -> tuple:
@@ -223,14 +223,14 @@ def _zeta(x: Array, q: Array) -> Array:
 
     start = (choose(shifts, q, choose(negative, 1, q)), like(0, q))
     shifted, total = lax.while_loop(lambda state: jnp.any(lax.bitwise_and(shifts, lax.lt(state[0], zero))), step, start)
-    # where the first term is all and JAX has NaN; at infinity PyTorch has one too
+    # the first term is the whole sum, and JAX has NaN; at infinity PyTorch has NaN too
     alone = lax.bitwise_and(lax.gt(x, number(1e4, x.dtype)), lax.lt(q, number(math.inf, q.dtype)))
     alone = lax.bitwise_and(alone, lax.bitwise_or(lax.le(q, number(1, q.dtype)), lax.lt(x, number(math.inf, x.dtype))))
     value = lax.add(total, choose(alone, lax.pow(shifted, lax.neg(x)), lax.zeta(choose(alone, 2, x), shifted)))
     undefined = lax.bitwise_or(far, lax.ne(x, lax.floor(x)))
     one = number(1, x.dtype)
     value = choose(lax.bitwise_and(negative, undefined), math.nan, value)
-    unordered = lax.bitwise_and(lax.ne(x, x), lax.le(q, zero))  # PyTorch asks where q is before it looks at x
+    unordered = lax.bitwise_and(lax.ne(x, x), lax.le(q, zero))  # PyTorch tests q before x
     poles = lax.bitwise_and(lax.bitwise_or(negative, unordered), pole)
     value = choose(lax.bitwise_or(lax.eq(x, one), poles), math.inf, value)
     return choose(lax.lt(x, one), math.nan, value)
@@ -238,7 +238,7 @@ def _zeta(x: Array, q: Array) -> Array:
 
 @functools.partial(_zeta.defjvp, symbolic_zeros=True)
 def _zeta_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """In q only: the derivative in x has no closed form, and torch has none either."""
+    """The derivative in q; the one in x has no closed form, and torch does not have it either."""
     (x, q), (dx, dq) = primals, tangents
     if not isinstance(dx, SymbolicZero):
         raise NotImplementedError("x: the derivative of zeta(x, q) with respect to x is not implemented")

@@ -1,6 +1,6 @@
 """Orthogonal polynomials (Chebyshev of four kinds and shifted, Hermite, Laguerre, Legendre) by their three-term recurrences.
 
-The degree is a number, or a tensor that is known only when the program runs; Abramowitz and Stegun, table 22.7.
+The degree is a number, or a tensor whose values are known only when the program runs; Abramowitz and Stegun, table 22.7.
 """
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Operators that make tensors, copy them or change their shape."""
+"""Operators that create tensors, copy them or change their shape."""

@@ -1,4 +1,4 @@
-"""Copies, casts, fills and the operators that only pass values on (clone, detach, conj and neg bits resolved)."""
+"""Copies, casts, fills and operators that return their operand's values (clone, detach, resolve_conj, resolve_neg)."""
 from __future__ import annotations
 
 from typing import Any
@@ -42,8 +42,8 @@ def aten_clone(self: Array, *, memory_format: torch.memory_format | None = None)
 
 @jax.custom_jvp
 def revalue(old: Array, new: Array) -> Array:
-    """new with old's derivative: what a write that torch's autograd does not record leaves in a tensor."""
-    return lax.select(jnp.zeros(new.shape, bool), old, new)  # never old, but mapped where old is, as its derivative
+    """new with old's derivative: the value of a tensor after a write that torch's autograd does not record."""
+    return lax.select(jnp.zeros(new.shape, bool), old, new)  # selects nothing of old, but is mapped if old is, as its derivative is
 
 
 @revalue.defjvp

@@ -1,7 +1,7 @@
-"""Tensors made of nothing: empty, zeros, full, their _like and new_ forms, arange, eye, windows; and masks by position (tril, triu).
+"""Tensors made without operands: empty, zeros, full, their _like and new_ forms, arange, eye, windows; and masks by position (tril, triu).
 
-What depends only on Python numbers is computed by numpy in double precision, as PyTorch's CPU kernels do, and stays a known
-value under jit, so that code may branch on it or index with it.
+Results that depend only on Python numbers are computed by numpy in double precision, as in PyTorch's CPU kernels, and their values
+stay known under jit, so that code may branch on them or index with them.
 """
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _shape(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def number(value: Any, dtype: np.dtype) -> np.ndarray:
-    """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError where it does not fit."""
-    if hasattr(value, "as_array"):  # known only when the program runs
+    """A Python number in a dtype, cast as C does (negative numbers wrap in an unsigned type); RuntimeError if it does not fit."""
+    if hasattr(value, "as_array"):  # its value is known only when the program runs
         return value.as_array(dtype)
     if isinstance(value, complex):
         fits = promotion.is_complex(dtype) or dtype == np.bool_ or not value.imag
@@ -188,7 +188,7 @@ def aten_arange(
         start, end, step = int(start), int(end), int(step)
         whole = True
         if step == 0:
-            raise ValueError("step must be nonzero")  # PyTorch's other class, for a step that is less than a whole one
+            raise ValueError("step must be nonzero")  # PyTorch's other class, for a step that is truncated to 0
         _check_range(start, end, step)
     count = -((start - end) // step) if whole else math.ceil((end - start) / step)
     return _progression(start, step, max(count, 0), out)
@@ -233,7 +233,7 @@ def _linspace_dtype(start: Any, end: Any, dtype: torch.dtype | None) -> np.dtype
 
 
 def _linspace(start: Any, end: Any, steps: int, dtype: np.dtype, *, rounded: bool) -> np.ndarray:
-    """In the precision of dtype (rounded: the step too), counted from both ends, as PyTorch does."""
+    """The points in the precision of dtype (rounded: also the step), counted from both ends, as in PyTorch."""
     if steps < 0:
         raise RuntimeError("number of steps must be non-negative")
     working = np.dtype(np.float64) if promotion.is_integral(dtype) else promotion.opmath(dtype)
@@ -299,7 +299,7 @@ def aten_triu_indices(
 
 
 def _compare(m: int, n: int, offset: int, comparison: Callable[..., Any]) -> Array:
-    """The mask of an m x n matrix: comparison(column - offset, row).  Small ones are known values, large ones cost no memory."""
+    """The mask of an m x n matrix: comparison(column - offset, row).  A small mask has known values, a large one takes no memory."""
     if m * n <= 4096:
         rows, columns = np.arange(m)[:, None], np.arange(n) - offset
         return constant({lax.eq: np.equal, lax.le: np.less_equal, lax.ge: np.greater_equal}[comparison](columns, rows))
@@ -339,7 +339,7 @@ def aten_complex(real: Array, imag: Array) -> Array:
     if real.dtype != imag.dtype:
         raise RuntimeError(f"Expected object of scalar type {dtypes.to_torch(real.dtype)} but got {dtypes.to_torch(imag.dtype)} for imag")
     if real.dtype == np.float16:
-        dtypes.to_jax(torch.complex32)  # raises: JAX has none
+        dtypes.to_jax(torch.complex32)  # raises, because JAX has no such dtype
     if real.dtype not in (np.float32, np.float64):
         raise RuntimeError(f"Expected both inputs to be Float or Double tensors but got {dtypes.to_torch(real.dtype)}")
     return lax.complex(*(jnp.broadcast_arrays(real, imag) if real.shape != imag.shape else (real, imag)))

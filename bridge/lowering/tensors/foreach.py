@@ -36,7 +36,7 @@ def _check(tensors: Sequence, *others: Any) -> None:
 
 
 def _each(fn: Callable) -> Callable:
-    """fn over a list; further lists are taken entry by entry, and anything else is passed to each call."""
+    """fn for each entry of a list; further lists are taken entry by entry, and other arguments are passed to each call."""
 
     def run(self: Sequence, *others: Any, **options: Any) -> list[Array]:
         _check(self, *others)

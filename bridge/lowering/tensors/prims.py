@@ -1,6 +1,6 @@
 """The primitives that PyTorch's Python reference implementations (torch._refs) are written in: torch.ops.prims.*.
 
-Most are an ATen operator without promotion or broadcasting and share its lowering; the rest change shape, type or place.
+Most equal an ATen operator without promotion or broadcasting and share its lowering; the others change shape, dtype or device.
 """
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _reduction(name: str) -> Callable:
     def reduce(inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> Array:
         axes = list(range(inp.ndim)) if dims is None else list(dims)
         result = LOWERINGS[overload(f"aten.{name}")](inp, axes) if axes else inp
-        # the reduction keeps its operand's type, where ATen's widens integers
+        # the reduction keeps its operand's dtype, whereas ATen's widens integers
         return aten_to_copy(result, dtype=dtypes.to_torch(inp.dtype) if output_dtype is None else output_dtype)
 
     return reduce

@@ -1,7 +1,7 @@
 """Random operators: uniform, normal and integer tensors, in-place fills, dropout, and draws from the named distributions.
 
 Every key comes from next_key in common/provided.py.  Low precision is drawn in float32, float64 in float64; the values are JAX's own,
-not those of PyTorch's generators.
+not those that PyTorch's generators give.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bridge.lowering.registry import lowering
 
 
 def _uniform(key: Array, shape: Sequence[int], dtype: np.dtype, low: float = 0.0) -> Array:
-    """Uniform on [low, 1) in a floating dtype; narrow types are drawn in their own precision, as rounding could give 1."""
+    """Uniform on [low, 1) in a floating dtype; narrow types are drawn in their own precision, because rounding could give 1."""
     return jax.random.uniform(key, tuple(shape), dtype, minval=low)
 
 
@@ -135,7 +135,7 @@ def aten_normal_functional(self: Array, mean: float = 0.0, std: float = 1.0, *, 
 
 
 def _integers(key: Array, shape: Sequence[int], low: int, high: Any, dtype: np.dtype) -> Array:
-    """Uniform integers of [low, high) as that dtype, drawn in 32 bits where they fit: half the work of 64."""
+    """Uniform integers of [low, high) in that dtype, drawn in 32 bits if they fit, which is half the work of 64."""
     known = isinstance(low, int) and isinstance(high, int)
     if known and low >= high:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
@@ -189,7 +189,7 @@ def aten_randperm(n: int, *, generator: torch.Generator | None = None, dtype: to
 
 
 def _top_integer(dtype: np.dtype) -> int:
-    """One past the largest value random_() fills a dtype with: all integers that the type holds exactly."""
+    """One more than the largest value of random_() in a dtype: it draws from all integers that the dtype holds exactly."""
     if dtype == np.bool_:
         return 2
     return 2 ** (jnp.finfo(dtype).nmant + 1) + 1 if is_floating(dtype) else int(np.iinfo(dtype).max) + 1
@@ -211,14 +211,14 @@ def aten_random_to(self: Array, to: int, *, generator: torch.Generator | None = 
 def aten_random_from(self: Array, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Array:
     """random.from(Tensor self, int from, int? to, *, Generator? generator=None) -> Tensor"""
     high = _top_integer(self.dtype) if high is None else high
-    if high > np.iinfo(np.int64).max:  # one more than an int64 bound can say: shift the draw of all but the lowest by one
+    if high > np.iinfo(np.int64).max:  # an int64 bound cannot include the largest value, so draw all values but the lowest, shifted by one
         return cast(jax.random.randint(next_key(generator), self.shape, low - 1, high - 1, np.int64) + 1, self.dtype)
     return _integers(next_key(generator), self.shape, low, high, self.dtype)
 
 
 # -- bernoulli and dropout ---------------------------------------------------------------------------------------------------------
 def _coin(key: Array, probability: float, shape: tuple[int, ...]) -> Array:
-    """Independent bools, True with a probability known now: 32 random bits against a threshold, without a trip to float."""
+    """Independent bools, True with a probability known now: 32 random bits are compared with a threshold, without floats."""
     threshold = round(probability * 2**32)
     if threshold >= 2**32:
         return jnp.ones(tuple(shape), np.bool_)
@@ -282,7 +282,7 @@ def aten_exponential(self: Array, lambd: float = 1.0, *, generator: torch.Genera
     if lambd <= 0:
         raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
     drawn = -lax.log1p(-_open_uniform(next_key(generator), self.shape, self.dtype)) / lambd
-    # never 0: quotients of exponentials are a common way to sample
+    # never 0, because quotients of exponentials are a common way to sample
     return cast(jnp.maximum(drawn, float(jnp.finfo(self.dtype).tiny)), self.dtype)
 
 
@@ -341,7 +341,7 @@ def aten_binomial(count: Array, prob: Array, generator: torch.Generator | None =
 
 
 def _check_weights(weights: Array, num_samples: int, replacement: bool) -> None:
-    """What PyTorch refuses; the values only where they are known."""
+    """Raise PyTorch's errors for the weights of multinomial."""
     if not is_floating(weights):
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {weights.dtype}")
     if weights.ndim not in (1, 2):
@@ -399,7 +399,7 @@ def _beta_gradient(x: Array, alpha: Array, beta: Array) -> Array:
     """dx/dalpha of x ~ Beta(alpha, beta) by implicit reparameterization: -(dF/dalpha)(x) / F'(x), F the distribution function.
 
     dF/dalpha is the integral of the density times log t - digamma(alpha) + digamma(alpha + beta) over [0, x] or, as the whole
-    is 0, minus that over [x, 1]; the side away from the mean is taken, with t = x exp(-s) on a double-exponential grid in s.
+    is 0, minus that over [x, 1]; the side away from the mean is used, with t = x exp(-s) on a double-exponential grid in s.
     """
     left = x * (alpha + beta) < alpha
     z, a, b = jnp.where(left, x, 1 - x), jnp.where(left, alpha, beta), jnp.where(left, beta, alpha)
@@ -441,6 +441,6 @@ def aten_sample_dirichlet(self: Array, generator: torch.Generator | None = None)
     _need_floating(self.dtype, "_sample_dirichlet")
     work = opmath(self.dtype)
     alpha = cast(self, work)
-    # in logarithms, as all the gammas of small concentrations may underflow
+    # in logarithms, because all gammas of small concentrations may underflow
     drawn = jax.random.loggamma(next_key(generator), lax.stop_gradient(alpha), alpha.shape, work)
     return cast(_dirichlet_of(alpha, jax.nn.softmax(drawn, axis=-1)), self.dtype)

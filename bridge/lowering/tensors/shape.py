@@ -1,7 +1,7 @@
 """Views and rearrangements: reshape, permute, slice, split, cat, roll, diagonal, as_strided.  Pure functions of arrays.
 
-Beside a view its inverse: the base with another value in the view's place.  Scatters are in scattering.py, padding in pads.py, tril and
-triu in creation.py.
+Each view has its inverse beside it: the base with another value in the place of the view.  Scatters are in scattering.py, padding in
+pads.py, tril and triu in creation.py.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bridge.lowering.common import promotion
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import Part, lowering
 
-# lax's shape primitives, their rules cached for every transform: that halves the time of tracing, and of running eagerly
+# lax's shape primitives with their rules cached for every transform, which halves the time of tracing and of un-jitted calls
 reshape = fused("new_sizes")(lax.reshape)
 permute = fused("permutation")(lax.transpose)
 squeeze = fused("dimensions")(lax.squeeze)
@@ -32,7 +32,7 @@ reverse = fused("dimensions")(lax.rev)
 
 
 def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...]:
-    """The sizes with at most one -1 resolved; RuntimeError where they do not hold numel elements."""
+    """The sizes with at most one -1 resolved; RuntimeError if they do not hold numel elements."""
     size = tuple(int(s) for s in size)
     if -1 in size:
         known = math.prod(s for s in size if s != -1)
@@ -92,7 +92,7 @@ def aten_view_dtype(x: Array, dtype: torch.dtype) -> Array:
         x = aten_view_as_real(x)
     elif x.dtype == np.bool_:
         x = lax.convert_element_type(x, np.uint8)
-    # rows of real numbers, regrouped where the widths differ: the bits of one wide number are a row of narrow ones
+    # rows of real numbers, regrouped if the widths differ: the bits of one wide number are a row of narrow ones
     part = promotion.real_dtype(target)
     wide = part.itemsize // np.dtype(x.dtype).itemsize
     x = lax.reshape(x, (x.size // wide, wide) if wide > 1 else (x.size,))
@@ -108,7 +108,7 @@ def aten_resize(x: Array, size: Sequence[int], *, memory_format: torch.memory_fo
     """resize(Tensor self, SymInt[] size, *, MemoryFormat? memory_format=None) -> Tensor"""
     numel = math.prod(size)
     flat = lax.reshape(x, (x.size,))
-    # what PyTorch leaves uninitialized is zero
+    # elements that PyTorch leaves uninitialized are zero
     flat = _slice(flat, 0, 0, numel) if numel <= x.size else lax.pad(flat, np.zeros((), x.dtype), [(0, numel - x.size, 0)])
     return lax.reshape(flat, tuple(size))
 
@@ -261,7 +261,7 @@ def _select(x: Array, dim: int, index: int) -> Array:
 
 
 def select_index(shape: Sequence[int], dim: int, index: int) -> int:
-    """A select index made non-negative; IndexError as torch's where it is out of range."""
+    """A select index made non-negative; raises torch's IndexError if it is out of range."""
     if not -shape[dim] <= index < shape[dim]:
         raise IndexError(f"select(): index {index} out of range for tensor of size {list(shape)} at dimension {dim}")
     return int(index) % shape[dim]
@@ -337,7 +337,7 @@ def aten_cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     if not len(tensors):
         raise ValueError("torch.cat(): expected a non-empty list of Tensors")
-    # a one-dimensional empty tensor is passed over, whatever the others' shape; its dtype counts
+    # an empty one-dimensional tensor is skipped, whatever the others' shape; its dtype counts
     kept = [x for x in tensors if x.shape != (0,)] or tensors[:1]
     dtype = promotion.result_dtype(*tensors)
     if any(not x.ndim for x in kept):
@@ -416,7 +416,7 @@ def aten_repeat(x: Array, repeats: Sequence[int]) -> Array:
 def _repeat(x: Array, repeats: tuple[int, ...]) -> Array:
     new = len(repeats) - x.ndim
     shape = (1,) * new + x.shape
-    # a dimension of size one is repeated by broadcasting alone; another one takes a dimension of its own
+    # a dimension of size one is repeated by broadcasting; any other needs a new dimension
     wide, where = [], []
     for i, (r, n) in enumerate(zip(repeats, shape, strict=True)):
         if n != 1 and r != 1:
@@ -430,7 +430,7 @@ def _repeat(x: Array, repeats: tuple[int, ...]) -> Array:
 
 
 def diagonal_size(m: int, n: int, offset: int) -> int:
-    """How many elements that diagonal of an m x n matrix has."""
+    """The number of elements of that diagonal of an m x n matrix."""
     return max(min(m, n - offset) if offset >= 0 else min(m + offset, n), 0)
 
 
@@ -535,7 +535,7 @@ def aten_as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storag
 
 
 def strided_index(numel: int, size: Sequence[int], stride: Sequence[int], offset: int | None) -> np.ndarray:
-    """Where in a contiguous buffer each element of a strided view lies."""
+    """The index in a contiguous buffer of each element of a strided view."""
     if len(size) != len(stride):
         raise RuntimeError(f"mismatch in length of strides and shape: size {list(size)}, stride {list(stride)}")
     if min(stride, default=0) < 0:
@@ -577,7 +577,7 @@ def _write_as_complex(base: Array, value: Array) -> Array:
 def aten_view_as_complex(x: Array) -> Array:
     """view_as_complex(Tensor(a) self) -> Tensor(a)"""
     if x.dtype == np.float16:
-        dtypes.to_jax(torch.complex32)  # raises: JAX has none
+        dtypes.to_jax(torch.complex32)  # raises, because JAX has no such dtype
     if x.dtype not in (np.float32, np.float64) or x.shape[-1:] != (2,):
         raise RuntimeError(f"view_as_complex expects a float or double tensor whose last dimension is 2, got {x.dtype}{list(x.shape)}")
     real, imag = aten_unbind(x, x.ndim - 1)

@@ -164,8 +164,8 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
         "# Operators", "",
         f"Every operator of PyTorch's own test database (`op_db`, torch {about['torch']}, JAX {about['jax']}) on its own samples "
         f"({counts} an operator), through each transform, compared with plain PyTorch on "
-        "the CPU. Written by `python docs/coverage.py`, with torch.func asked the same questions in the same run.", "",
-        "An operator counts as right in a mode where every sample agrees in shape, dtype and values. jvp of operators without a forward "
+        "the CPU. Written by `python docs/coverage.py`, which runs torch.func on the same samples.", "",
+        "An operator counts as right in a mode if every sample agrees in shape, dtype and values. jvp of operators without a forward "
         "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype."
         + (f" Compiled without XLA's optimizations (`--quick`): {', '.join(quick)}." if (quick := about.get("quick")) else ""), "",
         "| dtype | " + " | ".join(f"{m} | torch.func" if m != "jit" else m for m in MODES) + " |",

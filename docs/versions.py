@@ -327,8 +327,8 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Versions", "",
         "The tests on the versions of Python, PyTorch and JAX that people have. Each combination has an environment of its own, with the",
-        "newest release of everything else that fits. What runs is the core of the tests: everything but the slow ones and the sweeps over",
-        "all operators, which [coverage.md](coverage.md) is about. Written by `make test-versions`, which runs the oldest and the newest",
+        "newest release of everything else that fits. The core of the tests runs: everything except the slow ones and the sweeps over",
+        "all operators, which are in [coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest and the newest",
         'combination; `make test-versions ARGS="--only all"` runs them all.', "",
         "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | testing | date | commit |",
         "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
@@ -337,7 +337,7 @@ def page(rows: list[Row]) -> str:
     for machine in dict.fromkeys(row.where["machine"] for row in rows):
         where = [str(row.combination) for row in rows if row.where["machine"] == machine]
         lines += [f"Measured on {machine}: {'; '.join(where)}.", ""]
-    lines += ["`torchfunc-jax doctor` says which of these you have, and what is known to be wrong with it.", ""]
+    lines += ["`torchfunc-jax doctor` says which of these you have, and lists its known faults.", ""]
     if any(not row.right for row in rows):
         lines += ["## What failed", ""]
         for row in rows:

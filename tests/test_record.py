@@ -231,6 +231,66 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
     assert seen == ["before", "f"] * 3
 
 
+# -- exceptions that the function catches -----------------------------------------------------------------------------------------------
+def _raises(*_: Any) -> Any:
+    raise ValueError
+
+
+RAISED: dict[str, Callable[[Any, torch.Tensor, float], Any]] = {
+    "an operator with a number": lambda T, x, s: torch.add(x, torch.ones(7), alpha=s),
+    "an operator with two numbers": lambda T, x, s: torch.where(x[:, None] > torch.ones(7), s, x + s * 2),
+    "a write with a number": lambda T, x, s: x.mul(s).add_(torch.ones(7), alpha=s),
+    "grad": lambda T, x, s: T.grad(lambda y: _raises(y * s))(x),
+    "grad of no number": lambda T, x, s: T.grad(lambda y: y * s)(x),
+    "vmap": lambda T, x, s: T.vmap(lambda y: _raises(y * s))(x),
+    "vmap with other out_dims": lambda T, x, s: T.vmap(lambda y: y * s, out_dims=5)(x),
+    "a captured tensor is met": lambda T, x, s: T.vmap(lambda y: _raises(y * WEIGHT * s))(x),
+    "two levels": lambda T, x, s: T.vmap(lambda y: T.grad(lambda z: _raises(z @ z * s))(y))(x.reshape(-1, 1)),
+    "one of two levels": lambda T, x, s: T.vmap(lambda y: _caught(T, y, "grad", s) * _raises(y))(x),
+    "jvp": lambda T, x, s: T.jvp(lambda y: _raises(y * s), (x,), (x,)),
+    "vjp": lambda T, x, s: T.vjp(lambda y: (y * s, 1 / 0), x),
+    "linearize": lambda T, x, s: T.linearize(lambda y: (y * s).view(77), x),
+    "jacrev": lambda T, x, s: T.jacrev(lambda y: _raises(y * s))(x),
+    "hessian": lambda T, x, s: T.hessian(lambda y: (y * s)[99])(x),
+    "a pullback": lambda T, x, s: T.vjp(lambda y: y * s, x)[1](torch.ones(99)),
+    "an autograd.Function": lambda T, x, s: Cubed.apply(_raises(x * s)),
+}  # fmt: skip
+WEIGHT = torch.linspace(0.5, 2, 3)
+
+
+def _caught(T: Any, x: torch.Tensor, name: str, s: float) -> torch.Tensor:
+    for _ in range(2):
+        with contextlib.suppress(ValueError, RuntimeError, IndexError, ZeroDivisionError):
+            RAISED[name](T, x * 4, s)
+    return (x * 3.0 + T.grad(lambda y: (y**3).sum() * s)(x) * WEIGHT - 0.25).sum()
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap", "vmap of grad"])
+@pytest.mark.parametrize("name", RAISED)
+def test_an_exception_that_the_function_catches(name: str, way: str) -> None:
+    around: Callable[[Any, float], Any] = {
+        "grad": lambda T, s: T.grad(lambda x: _caught(T, x, name, s))(X[0]),
+        "vmap": lambda T, s: T.vmap(lambda x: _caught(T, x, name, s))(X),
+        "vmap of grad": lambda T, s: T.vmap(T.grad(lambda x: _caught(T, x, name, s)))(X),
+    }[way]  # fmt: skip
+    for s in (2.0, 5.0):
+        same(around(torchfunc_jax, s), around(torch.func, s))
+
+
+def test_code_that_catches_everything(unrecorded: Callable[[], list[str]]) -> None:
+    """What a record cannot say is no exception that the user's function could have met."""
+    scale = torch.tensor(2.0)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return (x * x.new_tensor(scale.item())).sum()
+        except:  # noqa: E722
+            return x.sum() * 0
+
+    same(torchfunc_jax.grad(f)(X), torch.func.grad(f)(X))
+    assert unrecorded()
+
+
 # -- steps that repeat ------------------------------------------------------------------------------------------------------------------
 W = torch.linspace(0.2, 0.9, 3)
 

@@ -185,15 +185,21 @@ class _Kept:
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
     """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
+    if recorder.broken is not None:
+        raise Unrecordable(recorder.broken)
     key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), pieces.local_generation())
     numbers = recorder.numbers
     if final and key not in process.programs:
         wide = lanes.wide(recorder, refs)
         if wide is not None and process.widths.pays(wide, key):
             start = time.perf_counter()
-            outs = run(wide.record(), refs, True)
-            process.widths.ran(wide, key, time.perf_counter() - start)
-            return wide.narrow(refs, outs)
+            try:
+                outs = run(wide.record(), refs, True)
+            except lanes.Writes:
+                process.widths.met[wide.family] = True
+            else:
+                process.widths.ran(wide, key, time.perf_counter() - start)
+                return wide.narrow(refs, outs)
     family = process.programs.of(key)
     for found in reversed(family):
         if all(identical(numbers[k]) == value for k, value in found.static) and all(g.hold() for g in found.guards):

@@ -131,12 +131,17 @@ def interned(kind: Any, *what: Any) -> Any:
 
 
 class Level:
-    """A transform that is being recorded."""
+    """A transform that is being recorded.
 
-    __slots__ = ("kind", "open", "owner", "parent")
+    Attributes:
+        before: how many entries, values, numbers and inputs the record had when it began.
+    """
 
-    def __init__(self, kind: str, parent: Level | None) -> None:
-        self.kind, self.parent, self.open = kind, parent, True
+    __slots__ = ("before", "kind", "open", "owner", "parent")
+
+    def __init__(self, kind: str, owner: Recorder) -> None:
+        self.kind, self.owner, self.parent, self.open = kind, owner, owner.level, True
+        self.before = (len(owner.trace), owner.count, len(owner.numbers), len(owner.inputs))
 
 
 #: What else is a part of a record than torch functions and our transforms, by its name: functions that write it down.  And "shapes", of
@@ -186,6 +191,8 @@ class Recorder(TorchFunctionMode):
         self.level: Level | None = None
         self.written: set[int] = set()
         self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
+        self.copied = False  # its inputs are copies of those of another record, which it may not write to
+        self.broken: str | None = None  # why it does not say all that has happened
         self.ambient = _ambient()
         self.watch: Watch | None = None  # of torch's generator, where random operators are written down
 
@@ -264,6 +271,9 @@ class Recorder(TorchFunctionMode):
             except _ByValue:
                 del self.numbers[numbers:]
                 return self.by_value(func, args, kwargs or {})
+            except Exception:  # PyTorch refuses the operands, which the caller may catch
+                del self.numbers[numbers:]
+                raise
             process.recorded[whole] = op
         if op.draws:
             self.draw()
@@ -440,10 +450,8 @@ class Recorder(TorchFunctionMode):
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Enter a transform with these operands; its function's arguments."""
         refs = tuple([self.ref(t) for t in operands])
+        self.level = Level(kind, self)
         self.trace.append((interned(Begin, kind, params, len(avals), _grad_mode()), refs))
-        level: Any = Level(kind, self.level)
-        level.owner = self
-        self.level = level
         return [self.made(a) for a in avals]
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
@@ -492,10 +500,16 @@ class Recorder(TorchFunctionMode):
         return other
 
     def leave(self) -> None:
-        """The innermost transform's function has raised."""
+        """The innermost transform's function has raised: nothing of it is in the record, should the exception be caught."""
         assert self.level is not None
         self.level.open = False
+        entries, values, numbers, inputs = self.level.before
         self.level = self.level.parent
+        if any(type(what) is Op and (what.changed or what.draws) for what, _ in self.trace[entries:]):
+            self.broken = "a write, or random numbers, in a transform whose function raises"
+        del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
+        self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
+        self.count = values
 
 
 class _ByValue(Exception):

@@ -8,12 +8,18 @@ import torch
 
 from bridge import private
 from bridge.errors import EscapedTensorError, at_line
+from bridge.trace.levels import state
 
 _make = private.make_wrapper
 
 
 class Unrecordable(BaseException):
-    """Something happens that a record cannot say; the transform starts again without one."""
+    """Something happens that a record cannot say; the transform starts again without one, also if the user's code catches this."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        if state.recorder is not None:
+            state.recorder.broken = reason
 
 
 def escaped() -> EscapedTensorError:

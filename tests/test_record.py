@@ -231,6 +231,34 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
     assert seen == ["before", "f"] * 3
 
 
+# -- numbers of lanes that change -------------------------------------------------------------------------------------------------------
+def _to_the_other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return a * b
+
+
+WRITES: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]] = {
+    "an argument": (lambda a: a.mul_(2) + 1, lambda x: (x,)),
+    "a slice of an argument": (lambda a: a[1:].add_(1).sum(), lambda x: (x,)),
+    "a view of an argument, detached": (lambda a: a.detach().mul_(3).sum(), lambda x: (x,)),
+    "a view of an argument": (lambda a: a.view(-1)[0].fill_(5) * 2, lambda x: (x,)),
+    "an item": (lambda a: (a.__setitem__(0, 7.0), a * 2)[1], lambda x: (x,)),
+    "an argument with strides": (lambda a: a.neg_() * 1, lambda x: (x.t().contiguous().t(),)),
+    "one of two arguments": (_to_the_other, lambda x: (x, x * 2)),
+    "a tensor of its own": (lambda a: a.clone().mul_(2), lambda x: (x,)),
+    "an argument twice": (lambda a: (a.add_(1), a.add_(1))[1] * 1, lambda x: (x,)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_of_any_number_of_lanes(name: str) -> None:
+    f, arguments = WRITES[name]
+    for lanes in (4, 5, 7, 6, 5, 11):
+        mine, theirs = (arguments(torch.arange(3.0 * lanes).reshape(lanes, 3)) for _ in range(2))
+        same(torchfunc_jax.vmap(f)(*mine), torch.func.vmap(f)(*theirs))
+        same(mine, theirs)
+
+
 # -- exceptions that the function catches -----------------------------------------------------------------------------------------------
 def _raises(*_: Any) -> Any:
     raise ValueError

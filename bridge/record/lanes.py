@@ -38,6 +38,7 @@ class Wide:
     def record(self) -> Recorder:
         """The wider record."""
         wide = Recorder(self.recorder.execute)
+        wide.copied = True
         wide.numbers, wide.count = self.recorder.numbers, self.recorder.count
         inputs = iter(self.recorder.inputs)
         for number, what, refs in _numbered(self.recorder.trace):
@@ -56,22 +57,25 @@ class Wide:
 
 
 class Widths:
-    """Which records run by a wider program: those of a family that was met with several numbers of lanes, until one pays for its own."""
+    """Which records run by a wider program: those of a family that was met with several numbers of lanes, until one pays for its own.
+
+    None of a family that writes to what it is given: it would write to a copy.
+    """
 
     def __init__(self) -> None:
-        self.met: dict[Any, None] = {}
+        self.met: dict[Any, bool] = {}  # by family: whether it writes
         self.cost: dict[Any, float] = {}  # by family and size: the seconds that the wider program took to be made
         self.wasted: dict[Any, float] = {}  # by record: the seconds that lanes took which fill up
 
     def pays(self, wide: Wide, record: Any) -> bool:
         """Whether the record, known by any hashable, is to run by the wider program."""
-        met = wide.family in self.met
-        if not met:
+        writes = self.met.get(wide.family)
+        if writes is None:
             for kept in (self.met, self.cost, self.wasted):
                 if len(kept) >= _LIMIT:
                     kept.clear()
-            self.met[wide.family] = None
-        if not met or wide.size == wide.lanes:
+            self.met[wide.family] = False
+        if writes is not False or wide.size == wide.lanes:
             return False
         cost = self.cost.get((wide.family, wide.size))
         return cost is None or self.wasted.get(record, 0.0) < cost
@@ -176,4 +180,8 @@ class _Narrowed(Untransformed):
         return torch.cat([cotangent.narrow(ctx.dim, 0, lanes - 1), copies], ctx.dim), None, None
 
 
-__all__ = ["Wide", "Widths", "wide"]
+class Writes(Exception):
+    """The program of a wider record writes to its inputs, which are copies."""
+
+
+__all__ = ["Wide", "Widths", "Writes", "wide"]

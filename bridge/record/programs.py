@@ -233,6 +233,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     extra = program.numbers.evaluated(recorder.numbers)
     given = recorder.inputs
     if compiled.program.written:
+        if recorder.copied:
+            raise lanes.Writes
         if not final:
             given = list(given)
             for _, k in compiled.program.written:

@@ -585,6 +585,11 @@ def float32_precision() -> Any:
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 
+def forbid_reading(t: torch.Tensor) -> None:
+    """Have PyTorch raise if it is to read the memory of a tensor that has none; it would read whatever is there."""
+    torch._C._set_throw_on_mutable_data_ptr(t)
+
+
 def enter_function_mode(mode: Any) -> None:
     """Have a torch function mode see what is called from now on; its public way, a context, takes ten times as long."""
     torch._C._push_on_torch_function_stack(mode)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from agreement import same
@@ -229,6 +230,50 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
         seen.append("before")
         torchfunc_jax.grad(f)(X)
     assert seen == ["before", "f"] * 3
+
+
+# -- values of tensors from outside -----------------------------------------------------------------------------------------------------
+VALUES: dict[str, Callable[[torch.Tensor], float]] = {
+    "numpy": lambda w: float(w.numpy()[0]), "numpy.asarray": lambda w: float(np.asarray(w)[0]), "tolist": lambda w: w.tolist()[0],
+    "numpy(force=True)": lambda w: float(w.numpy(force=True)[0]), "float": lambda w: float(w[0]), "item": lambda w: w.sum().item(),
+    "iteration": lambda w: sum(float(v) for v in w), "of a copy": lambda w: float(torch.tensor(w)[0]), "in": lambda w: float(2.0 in w),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("written", [None, "the tensor", "a view", "without history"])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_a_captured_tensor(name: str, written: str | None, unrecorded: Callable[[], list[str]]) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w).sum()
+        if written is not None:
+            {"the tensor": w, "a view": w[:2], "without history": w.detach()}[written].mul_(2)
+        return y * VALUES[name](w)
+
+    for start in (1.0, 3.0):
+        mine, theirs = torch.full((3,), start), torch.full((3,), start)
+        expected = torch.func.vmap(lambda x: f(x, theirs))(X)
+        try:
+            same(torchfunc_jax.vmap(lambda x: f(x, mine))(X), expected)
+            same(mine, theirs)
+        except RuntimeError as refused:  # never another number
+            assert "numpy" in name and written is not None, refused
+    unrecorded()
+
+
+@pytest.mark.parametrize("name", ["numpy", "numpy.asarray", "numpy(force=True)"])
+def test_the_memory_of_a_captured_tensor_is_not_read_in_a_trace(name: str) -> None:
+    """A numpy array of a tensor that JAX traces would be one of whatever stands in memory."""
+    w = torch.full((3,), 3.0)
+    for compiled in (torchfunc_jax.jit(lambda x: x * VALUES[name](w)), torchfunc_jax.functionalize(lambda x: x * VALUES[name](w))):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            compiled(X)
+
+
+def test_an_array_of_a_captured_tensor_is_not_written_to() -> None:
+    w = torch.ones(3)
+    with pytest.raises(ValueError, match="read-only"):
+        torchfunc_jax.vmap(lambda x: (x * w, w.numpy().fill(2))[0])(X)
 
 
 # -- numbers of lanes that change -------------------------------------------------------------------------------------------------------

@@ -190,6 +190,7 @@ class Recorder(TorchFunctionMode):
         self.count = 0
         self.level: Level | None = None
         self.written: set[int] = set()
+        self.writes = False  # to whatever tensor, which may share its memory with one from outside
         self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
         self.copied = False  # its inputs are copies of those of another record, which it may not write to
         self.broken: str | None = None  # why it does not say all that has happened
@@ -316,6 +317,7 @@ class Recorder(TorchFunctionMode):
     def _results(self, op: Op, args: Any, kwargs: Any) -> Any:
         tensors: list[Any] = []
         _collect((args, kwargs), tensors)
+        self.writes |= bool(op.changed)
         for k, what in op.changed:
             t = tensors[k]
             if type(t) is Recorded:
@@ -442,7 +444,7 @@ class Recorder(TorchFunctionMode):
 
     def now(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         """What these tensors are at this point of the program."""
-        if all(type(t) is not Recorded and self.by_id.get(id(t)) not in self.written for t in tensors):
+        if not self.writes and all(type(t) is not Recorded for t in tensors):
             return list(tensors)
         return list(self.execute(self, [self.ref(t) for t in tensors], False))
 
@@ -629,6 +631,15 @@ def _valued(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return recorder.by_value(func, args, kwargs)
 
 
+def _array(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor from outside as a numpy array, which is not to be written to: the record takes the tensor's values when it has ended."""
+    if type(args[0]) is Recorded or recorder.writes:
+        raise Unrecordable(str(func))
+    found = func(*args, **kwargs).view()
+    found.flags.writeable = False
+    return found
+
+
 def _iterated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     t = args[0]
     if t.dim() == 0:
@@ -728,8 +739,8 @@ _PASSED = [
 ]
 _REFUSED = [
     *_names(torch.Tensor, "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage set_ "
-            "resize_ resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __array__ __dlpack__ __setstate__ as_strided as_strided_ "
-            "to_sparse to_mkldnn unsafe_chunk apply_ map_ new new_tensor requires_grad_ detach_ is_set_to numpy"),
+            "resize_ resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ "
+            "to_sparse to_mkldnn unsafe_chunk apply_ map_ new new_tensor requires_grad_ detach_ is_set_to"),
     torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
     *_names(torch, "set_default_device as_strided frombuffer from_numpy"),
     torch.autograd.backward, torch.autograd.grad,
@@ -737,6 +748,7 @@ _REFUSED = [
 ]
 RULES: dict[Any, Any] = {
     **dict.fromkeys(_PASSED, _passed), **dict.fromkeys(_REFUSED, _refused), **dict.fromkeys(_TO_PYTHON, _valued),
+    torch.Tensor.numpy: _array, torch.Tensor.__array__: _array,
     torch.Tensor.__iter__: _iterated, torch.tensor: _scalar, torch.Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
     torch.as_tensor: _scalar,
 }

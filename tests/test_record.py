@@ -252,9 +252,9 @@ def test_values_of_a_captured_tensor(name: str, written: str | None, unrecorded:
 
     for start in (1.0, 3.0):
         mine, theirs = torch.full((3,), start), torch.full((3,), start)
-        expected = torch.func.vmap(lambda x: f(x, theirs))(X)
+        expected = torch.func.vmap(functools.partial(f, w=theirs))(X)
         try:
-            same(torchfunc_jax.vmap(lambda x: f(x, mine))(X), expected)
+            same(torchfunc_jax.vmap(functools.partial(f, w=mine))(X), expected)
             same(mine, theirs)
         except RuntimeError as refused:  # never another number
             assert "numpy" in name and written is not None, refused

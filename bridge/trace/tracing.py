@@ -256,7 +256,7 @@ class _Mode(private.DispatchMode):
     @private.opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = dispatch(func, args, kwargs or {})
-        if func is _DETACH and type(out) is Traced is not type(args[0]):  # PyTorch's numpy() does this to a tensor from outside, and reads the memory
+        if func is _DETACH and type(out) is Traced is not type(args[0]):  # what PyTorch's numpy() does, to read the memory
             private.forbid_reading(out)
         return out
 

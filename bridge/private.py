@@ -91,8 +91,8 @@ def torch_node_build(kind: type, children: list[Any], context: Any) -> Any:
 
 @contextlib.contextmanager
 def below_python() -> Iterator[None]:
-    """Operators run PyTorch's own kernels, also on wrapper tensors: used to change a wrapper's shape in place."""
-    with torch._C._DisableTorchDispatch():
+    """Operators run PyTorch's own kernels, also on wrapper tensors, and no mode sees them: used to change a wrapper's shape in place."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 

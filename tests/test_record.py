@@ -261,13 +261,15 @@ def test_values_of_a_captured_tensor(name: str, written: str | None, unrecorded:
     unrecorded()
 
 
-@pytest.mark.parametrize("name", ["numpy", "numpy.asarray", "numpy(force=True)"])
-def test_the_memory_of_a_captured_tensor_is_not_read_in_a_trace(name: str) -> None:
-    """A numpy array of a tensor that JAX traces would be one of whatever stands in memory."""
+@pytest.mark.parametrize("name", ["numpy", "numpy.asarray", "numpy(force=True)", "tolist"])
+def test_values_of_a_captured_tensor_are_refused_in_a_trace(name: str) -> None:
+    """A numpy array of a tensor that JAX traces would be one of whatever stands in memory, a list one of the first call for ever."""
     w = torch.full((3,), 3.0)
-    for compiled in (torchfunc_jax.jit(lambda x: x * VALUES[name](w)), torchfunc_jax.functionalize(lambda x: x * VALUES[name](w))):
-        with pytest.raises(RuntimeError, match="data pointer"):
-            compiled(X)
+    for wrap in (torchfunc_jax.jit, lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f)), torchfunc_jax.functionalize):
+        if name == "tolist" and wrap is torchfunc_jax.functionalize:
+            continue
+        with pytest.raises(RuntimeError, match=r"needs a tensor's values|data pointer|Tensor in some data-dependent"):
+            wrap(lambda x: x * VALUES[name](w))(X)
 
 
 def test_an_array_of_a_captured_tensor_is_not_written_to() -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary.calls import Call
@@ -207,7 +208,7 @@ def trace(
                 return keys[slot]
 
             root.seeds = key_of
-            with watch.watching(), push("plain") as level:
+            with watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = root.captured
             values = result.values[: len(result.values) - len(result.written)]
@@ -248,6 +249,18 @@ def trace(
         _sources(jaxpr.jaxpr, behind=True),
     )
     return program, info["missing"]
+
+
+class _ValuesFromOutside(TorchFunctionMode):
+    """Refuses what makes Python values of a tensor from outside without an operator: the program would hold them for ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
+            raise tracing.unknown_value(f"{func.__name__}()")
+        return func(*args, **(kwargs or {}))
+
+
+_TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 
 def _sources(jaxpr: Any, behind: bool = False) -> list[int]:

@@ -465,19 +465,53 @@ REBOUND: dict[str, tuple[Callable[[int], Any], Use]] = {
 }  # fmt: skip
 
 
-VALUES = [*READ, *[pytest.param((v, what), id=f"another {what}{v.__name__}") for v in (_cell, _global_variable) for what in REBOUND]]
+VALUES: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] = {
+    **READ, **{f"another {what}{v.__name__}": functools.partial(v, *REBOUND[what]) for v in (_cell, _global_variable) for what in REBOUND},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_a_python_value_that_changes(name: Any) -> None:
-    fn, change = READ[name]() if isinstance(name, str) else name[0](*REBOUND[name[1]])
-    compiled = jit(fn)
+def _pulled(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The gradient of f's sum, by PyTorch."""
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(x).sum(), x)[0]
+
+
+#: A way to call a function: (what is made of it once, how that is called, the truth).
+CALLED: dict[str, tuple[Callable[[Any], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "jit": (jit, lambda f, x: f(x), lambda f, x: f(x)),
+    "jit of vmap": (lambda f: jit(vmap(f)), lambda f, x: f(x), lambda f, x: f(x)),
+    "jit of grad": (lambda f: jit(grad(lambda x: f(x).sum())), lambda f, x: f(x), _pulled),
+    "backward of jit": (jit, _pulled, _pulled),
+    "vmap": (vmap, lambda f, x: f(x), lambda f, x: f(x)),
+    "grad": (lambda f: grad(lambda x: f(x).sum()), lambda f, x: f(x), _pulled),
+    "backward of vmap": (vmap, _pulled, _pulled),
+}
+SHAPES = {"one shape": (X, X), "two shapes": (X, X[:3], X)}
+
+
+def _products() -> list[Any]:
+    """Every value by jit with one shape, and by two other ways; by the others in the slow suite."""
+    found = []
+    for i, name in enumerate(VALUES):
+        others = [(way, shapes) for way in CALLED for shapes in SHAPES]
+        for k, (way, shapes) in enumerate(others):
+            fast = k == 0 or k in (1 + i % (len(others) - 1), 1 + (i + len(others) // 2) % (len(others) - 1))
+            found.append(pytest.param(name, way, shapes, marks=() if fast else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "way", "shapes"), _products())
+def test_a_python_value_that_changes(name: str, way: str, shapes: str) -> None:
+    fn, change = VALUES[name]()
+    make, call, truth = CALLED[way]
+    made = make(fn)
     for k in range(3):
         if k:
             change(k)
-        for _ in range(2):
-            same(compiled(X), fn(X), rtol=1e-5, atol=1e-6)
-    assert len(compiled.programs()) <= 3
+        for x in SHAPES[shapes]:
+            same(call(made, x), truth(fn, x), rtol=1e-5, atol=1e-6)
+    if hasattr(made, "programs"):
+        assert len(made.programs()) <= 3 * (1 + (shapes == "two shapes"))
 
 
 REFERENTS: dict[str, tuple[Callable[[], Any], Use]] = {

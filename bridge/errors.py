@@ -55,6 +55,16 @@ def at_line() -> str:
     return f" (at {line})" if line else ""
 
 
+#: Ends the message of an error in a program that calls from several lines run; ``at_this_line`` puts the line there.
+HERE = " (at this call)"
+
+
+def at_this_line(error: Exception) -> Exception:
+    """The error with the line of the user's that calls now."""
+    text = error.args[0] if error.args else None
+    return type(error)(text.removesuffix(HERE) + at_line()) if isinstance(text, str) and text.endswith(HERE) else error
+
+
 def reworded(error: ValueError) -> Exception:
     """What to raise in the place of an error from a backward pass: JAX's own where it says enough, or where it is not JAX's."""
     if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):

@@ -198,6 +198,27 @@ def test_a_function_runs_once_at_each_call_and_its_rules_see_what_changed(monkey
         assert Scaled.runs == n
 
 
+def test_a_number_in_a_sentence() -> None:
+    seen: list[str] = []
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        seen.append(f"{t.sum():.1f} {(t * 2).max()}")
+        return t.sin().sum()
+
+    for x in (X + 2, X + 1):
+        torchfunc_jax.grad(f)(x)
+        assert seen.pop() == f"{x.sum():.1f} {(x * 2).max()}"
+
+
+def test_an_error_names_the_line_that_calls() -> None:
+    call = torchfunc_jax.vmap(lambda t: X[0].gather(0, t))
+    call(torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises((IndexError, RuntimeError), match=r"\(at .*test_record\.py:\d+: call\(torch.full\(\(2, 1\), 7\)\)  # first"):
+        call(torch.full((2, 1), 7))  # first
+    with pytest.raises((IndexError, RuntimeError), match=r"\(at .*test_record\.py:\d+: call\(torch.full\(\(2, 1\), 7\)\)  # second"):
+        call(torch.full((2, 1), 7))  # second
+
+
 def test_a_pullback_is_of_the_values_that_were_there() -> None:
     x = X.clone()
     _, pull = torchfunc_jax.vjp(torch.sin, x)

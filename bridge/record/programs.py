@@ -16,6 +16,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import torch_device
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
+from bridge.errors import at_this_line
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
 from bridge.process import process
@@ -246,8 +247,11 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     inputs = [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     start = time.perf_counter()
-    with torch.set_grad_enabled(final and torch.is_grad_enabled()):
-        outs = compiled.call([*given, *extra], [*inputs, *extra], [], grads)
+    try:
+        with torch.set_grad_enabled(final and torch.is_grad_enabled()):
+            outs = compiled.call([*given, *extra], [*inputs, *extra], [], grads)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise at_this_line(error) from None
     seconds = time.perf_counter() - start
     for tiered in compiled.jitted:
         tiered.ran(seconds)
@@ -283,11 +287,11 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
-    before, state.recorder = state.recorder, None
+    before, state.recorder, state.replaying = state.recorder, None, True
     try:
         program, missing = trace(record, call, [], closure_scan.Found(), random_keys.Unwatched())
     finally:
-        state.recorder = before
+        state.recorder, state.replaying = before, False
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]

@@ -647,6 +647,13 @@ def _iterated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
 
 
+def _formatted(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> str:
+    t, spec = args
+    if t.dim() or (type(t) is Recorded and recorder.mapped()):
+        return repr(t) if not spec else format(repr(t), spec)
+    return format(recorder.now([t])[0].item(), spec)
+
+
 def _scalar(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """torch.tensor and torch.as_tensor: of a number the number as an input, of other data a tensor from outside."""
     data = args[0] if args else kwargs.get("data")
@@ -750,7 +757,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(_PASSED, _passed), **dict.fromkeys(_REFUSED, _refused), **dict.fromkeys(_TO_PYTHON, _valued),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array,
     torch.Tensor.__iter__: _iterated, torch.tensor: _scalar, torch.Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-    torch.as_tensor: _scalar,
+    torch.as_tensor: _scalar, torch.Tensor.__format__: _formatted,
 }
 
 #: Functions whose Python numbers are inputs of the program: what they compute depends on these smoothly, and its shape not at all.

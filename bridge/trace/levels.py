@@ -94,6 +94,7 @@ class _State(threading.local):
     unrecorded = False  # un-jitted calls run without a record for now
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
     checks = 0  # how many checks of values it has met: whether a function has any is seen by tracing it
+    replaying = False  # a record's program is being traced: other calls, from other lines, will run it
     compiling = False  # a piece is being compiled
     shapes: Any = None  # the eager.Shapes of the un-jitted call in progress
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from bridge.errors import at_line
+from bridge.errors import HERE, at_line
 from bridge.lowering.common.provided import Range
 from bridge.trace.levels import refuse_in_loop, state
 
@@ -41,7 +41,7 @@ def check(x: Any, where: Range) -> Any:
     refuse_in_loop("a check of values")
     state.checks += 1
     if state.level is not None and state.level.root.staged:
-        line = at_line().replace("{", "{{").replace("}", "}}")
+        line = HERE if state.replaying else at_line().replace("{", "{{").replace("}", "}}")
         where = dataclasses.replace(where, error=where.error + line)
     return _check_p.bind(x, where=where)
 

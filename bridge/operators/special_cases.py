@@ -52,7 +52,7 @@ def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(t) is Traced or t.is_meta:  # torch 2.15 asks for the default device by making a tensor
         return t
     # a tensor just made from Python data: a constant, and not one to be read again at the next call
-    with jax.ensure_compile_time_eval():
+    with private.below_python(), jax.ensure_compile_time_eval():
         return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfunc_jax
-from bridge.boundary import calls
+from bridge.process import process
 
 WHENS = ("inside", "around", "between")
 TENSORS = ("captured", "passed")
@@ -232,7 +232,7 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         def passed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return state.body(program, x, w)
 
-        for remembered in (calls._captures, calls._captured_by):  # of other cells, whose functions have the same code
+        for remembered in (process.captures, process.captured):  # of other cells, whose functions have the same code
             remembered.clear()
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1

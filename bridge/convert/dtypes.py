@@ -48,7 +48,7 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
 
     Example:
         >>> import torch
-        >>> from bridge import dtypes
+        >>> from bridge.convert import dtypes
         >>> dtypes.to_jax(torch.float32)
         dtype('float32')
     """
@@ -74,7 +74,7 @@ def to_torch(dtype: object) -> torch.dtype:
 
     Example:
         >>> import numpy as np
-        >>> from bridge import dtypes
+        >>> from bridge.convert import dtypes
         >>> dtypes.to_torch(np.int64)
         torch.int64
     """
@@ -126,7 +126,7 @@ def promoted(operands: Iterable[Any]) -> torch.dtype:
 
     Example:
         >>> import torch
-        >>> from bridge import dtypes
+        >>> from bridge.convert import dtypes
         >>> dtypes.promoted([torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2])
         torch.float16
         >>> dtypes.promoted([torch.ones(2, dtype=torch.int8), 2.5])

@@ -66,7 +66,7 @@ def to_jax(t: torch.Tensor) -> jax.Array:
 
     Example:
         >>> import torch
-        >>> from bridge import tensors
+        >>> from bridge.convert import tensors
         >>> tensors.to_jax(torch.ones(2)).shape
         (2,)
     """
@@ -195,7 +195,7 @@ def to_torch(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from bridge import tensors
+        >>> from bridge.convert import tensors
         >>> tensors.to_torch(jnp.arange(3.0))
         tensor([0., 1., 2.])
     """

@@ -86,7 +86,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         is_leaf: where it returns True, a node is taken as a leaf.
 
     Example:
-        >>> from bridge import trees
+        >>> from bridge.convert import trees
         >>> leaves, spec = trees.flatten({"b": 1, "a": (2, None)})
         >>> leaves
         [1, 2, None]
@@ -213,7 +213,7 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
     """The way to each leaf: keys, fields and positions.
 
     Example:
-        >>> from bridge import trees
+        >>> from bridge.convert import trees
         >>> trees.paths(trees.flatten({"w": [1, 2], "b": 3})[1])
         [('w', 0), ('w', 1), ('b',)]
     """
@@ -232,7 +232,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with fn applied to every leaf.
 
     Example:
-        >>> from bridge import trees
+        >>> from bridge.convert import trees
         >>> trees.map_leaves(lambda n: n + 1, [1, {"a": 2}])
         [2, {'a': 3}]
     """
@@ -244,7 +244,7 @@ def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
     """A prefix tree (in_dims, say) spread over the leaves of a spec; None where it does not fit.
 
     Example:
-        >>> from bridge import trees
+        >>> from bridge.convert import trees
         >>> _, spec = trees.flatten((1, [2, 3]))
         >>> trees.broadcast((0, None), spec)
         [0, None, None]

@@ -34,7 +34,7 @@ def ambient() -> tuple[Any, ...]:
 
     Example:
         >>> import torch
-        >>> from bridge import guards
+        >>> from bridge.programs import guards
         >>> outside = guards.ambient()
         >>> with torch.autocast("cpu"):
         ...     print(guards.ambient() == outside)

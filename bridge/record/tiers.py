@@ -123,3 +123,4 @@ class _Worker:
             self.thread.join()
 
 
+process.compiler = _Worker()

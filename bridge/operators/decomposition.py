@@ -1,7 +1,9 @@
-"""Operators without a lowering: PyTorch's own decomposition of them, or an error that says how to register one."""
+"""Operators without a lowering run PyTorch's own decomposition, or raise an error that says how to register a lowering."""
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from bridge import private
 from bridge.errors import NoLoweringError, at_line
@@ -10,12 +12,12 @@ from bridge.operators.dtype_refusals import Plan
 from bridge.trace.tracing import traced_python
 
 
-def can_fall_back(func: Any) -> bool:
+def can_fall_back(func: torch._ops.OpOverload) -> bool:
     return func in private.decompositions() or private.is_composite(func) or func in LOWERINGS
 
 
-def fallback(func: Any) -> Plan:
-    """PyTorch's own decomposition, run on traced tensors; where there is none, an error that says what to do."""
+def fallback(func: torch._ops.OpOverload) -> Plan:
+    """The plan that runs PyTorch's own decomposition on traced tensors; without one, the plan raises an error that says what to do."""
     table = private.decompositions()
     if private.is_composite(func):
 

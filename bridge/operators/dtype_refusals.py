@@ -1,8 +1,8 @@
-"""Dtypes for which PyTorch has no kernel on the CPU: refused here in its own words, though JAX could compute with them."""
+"""Dtypes for which PyTorch has no CPU kernel are refused here in PyTorch's own words, although JAX could compute with them."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from bridge.operators.dtype_refusals_table import INDICES, MODES, REFUSED, TOGET
 from bridge.trace.python_numbers import is_input
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-#: what PyTorch's messages call a dtype
+#: the names of dtypes in PyTorch's messages
 NAMES = {
     torch.float32: "Float", torch.float64: "Double", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
@@ -25,7 +25,7 @@ NAMES = {
 _CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError, "IndexError": IndexError}
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
-#: overloads of a pointwise operator in which a number takes the place of a tensor
+#: names of overloads of pointwise operators that take a number instead of a tensor
 _SCALAR_KINDS = frozenset(
     {"Scalar", "Scalar_Other", "Scalar_Self", "Scalar_Tensor", "other_scalar", "self_scalar", "Tensor_Scalar", "n_scalar", "x_scalar"}
 )
@@ -34,11 +34,11 @@ _NO_REFUSALS: tuple[int, Any] = (0, ())
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
-def guarded(func: Any, run: Plan) -> Plan:
-    """The plan of an operator, with the dtypes refused that PyTorch refuses.
+def guarded(func: torch._ops.OpOverload, run: Plan) -> Plan:
+    """The plan of an operator, which refuses the dtypes that PyTorch refuses.
 
-    Empty tensors and tensors of other devices are not checked.  Promoted operands pass, and 0-dim tensors pass unless the table lists them:
-    some kernels answer them at once.
+    Empty tensors and tensors on other devices are not checked.  Promoted operands pass.  0-dim tensors pass unless the table lists them,
+    because some kernels return early for them.
     """
     name = str(func)
     checks: list[Check] = []
@@ -54,7 +54,7 @@ def guarded(func: Any, run: Plan) -> Plan:
     if not checks:
         return run
 
-    @functools.wraps(run)  # copies its marks too
+    @functools.wraps(run)  # copies its attributes too
     def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for check in checks:
             try:
@@ -71,14 +71,14 @@ def guarded(func: Any, run: Plan) -> Plan:
     return run_guarded
 
 
-_TABLES = "2.13."  # the version of PyTorch that the tables are of
+_TABLES = "2.13."  # the version of PyTorch from which the tables were made
 _SMALL = 4096
 
 
-def _kind_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Exception]) -> type[Exception] | None:
-    """The class of the error that the version of PyTorch that runs has for such operands, None if it has none; kind: the tables'.
+def _kind_here(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Exception]) -> type[Exception] | None:
+    """The class of the error that the installed PyTorch raises for such operands, or None if it raises none.
 
-    Other versions raise other classes with the same words, and have further kernels.
+    Other versions raise other classes with the same words, and have further kernels.  kind: the class that the tables give.
     """
     if torch.__version__.startswith(_TABLES):
         return kind
@@ -106,23 +106,23 @@ class _NotAskedError(Exception):
     pass
 
 
-def is_pointwise(func: Any) -> bool:
-    """Whether an operator promotes its operands, by PyTorch's tags or by its own row."""
+def is_pointwise(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is pointwise (it promotes its operands), by PyTorch's tags or by its registration."""
     return torch.Tag.pointwise in func.tags or (func in LOWERINGS and LOWERINGS[func].pointwise)
 
 
 def _counts(t: torch.Tensor) -> bool:
-    """Whether a kernel of the CPU's sees it."""
+    """Whether a CPU kernel would compute with this tensor."""
     return t.device.type == "cpu" and t.numel() > 0
 
 
-def _asked(args: tuple[Any, ...], place: int) -> Any:
-    """The tensor at that place if its dtype matters."""
+def _asked(args: tuple[Any, ...], place: int) -> torch.Tensor | None:
+    """The argument at that place if it is a tensor whose dtype is to be checked, else None."""
     t = args[place] if len(args) > place else None
     return t if isinstance(t, torch.Tensor) and _counts(t) else None
 
 
-def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callable[[torch.dtype], None]]:
+def _refuser(func: torch._ops.OpOverload, lines: Refusals) -> tuple[frozenset[torch.dtype], Callable[[torch.dtype], None]]:
     refused = {getattr(torch, name): (_CLASSES[kind], message) for kind, message, names in lines for name in names}
 
     def refuse(dtype: torch.dtype) -> None:
@@ -132,16 +132,16 @@ def _refuser(func: Any, lines: Refusals) -> tuple[frozenset[torch.dtype], Callab
     return frozenset(refused), refuse
 
 
-def _entry(func: Any) -> str:
-    """The overload that the tables have: where a number stands for a tensor, that of tensors."""
+def _entry(func: torch._ops.OpOverload) -> str:
+    """The name of the overload in the tables; an overload that takes numbers has the entry of the one that takes tensors."""
     names = [str(func)]
     if func._overloadname in _SCALAR_KINDS and is_pointwise(func):
         names += [f"{func.overloadpacket}.Tensor", f"{func.overloadpacket}.default"]
     return next((name for name in names if name in REFUSED or name in MODES), names[0])
 
 
-def _own(func: Any, always: tuple[int, Refusals], sometimes: tuple[int, Any]) -> Check:
-    """The dtype of one argument, or the one that a pointwise operator promotes to, for which there is no kernel, or none in some modes."""
+def _own(func: torch._ops.OpOverload, always: tuple[int, Refusals], sometimes: tuple[int, Any]) -> Check:
+    """Check the dtype of one argument, or the promoted dtype of a pointwise operator, always and in some modes."""
     place = always[0] or sometimes[0]
     refused, refuse = _refuser(func, always[1])
     in_modes = {name: _refuser(func, lines) for name, lines in dict(sometimes[1]).items()}
@@ -169,8 +169,8 @@ def _own(func: Any, always: tuple[int, Refusals], sometimes: tuple[int, Any]) ->
     return check
 
 
-def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
-    """What besides the dtype decides which kernel runs: a scalar at that place, words, tensors left out, a kind of convolution."""
+def mode(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> str:
+    """What decides which kernel runs, besides the dtype: a 0-dim argument, strings, optional tensors, the kind of convolution."""
     found = ["scalar"] if place >= 0 and not is_pointwise(func) and not args[place].dim() else []
     for i, a in enumerate(func._schema.arguments):
         x, kind = args[i] if i < len(args) else kwargs.get(a.name, a.default_value), str(a.type)
@@ -183,15 +183,15 @@ def mode(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> str:
     return " ".join(found)
 
 
-def _common(func: Any, args: tuple[Any, ...], place: int) -> torch.dtype:
+def _common(func: torch._ops.OpOverload, args: tuple[Any, ...], place: int) -> torch.dtype:
     """The dtype that a pointwise operator promotes to."""
     given = zip(func._schema.arguments[place:], args[place:], strict=False)
-    replaced = _OPERANDS if func._overloadname in _SCALAR_KINDS else ()  # other numbers, as alpha= or a weight, are not promoted
+    replaced = _OPERANDS if func._overloadname in _SCALAR_KINDS else ()  # other numbers, such as alpha= or a weight, are not promoted
     return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or str(a.type) == "Tensor" or a.name in replaced)
 
 
-def _each(func: Any, entry: tuple[int, Refusals]) -> Check:
-    """The tensors of a list, each by itself."""
+def _each(func: torch._ops.OpOverload, entry: tuple[int, Refusals]) -> Check:
+    """Check each tensor of a list by itself."""
     check_one = _own(func, entry, _NO_REFUSALS)
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,8 +201,8 @@ def _each(func: Any, entry: tuple[int, Refusals]) -> Check:
     return check
 
 
-def _shared(func: Any, entry: tuple[int, tuple[int, ...]]) -> Check:
-    """Arguments that must have the dtype of another; parameters in float32 beside halves are another matter."""
+def _shared(func: torch._ops.OpOverload, entry: tuple[int, tuple[int, ...]]) -> Check:
+    """Check arguments that must have the dtype of another argument; float32 is allowed beside a half-precision dtype."""
     place, others = entry
     names = [a.name for a in func._schema.arguments]
 
@@ -218,8 +218,8 @@ def _shared(func: Any, entry: tuple[int, tuple[int, ...]]) -> Check:
     return check
 
 
-def _indices(func: Any, entry: dict[int, Refusals]) -> Check:
-    """The dtypes of indices."""
+def _indices(func: torch._ops.OpOverload, entry: dict[int, Refusals]) -> Check:
+    """Check the dtypes of indices."""
     refusers = {place: _refuser(func, lines) for place, lines in entry.items()}
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Writes that PyTorch refuses because of where their operands lie in memory: in part where the result goes."""
+"""Writes that PyTorch refuses because an operand partly overlaps the memory that the result is written to."""
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
@@ -16,7 +16,7 @@ _MESSAGE = (
 
 
 def _extent(t: torch.Tensor) -> tuple[int, int] | None:
-    """The first place of a tensor in its memory and the one after its last; None where it leaves gaps or meets itself."""
+    """The offset of a tensor's first element in its memory and the offset after its last; None if it has gaps or overlaps itself."""
     dense = 1
     for n, s in sorted(((n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1), key=lambda p: p[1]):
         if s != dense:
@@ -29,8 +29,9 @@ def refuse_overlap(apart: Container[str], targets: Iterable[Any], operands: Iter
     """Raise PyTorch's RuntimeError if an operand partly overlaps a target, or lies in the same memory and may not.
 
     Args:
-        apart: names of operands that may not share the memory of a target as a whole either.
-        targets, operands: the tensors that are written, and the named ones that are read; only traced tensors can share memory.
+        apart: names of operands that must not share a target's memory at all; other operands may have exactly the same memory.
+        targets: tensors that are written.
+        operands: (name, tensor) of the tensors that are read; only traced tensors are compared.
     """
     named = [(name, t) for name, t in operands if type(t) is Traced]
     for target in targets:

@@ -1,10 +1,11 @@
-"""Operators that write their arguments: in-place and out= variants, derived from the operator that only computes."""
+"""Operators that write their arguments: in-place and out= variants, derived from the functional variant."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 
@@ -24,8 +25,8 @@ from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
 
 
-def _becomes_view(func: Any, functional: Any) -> Plan:
-    """t_(), squeeze_() and their like: the tensor itself becomes a view of what it was."""
+def _becomes_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Plan:
+    """The plan of t_(), squeeze_() and similar: the tensor object becomes a view of its own earlier memory."""
 
     def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         t, rest = args[0], args[1:]
@@ -43,7 +44,7 @@ def _becomes_view(func: Any, functional: Any) -> Plan:
     return run_in_place_view
 
 
-def store(target: torch.Tensor, value: Any, detached: bool = False) -> None:
+def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> None:
     """Write a value into a tensor, cast to its dtype; detached: torch's autograd does not record the write."""
     dtype = dtypes.to_jax(target.dtype)
     if value.dtype != dtype:
@@ -69,8 +70,8 @@ def _overlaps(t: torch.Tensor) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-def write_plan(func: Any) -> Plan:
-    """In-place and out= variants, derived from the operator's functional form, and operators whose row says that they write."""
+def write_plan(func: torch._ops.OpOverload) -> Plan:
+    """The plan of an in-place or out= variant, made from its functional form, or of an operator registered with ``writes``."""
     if torch.Tag.inplace_view in func.tags:
         functional = functional_form(func)
         return _becomes_view(func, functional) if functional is not None else fallback(func)
@@ -84,7 +85,7 @@ def write_plan(func: Any) -> Plan:
         row = LOWERINGS.get(functional, Operator(inner))
     else:
         return fallback(func)
-    # in the order of the functional form's results: those of out= first
+    # the order is that of the functional form's results: out= arguments come first
     changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
     written = list(writes) or [a.name for a in changed]
     is_out = any(a.is_out for a in func._schema.arguments)
@@ -106,8 +107,8 @@ def write_plan(func: Any) -> Plan:
         places = list(writes.values()) or range(len(results) - len(flat), len(results))
         if places and not 0 <= min(places) <= max(places) < len(results):
             raise RuntimeError(
-                f"{func}: its lowering returned {len(results)} results; expected its own and after them, or where writes= says, the new "
-                f"values of {', '.join(written)}{at_line()}"
+                f"{func}: its lowering returned {len(results)} results; expected its own results and after them, or at the places that "
+                f"writes= gives, the new values of {', '.join(written)}{at_line()}"
             )
         for target, place in zip(flat, places, strict=True):
             result = results[place]
@@ -127,8 +128,8 @@ def write_plan(func: Any) -> Plan:
     return run_write
 
 
-def _is_factory(func: Any) -> bool:
-    """Whether an operator makes a tensor of nothing but numbers."""
+def _is_factory(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator makes a tensor without taking one (zeros, arange, ...)."""
     kinds = {a.name: str(a.type) for a in func._schema.arguments} if func is not None else {}
     return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
@@ -138,8 +139,11 @@ def _tensors(operands: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield from ((name, v) for v in (x if isinstance(x, list | tuple) else (x,)))
 
 
-def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any], exact: bool) -> None:
-    """PyTorch's own error if it does not cast the result to the dtype of out=; exact: its kernel for the device meta has no such error."""
+def _refuse_dtype(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any], exact: bool) -> None:
+    """Raise PyTorch's own error if it does not cast the result to the dtype of out=.
+
+    exact: PyTorch's kernel for the device meta does not raise that error, so it is raised here.
+    """
     if exact:
         raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
     try:
@@ -149,8 +153,8 @@ def _refuse_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
         return
 
 
-def _resize(target: torch.Tensor, shape: Any) -> None:
-    """Give a tensor another shape in place; elements keep their place in memory, new ones are zero."""
+def _resize(target: torch.Tensor, shape: Sequence[int]) -> None:
+    """Give a tensor another shape in place; its elements keep their places in memory, and new elements are zero."""
     shape = tuple(shape)
     if type(target) is not Traced or target.node.parent is not None:
         raise RuntimeError(
@@ -158,13 +162,13 @@ def _resize(target: torch.Tensor, shape: Any) -> None:
             f"{at_line()}"
         )
 
-    def resized(value: Any, shape: tuple[int, ...]) -> Any:
+    def resized(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         flat, size = value.reshape(-1), math.prod(shape)
         return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
 
     value = pieces.run("resize", resized, (value_of(target), shape), {})
     with private.below_python():
-        # a wrapper has no memory to check bounds against, but that of nothing
+        # resize_ on a wrapper checks no bounds, except for a shape without elements, which as_strided_ sets instead
         target.as_strided_(shape, torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
     target.node = Node(value, state.level)
 
@@ -177,8 +181,8 @@ def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def functional_form(func: Any) -> Any:
-    """The overload that computes what an in-place or out= overload writes; None where torch has none."""
+def functional_form(func: torch._ops.OpOverload) -> Any:
+    """The overload that computes what an in-place or out= overload writes, or None if torch has none."""
     namespace, name = func._schema.name.split("::")
     ops = getattr(torch.ops, namespace)
     mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
@@ -194,7 +198,7 @@ def functional_form(func: Any) -> Any:
             if other is func or other._schema.is_mutable:
                 continue
             theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
-            if _is_factory(other):  # their dtype and device are those of out=
+            if _is_factory(other):  # out= gives the dtype and the device
                 theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
             same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
             if theirs == mine or (kind == func._overloadname and same_types):

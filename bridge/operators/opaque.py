@@ -1,7 +1,7 @@
-"""Operators on objects that are no tensors: the profiler's marks, and the collectives of a process group.
+"""Operators on objects that are not tensors: the profiler's marks and the collectives of a process group.
 
-A mark computes nothing, so PyTorch runs it itself.  A collective among one process leaves its tensors as they are; among several it is
-refused, because a traced tensor has no memory to send.
+A mark computes nothing, so PyTorch runs it itself.  A collective in a group of one process leaves its tensors as they are.  In a larger
+group it is refused, because a traced tensor has no memory to send.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bridge.errors import at_line
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import process
 
-#: Collectives that write each tensor of their first argument with what all processes have in its place.
+#: Collectives that overwrite each tensor of their first argument with the values of all processes.
 _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_")
 
 
-def opaque_plan(func: Any) -> Plan | None:
-    """The plan of such an operator; None for any other."""
+def opaque_plan(func: torch._ops.OpOverload) -> Plan | None:
+    """The plan of a profiler mark or a collective; None for any other operator."""
     if func.namespace == "profiler":
         return _mark(func)
     if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in _IN_PLACE:
@@ -29,7 +29,7 @@ def opaque_plan(func: Any) -> Plan | None:
     return None
 
 
-def _mark(func: Any) -> Plan:
+def _mark(func: torch._ops.OpOverload) -> Plan:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = private.marked_distributed()
         if module is not None:
@@ -42,9 +42,11 @@ def _mark(func: Any) -> Plan:
 _lock = threading.Lock()
 
 
-def _local_forward(module: Any, entered: bool) -> None:
-    """Have DistributedDataParallel call the module that it wraps and nothing else, from the mark that opens its forward to the one that
-    closes it: its buckets and its hooks belong to torch's own backward."""
+def _local_forward(module: torch.nn.parallel.DistributedDataParallel, entered: bool) -> None:
+    """Make DistributedDataParallel call only the module that it wraps, from the mark that opens its forward to the mark that closes it.
+
+    Its buckets and hooks belong to torch's own backward.
+    """
     if entered and module.process_group.size() > 1:
         raise _several("DistributedDataParallel")
     with _lock:
@@ -57,12 +59,12 @@ def _local_forward(module: Any, entered: bool) -> None:
             del process.distributed[id(module)]
 
 
-def _collective(func: Any) -> Plan:
+def _collective(func: torch._ops.OpOverload) -> Plan:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, group = args[:2]
         if private.processes(group) > 1:
             raise _several(str(func))
-        # the object that a caller waits for is made by PyTorch, for tensors without elements
+        # PyTorch makes the object that a caller waits for, from tensors without elements
         out = func([torch.empty(0, dtype=t.dtype) for t in tensors], group, *args[2:], **kwargs)
         return (tensors, out[1]) if isinstance(out, tuple) else out
 

@@ -1,6 +1,7 @@
-"""What every operator does with its arguments and results: traced tensors become values, values are wrapped, no_grad is obeyed."""
+"""Arguments and results of every operator: traced tensors become values, results are wrapped, and no_grad is obeyed."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def value_in(x: Any) -> Any:
+    """An operator's argument with JAX values in the place of its tensors."""
     kind = type(x)
     if kind is Traced:
         node = x.node
@@ -29,14 +31,14 @@ def value_in(x: Any) -> Any:
     return value_of(x) if isinstance(x, torch.Tensor) else x
 
 
-def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
+def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     given = kwargs.get("device")
     if given is not None:
         device = torch.device(given)
         if device.type == "meta":
             raise RuntimeError(
-                "meta: a function that runs in JAX was to make a tensor on the device meta, by its device= or by the default device; such "
-                f"tensors have no data, and JAX computes with data; give another device{at_line()}"
+                "meta: a function that runs in JAX asked for a tensor on the device meta, by device= or by the default device; tensors "
+                f"there have no data, and JAX computes with data; give another device{at_line()}"
             )
         return device
     found = None
@@ -56,10 +58,10 @@ def wrap_all(out: Any, device: torch.device) -> Any:
     return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
 
 
-def pure(func: Any, row: Operator) -> Plan:
-    """An operator that only computes."""
+def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
+    """The plan of an operator that writes nothing and returns no view."""
     lower, no_grad = row.lowering, row.no_grad_outputs
-    checks_only = not func._schema.returns and not func._schema.is_mutable  # it looks at values, which a compiled piece has not
+    checks_only = not func._schema.returns and not func._schema.is_mutable  # it reads values, which a compiled piece does not have
 
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [value_in(x) for x in args]
@@ -90,9 +92,9 @@ def pure(func: Any, row: Operator) -> Plan:
 
 
 def stop(out: Any) -> Any:
-    """Values computed under no_grad: constants to every grad transform around them (forward mode does not obey no_grad)."""
+    """Make values computed under no_grad constants to every enclosing grad transform; forward mode does not obey no_grad."""
     level, root = state.level, state.level.root
-    if level.kind == "function":  # its own rule gives the derivative, not what it computes
+    if level.kind == "function":  # the Function's own rule gives the derivative
         return out
     forward, probes = False, [root.probe] if root.recorded else []
     while level is not None:
@@ -117,10 +119,10 @@ def stop(out: Any) -> Any:
 
 
 def stop_tangents(out: Any) -> Any:
-    """Values computed where forward-mode AD is off: constants to the innermost of the forward-mode transforms."""
+    """Make values computed while forward-mode AD is off constants to the innermost forward-mode transform."""
     level: Level | None = state.level
     while level is not None and level.kind != "jvp":
-        if level.kind == "function":  # its own rule gives the derivative, not what it computes
+        if level.kind == "function":  # the Function's own rule gives the derivative
             return out
         level = level.parent
     if level is None:
@@ -129,7 +131,7 @@ def stop_tangents(out: Any) -> Any:
 
 
 def reverse_only() -> bool:
-    """Whether grad transforms, or torch's autograd from outside, are in progress, and no forward-mode ones (those do not obey no_grad)."""
+    """Whether grad transforms or torch's autograd from outside are in progress, and no forward-mode transform, which ignores no_grad."""
     level, found = state.level, state.level.root.recorded
     while level is not None:
         if level.kind == "jvp":
@@ -139,8 +141,8 @@ def reverse_only() -> bool:
     return found
 
 
-def constant(value: Any) -> Any:
-    """The value without derivatives, at every level."""
+def constant(value: jax.Array | None) -> jax.Array | None:
+    """The same value as a constant to the transforms of every level."""
     if value is None:
         return None
     if state.level.root.staged and isinstance(value, jax.core.Tracer):
@@ -148,8 +150,8 @@ def constant(value: Any) -> Any:
     return lax.stop_gradient(value)
 
 
-def _explain(func: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
-    """The error to raise in the place of one that a lowering raised: torch's own words where torch refuses the same call."""
+def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
+    """The error to raise instead of one that a lowering raised: torch's own error if torch refuses the same call."""
     if isinstance(error, jax.errors.JAXTypeError):
         if isinstance(error, jax.errors.UnexpectedTracerError):
             return error

@@ -1,10 +1,11 @@
-"""torch.nn.utils.rnn's packed sequences inside a trace.  The lengths alone say which rows of a padded tensor a packed one has.
+"""Packed sequences of torch.nn.utils.rnn inside a trace.  The lengths alone decide which rows of a padded tensor the packed one has.
 
-PyTorch itself packs, or pads, the numbers of the rows; the rows are then gathered by those.  The recurrent layers' C++ reads the sizes
-of the batches from memory, so it gets a tensor that has some.
+PyTorch itself packs or pads the row numbers, and the rows are then gathered by them.  The C++ of the recurrent layers reads the batch
+sizes from memory, so it gets an ordinary tensor.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,14 +17,14 @@ from bridge.trace.tracing import concrete, own_rule, traced_python, wrap
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor's values in memory; DataDependentError if they are not known."""
+    """An ordinary tensor with the values of a traced one; DataDependentError if they are not known."""
     found = concrete(t, what)
     with private.below_python():
         return torch.from_numpy(found.copy())
 
 
 def _constant(t: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory as one whose values the trace knows."""
+    """An ordinary tensor as a traced tensor whose values are known."""
     with private.below_python(), jax.ensure_compile_time_eval():
         return wrap(jnp.array(t.numpy()))
 
@@ -49,16 +50,16 @@ def _pad(
     return torch.where(_constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)), _constant(lengths)
 
 
-def _pack_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pack_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _pack(*args, **kwargs)
 
 
-def _pad_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pad_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _pad(*args, **kwargs)
 
 
-def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recurrent layer: of a packed sequence if its second argument is the sizes of the batches."""
+def _recurrent_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer; its input is a packed sequence if its second argument is the tensor of batch sizes."""
     if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
         args = (args[0], _known(args[1], "a recurrent layer of a packed sequence"), *args[2:])
     return func(*args, **kwargs)
@@ -66,12 +67,12 @@ def _recurrent_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @own_rule("aten._pack_padded_sequence")
 def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The plan of the operator itself, which runs if both tensors come from outside the trace."""
+    """The plan of the operator, which runs if both tensors come from outside the trace."""
     with traced_python():
         return _pack(*args, **kwargs)
 
 
-#: Functions of torch's -> the functions called in their place.
+#: torch function -> the function that is called in its place.
 FUNCTIONS: dict[Any, Any] = {
     torch._VF._pack_padded_sequence: _pack_rule, torch._VF._pad_packed_sequence: _pad_rule,
     **{getattr(torch._VF, name): _recurrent_rule for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

@@ -1,10 +1,10 @@
-"""What is done with each ATen operator: which are views, which write, which are lowered and which fall to a decomposition.
+"""The plan of each ATen operator: a view, a write, a lowering, or a decomposition.
 
 ``plan`` looks at an operator's schema once and returns the function that runs it from then on.
 """
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
@@ -19,12 +19,12 @@ from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
 
 
-def plan(func: Any) -> Plan:
+def plan(func: torch._ops.OpOverload) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
     return _plan(func) if func in OVERRIDDEN else guarded(func, _plan(func))
 
 
-def _plan(func: Any) -> Plan:
+def _plan(func: torch._ops.OpOverload) -> Plan:
     special = OWN_RULES.get(func)
     if special is not None:
         return special

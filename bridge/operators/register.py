@@ -1,9 +1,11 @@
-"""The public way to add a lowering; and what lowerings are given by the bridge."""
+"""register_lowering, the public way to add a lowering, and the functions that the bridge provides to lowerings."""
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from bridge import private
 from bridge.lowering.common.provided import PROVIDED
@@ -15,7 +17,7 @@ PROVIDED.update(check=value_checks.check, next_key=random_keys.next_key, float32
 
 
 def register_lowering(
-    *operators: Any,
+    *operators: str | torch._ops.OpOverload,
     view_inverse: Callable[..., Any] | None = None,
     view_parts: Callable[..., Sequence[Part]] | None = None,
     writes: Mapping[str, int] | None = None,
@@ -25,41 +27,40 @@ def register_lowering(
     exact_out: bool | None = None,
     takes_contiguous: bool | None = None,
 ) -> Callable[[Lowering], Lowering]:
-    """Decorator: the function is how these torch operators are computed in JAX, from now on and in place of what was.
+    """Decorator: from now on JAX computes these torch operators with the decorated function, instead of as before.
 
-    The function gets what PyTorch's dispatcher passes: jax.Arrays (or tracers) where the schema says Tensor, lists of them for Tensor[],
+    The function gets what PyTorch's dispatcher passes: jax.Arrays (or tracers) if the schema says Tensor, lists of them for Tensor[],
     None for an absent optional, Python numbers for Scalar, torch's own dtypes and devices. Trailing arguments that equal the schema's
-    defaults are left out, so it repeats the defaults. It returns arrays of exactly the shape and dtype that torch would return, and is
-    made of jax.numpy and jax.lax, so that every transform goes through it. 64-bit types are enabled while it runs. In-place and out=
-    variants are made from the functional one. Functions compiled by ``jit`` before keep the lowering they were compiled with.
+    defaults are left out, so it repeats the defaults. It returns arrays of exactly the shape and dtype that torch would return. It
+    calls jax.numpy and jax.lax, so that every transform works on it. 64-bit types are enabled while it runs. In-place and out=
+    variants are made from the functional one. Functions that ``jit`` has compiled keep the lowering that they were compiled with.
 
-    An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it returns
-    the operator's results that are new, and after them what is in each written argument then, in the schema's order. An operator whose
+    An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it
+    returns the operator's new results, followed by the new value of each written argument, in the schema's order. An operator whose
     schema says that its result shares memory with its first argument (``Tensor(a) x -> Tensor(a)``) is a view; PyTorch's kernel for the
-    device meta says where it lies. The keywords say what else is known; what is not given
-    stays as it was.
+    device meta gives its geometry. The keywords give further facts; a fact that is not given stays as it was.
 
     Args:
         operators: "namespace.operator", "namespace.operator.overload", or an OpOverload such as ``torch.ops.aten.sin.default``.
-        view_inverse: of a view: (base, value, *args, **kwargs) -> base with value in the place of the view, for writing through it.
-            Without one the view must only select elements of its base, each of them unchanged.
-        view_parts: of an operator that returns several views: (shape of the base, *args, **kwargs) -> for each of them the view operator
-            that makes it and its arguments after the tensor, such as ``("aten.select.int", (0, 1))``.
-        writes: by name the arguments that are written, and the place of each new value among what the function returns, if the schema
-            does not say so, or if another order is wanted. A new value that is None is not written.
-        no_grad_outputs: places, among what the function returns, of results that never require grad and have no derivative. A written
-            argument whose new value is among them keeps no history either.
-        apart: names of arguments that may share no memory with what the in-place or out= variant writes; every other tensor may be all
-            of that memory but not a part of it. Without names memory is not looked at, but for ``torch.Tag.pointwise`` it always is.
+        view_inverse: of an operator that returns a view: (base, value, *args, **kwargs) -> base with value in the place of the view, used
+            to write through the view. Without one the view must only select elements of its base, each of them unchanged.
+        view_parts: of an operator that returns several views: (shape of the base, *args, **kwargs) -> a list with, for each of them,
+            the view operator that makes it and its arguments after the tensor, such as ``("aten.select.int", (0, 1))``.
+        writes: argument name -> place of its new value among the function's results, for each argument that is written. Needed only if
+            the schema does not say so, or for another order. A new value that is None is not written.
+        no_grad_outputs: places of those results of the function that never require grad and have no derivative. A written argument
+            whose new value is among them keeps no autograd history either.
+        apart: names of arguments that must not share memory with what the in-place or out= variant writes; any other tensor may have
+            exactly that memory, but not a part of it. Without names memory is not checked, except for ``torch.Tag.pointwise``.
         pointwise: the operator computes element by element, and has no ``torch.Tag.pointwise``.
-        exact_out: out= must have the result's dtype, and PyTorch's kernel for the device meta does not refuse another.
-        takes_contiguous: the function takes contiguous=, which says whether its first argument is.
+        exact_out: out= must have the result's dtype, although PyTorch's kernel for the device meta accepts another.
+        takes_contiguous: the function takes contiguous=, a bool that says whether its first argument is contiguous.
 
     Returns:
-        Callable: takes the function and returns it.
+        Callable: the decorator, which takes the function and returns it.
 
     Raises:
-        ValueError: no operator is given, torch has no such operator, or one of the others does not fit its schema.
+        ValueError: no operator is given, torch has no such operator, or a fact does not fit the operator's schema.
 
     Source: https://docs.pytorch.org/docs/stable/library.html, for operators of one's own.
 
@@ -110,10 +111,10 @@ def register_lowering(
         _check_facts(op, Operator(_no_lowering, **facts))
 
     def register(fn: Lowering) -> Lowering:
-        for op in found:  # a row of the table is put back as it was
+        for op in found:  # an Operator is a row of the table that is put back as it was
             LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(LOWERINGS.get(op, Operator(fn)), lowering=fn, **facts)
             OVERRIDDEN.add(op)
-        process.plans.clear()  # what was decided about operators while they had another lowering, or none
+        process.plans.clear()  # plans made while these operators had another lowering, or none
         pieces.forget()
         return fn
 
@@ -124,13 +125,13 @@ def _no_lowering(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
-def _mapping(writes: Any) -> Mapping[str, int] | None:
+def _mapping(writes: Mapping[str, int] | None) -> Mapping[str, int] | None:
     if writes is not None and not isinstance(writes, Mapping):
         raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
     return writes
 
 
-def _tuple(name: str, given: Any, expected: str) -> tuple[Any, ...] | None:
+def _tuple(name: str, given: Sequence[Any] | None, expected: str) -> tuple[Any, ...] | None:
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -138,8 +139,8 @@ def _tuple(name: str, given: Any, expected: str) -> tuple[Any, ...] | None:
     return tuple(given)
 
 
-def _check_facts(op: Any, row: Operator) -> None:
-    """Raise ValueError for a given fact that cannot be true of an operator with such a schema."""
+def _check_facts(op: torch._ops.OpOverload, row: Operator) -> None:
+    """Raise ValueError if a fact cannot be true of an operator with such a schema."""
     _check_views(op, row)
     kinds = {a.name: str(a.type) for a in op._schema.arguments}
     for fact, names in (("writes", row.writes), ("apart", row.apart or ())):
@@ -165,7 +166,7 @@ def _check_facts(op: Any, row: Operator) -> None:
             raise ValueError(f"no_grad_outputs: expected places below {count}, the number of results of {op}'s function, got {place}")
 
 
-def _check_views(op: Any, row: Operator) -> None:
+def _check_views(op: torch._ops.OpOverload, row: Operator) -> None:
     for name, fact in (("view_inverse", row.view_inverse), ("view_parts", row.view_parts)):
         if fact is not None and not callable(fact):
             raise ValueError(f"{name}: expected a function, got {fact!r}")
@@ -178,7 +179,7 @@ def _check_views(op: Any, row: Operator) -> None:
         raise ValueError(f"view_parts: {op} returns one view; expected view_inverse=, or neither")
 
 
-def _returns_list(op: Any) -> bool:
+def _returns_list(op: torch._ops.OpOverload) -> bool:
     return len(op._schema.returns) == 1 and "List" in str(op._schema.returns[0].type)
 
 

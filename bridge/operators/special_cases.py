@@ -1,4 +1,4 @@
-"""Operators that need more than their values: those that read them, or exchange memory."""
+"""Operators that a lowering cannot express: they read values, or exchange a tensor's memory."""
 from __future__ import annotations
 
 import contextlib
@@ -49,9 +49,9 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @own_rule("aten.lift_fresh", "aten.lift")
 def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
-    if type(t) is Traced or t.is_meta:  # torch 2.15 asks for the default device by making a tensor
+    if type(t) is Traced or t.is_meta:  # torch 2.15 finds the default device by making a tensor
         return t
-    # a tensor just made from Python data: a constant, and not one to be read again at the next call
+    # a tensor just made from Python data is a constant: it is not read again at the next call
     with private.below_python(), jax.ensure_compile_time_eval():
         return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
 
@@ -63,7 +63,7 @@ def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @own_rule("aten._is_all_true")
 def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.distributions checks its arguments with this; where values are not known they are looked at when the program has run."""
+    """torch.distributions checks its arguments with this; if values are not known, they are checked when the program has run."""
     value = value_in(args[0])
     known = not isinstance(value, jax.core.Tracer)
     if not known:
@@ -74,7 +74,7 @@ def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @own_rule("aten._assert_async", "aten._assert_async.msg", "aten._functional_assert_async.msg")
 def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch._assert_async: looked at now, or when the program has run."""
+    """torch._assert_async: the value is checked now, or when the program has run if it is not known."""
     value = value_in(args[0])
     refuse(value == 0, args[1] if len(args) > 1 else "Expected Tensor with single nonzero value, but got zero")
     return args[2] if len(args) > 2 else None

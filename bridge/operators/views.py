@@ -1,4 +1,4 @@
-"""Operators whose result shares memory with their argument: nodes that are computed when they are first read."""
+"""Operators whose result shares memory with their argument; the result is a node that is computed when it is first read."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced
     return t
 
 
-def view_plan(func: Any, row: Operator) -> Plan:
-    """An operator whose results share its input's memory: each computed when it is first read."""
+def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
+    """The plan of an operator whose results share its input's memory; each is computed when it is first read."""
     parts = row.view_parts
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def view_plan(func: Any, row: Operator) -> Plan:
 
 
 def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
-    """The view of a tensor; meta: a tensor of the same geometry."""
+    """The view of a tensor; meta: a tensor on the device meta with the view's geometry."""
     parent = node_of(base)
     parent.used = True
     node = Node(None, state.level, parent, view)
@@ -66,7 +66,7 @@ def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
 def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
-    if private.by_user() or type(base) is not Traced:  # a captured tensor's .data; autograd keeps those as they are
+    if private.by_user() or type(base) is not Traced:  # also a captured tensor's .data, which autograd keeps as it is
         t.node = _detached_node(base, constant)
     else:
         t.node = Node(None, state.level, node_of(base), View(aten.alias.default, (), {}))
@@ -74,8 +74,8 @@ def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
-    """The same memory without derivatives."""
-    with torch.no_grad():  # met, and not to be differentiated for it
+    """A node on the same memory, without derivatives."""
+    with torch.no_grad():  # the tensor becomes a captured one, but this use needs no derivative
         value, parent = value_of(base), node_of(base)
     node = Node(stopped(value), state.level, parent, View(aten.detach.default, (), {}, stopped))
     node.seen = node.root.version
@@ -83,7 +83,7 @@ def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
 
 
 def detach_in_place(t: Traced) -> None:
-    """What detach_() leaves: PyTorch's kernel changes the innermost autograd's metadata and calls no other."""
+    """Detach a tensor from the innermost grad transform, as detach_() does: PyTorch's kernel changes only that transform's metadata."""
     level: Any = state.level
     while level is not None and level.kind != "grad":
         level = level.parent
@@ -99,12 +99,12 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     root = node_of(base).root
     first = _first_place(root)
     if offset < first:
-        raise OutsideOfView(f"as_strided: offset {offset} is before where the tensor from outside begins, at {first}{at_line()}")
+        raise OutsideOfView(f"as_strided: offset {offset} lies before the start of the tensor from outside, {first}{at_line()}")
     end = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=False)) if 0 not in size else 0
     if end > first + root.value.size:
         raise OutsideOfView(
-            f"as_strided: sizes {list(size)}, strides {list(stride)} and offset {offset} lead to element {end - 1}, and of the tensor only "
-            f"elements {first} to {first + root.value.size - 1} of its memory are known{at_line()}"
+            f"as_strided: sizes {list(size)}, strides {list(stride)} and offset {offset} reach element {end - 1}, and only elements "
+            f"{first} to {first + root.value.size - 1} of the tensor's memory are known{at_line()}"
         )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
     view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
@@ -112,7 +112,7 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_place(root: Node) -> int:
-    """Where in its memory the tensor begins that a root stands for, of which only its own elements have crossed."""
+    """The offset in memory of a root's tensor from outside; only the tensor's own elements are known, not the memory before it."""
     found = next((t for t, node in state.level.root.captured.values() if node is root), None)
     if root.geometry is None and found is not None:
         root.geometry = Geometry.of(found)
@@ -120,8 +120,8 @@ def _first_place(root: Node) -> int:
         return 0
     if found is None:
         raise OutsideOfView(
-            "as_strided: it counts from where a tensor's memory begins, and of an argument that is a view, or is not contiguous, only its "
-            f"own elements are known; pass the whole tensor and take the view inside the function, or call .clone() first{at_line()}"
+            "as_strided: it counts from where a tensor's memory begins, and only the own elements are known of an argument that is a view "
+            f"or is not contiguous; pass the whole tensor and take the view inside the function, or call .clone() first{at_line()}"
         )
     if not found.is_contiguous():
         raise OutsideOfView(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")

@@ -1,1 +1,1 @@
-"""One call of a transform: arguments cross in, results and writes cross out, torch's autograd goes back through it."""
+"""One call of a transform: arguments cross in, results and writes cross out, and torch's autograd differentiates through it."""

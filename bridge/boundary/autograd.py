@@ -1,4 +1,4 @@
-"""torch's autograd through a JAX computation: outputs at the border take part in backward, double backward included."""
+"""torch's autograd through a JAX computation: outputs at the border support backward and double backward."""
 from __future__ import annotations
 
 import contextlib
@@ -18,24 +18,25 @@ from bridge.convert import tensors
 from bridge.errors import reworded
 from bridge.trace import tracing
 from bridge.trace.requires_grad import depends, flow
+from bridge.trace.storage import Node
 
-#: ``calls.apply``, which stands above this file and is handed in: runs a computation on torch tensors.
+#: The type of ``calls.apply``, which runs a computation on torch tensors.  ``calls`` imports this file and passes it in.
 Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
 
 
 class _Recorded:
-    """A computation as a pure function of the tensors that require grad, and what its last run said about itself."""
+    """A computation as a pure function of the tensors that require grad; its attributes describe its last run."""
 
     def __init__(
-        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None,
+        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: jax.Array | None = None,
         kinds: list[bool] | None = None,
     ) -> None:
         self.apply, self.compute, self.leaves, self.known, self.key, self.again = apply, compute, leaves, known, key, kinds
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
-    def __call__(self, *actives: Any) -> tuple[list[Any], list[Any]]:
-        """(values with derivatives, values without), inside an open trace."""
+    def __call__(self, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
+        """Run the computation inside an open trace; returns (values with derivatives, values without)."""
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         for i, v in zip(self.active, actives, strict=False):
             values[i] = v
@@ -49,7 +50,7 @@ class _Recorded:
         root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         try:
-            # the modes of the caller; PyTorch runs an autograd.Function's forward with both switched off
+            # restore the caller's modes: PyTorch switches both off for an autograd.Function's forward
             with torch.enable_grad(), private.set_forward_mode_enabled(True):
                 result = self.compute(values)
         except ValueError as error:
@@ -59,7 +60,7 @@ class _Recorded:
         nodes = {id(node): t for t, node in root.captured.values()}
         targets = [self.leaves[t] if isinstance(t, int) else nodes.get(id(t)) for t, _, _ in result.written]
         detached = [d for _, _, d in result.written]
-        for t, node in root.captured.values():  # written to by the transform itself
+        for t, node in root.captured.values():  # the transform itself wrote to it
             if node.version and not any(t is x for x in targets):
                 targets.append(t)
                 detached.append(node.detached)
@@ -84,16 +85,16 @@ class _Recorded:
 
 
 def differentiable(
-    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: Any = None
+    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: jax.Array | None = None
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
     Args:
         apply: ``calls.apply``, for derivatives of derivatives.
-        compute: from the leaves' JAX values to a Result.
-        leaves: its arguments.
-        known: captured tensors that require grad, or may do so.
-        key: the JAX key random operators draw from; None: from torch's generator.
+        compute: maps the leaves' JAX values to a Result.
+        leaves: its arguments, torch tensors and other values.
+        known: captured tensors that require grad or may require it.
+        key: the JAX key that random operators draw from; None: they draw from torch's generator.
 
     Returns:
         (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
@@ -120,7 +121,7 @@ class _Computed(Untransformed):
 
 
 def computed(t: tracing.Traced) -> torch.Tensor:
-    """The same traced tensor, and the same memory, as one that is no leaf of torch's graph."""
+    """The same traced tensor on the same memory, but not a leaf of torch's graph."""
     return _Computed.apply(t)
 
 
@@ -129,7 +130,7 @@ class _Border(Untransformed):
 
     @staticmethod
     @private.opaque
-    def forward(ctx: Any, recorded: _Recorded, device: Any, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, recorded: _Recorded, device: torch.device | None, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
             outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
@@ -141,7 +142,7 @@ class _Border(Untransformed):
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
-        changed = [any(t is w for w in recorded.targets) for t in inputs]  # they will get the results: their earlier values are kept
+        changed = [any(t is w for w in recorded.targets) for t in inputs]  # results are written to these, so the earlier values are kept
         ctx.changed = any(changed)
         ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
         ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
@@ -151,17 +152,17 @@ class _Border(Untransformed):
 
     @staticmethod
     @private.opaque
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        inputs = ctx.saved_tensors  # raises where one was changed in place since
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        inputs = ctx.saved_tensors  # raises if one was changed in place since
         check_unchanged(ctx.versions)
         cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
         reached = _reached(ctx.pull, [c is not None for c in cts], len(inputs))
         cts = materialized(cts, ctx.like)
-        # a captured tensor that was found and never used gets None, not zeros; one that only a rule uses gets one in a second derivative
+        # a captured tensor that was found but never used gets None, not zeros; one that only a rule uses has a second derivative
         met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
         used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
         used = [u and r for u, r in zip(used, reached, strict=True)]
-        if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again, from the tensors as they are now
+        if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again from the current tensors
             check_unchanged(ctx.every_version)
             if ctx.changed:
                 raise RuntimeError(
@@ -181,8 +182,8 @@ class _Border(Untransformed):
         return (None, None, *grads)
 
 
-def _reached(pull: Any, given: Sequence[bool], count: int) -> list[bool]:
-    """Which of the inputs, so many, the outputs depend on whose cotangents are given: PyTorch gives the others None, and not zeros."""
+def _reached(pull: Callable[..., Any], given: Sequence[bool], count: int) -> list[bool]:
+    """Whether an output with a given cotangent depends on each of ``count`` inputs; PyTorch gives the others None, not zeros."""
     jaxpr = private.linear_program(pull)
     if jaxpr is None or len(jaxpr.outvars) != len(given):
         return [True] * count
@@ -191,8 +192,10 @@ def _reached(pull: Any, given: Sequence[bool], count: int) -> list[bool]:
     return [bool(every & 1 << i) for i in range(count)]
 
 
-def materialized(cotangents: Sequence[Any], like: Sequence[tuple[Any, torch.dtype, torch.device]]) -> list[torch.Tensor]:
-    """Cotangents with zeros in the place of those that PyTorch leaves out; like: the shape, dtype and device of each."""
+def materialized(
+    cotangents: Sequence[torch.Tensor | None], like: Sequence[tuple[Sequence[int], torch.dtype, torch.device]]
+) -> list[torch.Tensor]:
+    """The cotangents, with zeros for those that PyTorch leaves out; like: the shape, dtype and device of each."""
     return [
         torch.zeros(shape, dtype=dtype, device=device) if c is None else c
         for c, (shape, dtype, device) in zip(cotangents, like, strict=True)
@@ -205,12 +208,12 @@ def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
 
 
 def kept_by(held: set[int], leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
-    """``versions`` of the tensors whose memory a pullback reads, given by ``addresses``."""
+    """``versions`` of the tensors whose memory a pullback reads; held: its ``addresses``."""
     return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in held])
 
 
 def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """RuntimeError, in torch's words, where one of the tensors was written to since."""
+    """Raise RuntimeError, in torch's words, if one of the tensors was written to since."""
     for t, version in before:
         if t._version != version:
             raise RuntimeError(
@@ -219,22 +222,22 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
-def ended(pull: Any) -> bool:
-    """Whether a pullback holds values of a trace that is over: of one for torch's autograd, where the outputs depend on nothing of it."""
+def ended(pull: Callable[..., Any]) -> bool:
+    """Whether a pullback holds tracers of a trace that has ended (a trace for torch's autograd on which no output depends)."""
     return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in _held(pull))
 
 
-def addresses(pull: Any) -> set[int]:
-    """Where in this process's memory the arrays lie that a pullback reads."""
+def addresses(pull: Callable[..., Any]) -> set[int]:
+    """The addresses, in this process's memory, of the arrays that a pullback reads."""
     return {a.unsafe_buffer_pointer() for a in _held(pull) if is_local(a)}
 
 
-def _held(pull: Any) -> list[Any]:
+def _held(pull: Callable[..., Any]) -> list[Any]:
     """The arrays that a pullback reads."""
     return jax.tree_util.tree_leaves(pull)
 
 
-def _grad(g: Any, t: torch.Tensor, need: bool) -> torch.Tensor | None:
+def _grad(g: jax.Array, t: torch.Tensor, need: bool) -> torch.Tensor | None:
     if not need or g.dtype == jax.dtypes.float0:
         return None
     return tensors.to_torch(g, t.device)
@@ -256,13 +259,13 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
 
 # -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------
 def attached(apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]) -> list[Any]:
-    """A transform's outputs inside a trace, connected to what required grad among its inputs and captured tensors.
+    """A transform's outputs inside a trace, connected in torch's graph to the inputs and captured tensors that require grad.
 
-    For code that calls ``torch.autograd.grad`` inside a transformed function: the graph it walks must not end at an inner transform.
+    Code that calls ``torch.autograd.grad`` inside a transformed function needs this: its graph must not end at an inner transform.
     """
     level = tracing.state.level
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
-    found.update(level.outer)  # what comes from levels around this one stays there: this level's result depends on it, too
+    found.update(level.outer)  # tensors of enclosing levels stay there, because that level's result depends on them too
     level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
     if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
         return outs
@@ -274,7 +277,9 @@ class _Attached(Untransformed):
 
     @staticmethod
     @private.opaque
-    def forward(ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: Any) -> Any:
+    def forward(
+        ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact(t.node.value) for t in outs]
         ctx.save_for_backward(*watched)
         ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
@@ -282,13 +287,13 @@ class _Attached(Untransformed):
 
     @staticmethod
     @private.opaque
-    def backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         watched = ctx.saved_tensors
         cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
         n = len(watched)
 
         def back(values: list[Any]) -> Result:
-            def pure(*active: Any) -> list[Any]:
+            def pure(*active: jax.Array) -> list[Any]:
                 with in_place_of([tracing.node_of(t) for t in watched], active):
                     given = {id(t): v for t, v in zip(watched, active, strict=True)}
                     result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
@@ -302,7 +307,7 @@ class _Attached(Untransformed):
 
 
 @contextlib.contextmanager
-def in_place_of(nodes: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
+def in_place_of(nodes: Sequence[Node], values: Sequence[jax.Array]) -> Iterator[None]:
     """While entered, the nodes have these values, even if their trace has closed."""
     before = [(node, node.value, node.seen, node.level) for node in nodes]
     try:

@@ -1,4 +1,4 @@
-"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out, writes are carried out.
+"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out, and writes are carried out.
 
 ``apply`` is the only way in.  It takes a *computation*: a function from the flat list of the arguments' JAX values to a ``Result``.
 """
@@ -29,12 +29,12 @@ from bridge.trace.tracing import value_of, wrap
 
 
 class Traceable:
-    """A user's function together with one call's flattened arguments: callable on JAX values, inside a JAX transform.
+    """A user's function with the flattened arguments of one call; it runs on JAX values inside a JAX transform.
 
     Args:
         fn: the function, on torch tensors.
         leaves, spec: the flattened ``(args, kwargs)``.
-        where: which leaves are arrays; their values come with each run.
+        where: the positions of the leaves that are arrays; their values come with each run.
     """
 
     __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "spec", "where")
@@ -44,9 +44,9 @@ class Traceable:
         self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
         self.geometries = [Geometry.of(leaves[i]) for i in where]
         self.active: frozenset[int] = frozenset()  # which of the arrays require grad: a grad transform differentiates these
-        self.computed: frozenset[int] = frozenset()  # which of these are no leaves of torch's graph
+        self.computed: frozenset[int] = frozenset()  # which of these are not leaves of torch's graph
         for i in where:
-            self.leaves[i] = None  # the arguments themselves are not kept alive by what is cached of a trace
+            self.leaves[i] = None  # a cache of traces must not keep the arguments alive
 
     def as_given(self, arrays: Sequence[Any]) -> None:
         """Make each argument require grad if its array does, and a leaf of torch's graph if its array is one."""
@@ -85,18 +85,18 @@ class Traceable:
 
 @private.opaque
 def apply(
-    compute: Computation, leaves: Sequence[Any], fn: Any = None, lasting: bool = False
+    compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None = None, lasting: bool = False
 ) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
     Args:
         compute: maps the leaves' JAX values to a Result; may be run more than once.
         leaves: torch tensors (also traced ones) and jax.Arrays.
-        fn: the user's function, under which tensors captured by closure are remembered.
-        lasting: values of the computation are used after it has returned (by the pullback of vjp, say).
+        fn: the user's function; its captured tensors are remembered under it.
+        lasting: values of the computation are used after it has returned, for example by the pullback of vjp.
 
     Returns:
-        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays where one of the leaves is, else torch tensors.
+        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays if one of the leaves is one, else torch tensors.
     """
     if state.level is not None:
         level = state.level
@@ -114,7 +114,7 @@ def apply(
         met_before.update((key, t) for key, t in met.items() if tracing.node_of(t).level is not level)
         _carry_out(result, leaves)
         outs = _outputs(result)
-        if not torch.is_grad_enabled():  # a no_grad around this call stops the gradients of the outer transforms, not this one's
+        if not torch.is_grad_enabled():  # no_grad around this call stops the outer transforms' gradients, not this transform's own
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
@@ -131,7 +131,7 @@ def _outputs(result: Result) -> list[Any]:
 
 
 def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
-    # a captured tensor is written whole, an argument may be a view of another part of it: so the arguments come last
+    # captured tensors are written as a whole, and an argument may be a view of a part of one, so arguments come last
     for target, index, detached in sorted(result.written, key=lambda written: not isinstance(written[0], Node)):
         if isinstance(target, Node):
             write(target, result.values[index], state.level, detached)
@@ -140,7 +140,7 @@ def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
 
 
 def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-    """A computation called with jax.Arrays, maybe inside a user's own jax.jit or jax.grad; its results are jax.Arrays too."""
+    """Run a computation on jax.Arrays, maybe inside a user's own jax.jit or jax.grad; the results are jax.Arrays too."""
     with tracing.root() as root:
         result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         _carry_out(result, leaves)
@@ -151,7 +151,7 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
 
 
 def refuse_recording() -> None:
-    """RuntimeError where something of torch's watches the ATen operators: of a computation in JAX it would see a result without origin."""
+    """Raise RuntimeError if a mode or transform of torch watches ATen operators, because it cannot see a computation in JAX."""
     if not private.watched_by_torch():
         return
     mode = private.dispatch_mode()
@@ -169,7 +169,9 @@ def refuse_recording() -> None:
         raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
 
 
-def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bool) -> tuple[list[Any], Any]:
+def _outermost(
+    compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
+) -> tuple[list[Any], Any]:
     refuse_recording()
     pieces.called(code_of(fn), leaves)
     if not torch.is_grad_enabled():
@@ -190,15 +192,14 @@ def _outermost(compute: Computation, leaves: Sequence[Any], fn: Any, lasting: bo
             write_back(writes)
             remember(fn, captured)
             return outs if wanted or captured else [t.detach() for t in outs], meta
-        # the scan of the closure missed tensors that require grad: run again with them as inputs to differentiate; nothing of the first
-        # run is written
+        # the closure scan missed tensors that require grad: run again with them as differentiable inputs; the first run writes nothing
         known = captured
 
 
 def direct(
-    compute: Computation, leaves: Sequence[Any], key: Any = None, lasting: bool = False
+    compute: Computation, leaves: Sequence[Any], key: jax.Array | None = None, lasting: bool = False
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Run a computation at the border without recording it for torch's autograd; see ``autograd.differentiable``."""
+    """Run a computation at the border without a node in torch's graph; the results are those of ``autograd.differentiable``."""
     with tracing.root() as root:
         root.key, root.lasting = key, lasting
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -221,7 +222,7 @@ def direct(
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """A transform call's arguments, flattened once: array leaves apart from the static ones."""
+    """The arguments of a transform's call, flattened once; ``where`` has the positions of the leaves that are arrays."""
 
     leaves: list[Any]
     spec: Any
@@ -234,7 +235,7 @@ class Call:
 
     @classmethod
     def of_flat(cls, leaves: list[Any], spec: Any, kwargs: dict[str, Any]) -> Call:
-        """The same from positional arguments that are flattened already."""
+        """A call whose positional arguments are flattened already."""
         more, kwargs_spec = trees.flatten(kwargs)
         leaves = leaves + more
         return cls(leaves, trees.joined(spec, kwargs_spec), split_arrays(leaves))

@@ -1,9 +1,10 @@
-"""Tensors captured by closure that require grad: known before the function runs, so that it runs once."""
+"""Tensors that a function captures and that require grad; they are found before the function runs, so that it runs once."""
 from __future__ import annotations
 
 import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from bridge.process import process
 from bridge.programs import closure_scan
 
 
-def code_of(fn: Any) -> Any:
-    """The code object a function runs, the same for each new closure made of it; a function in C itself, else its type."""
+def code_of(fn: Callable[..., Any]) -> Any:
+    """The code object that a function runs, which all closures made from it share; a C function itself; for any other callable its type."""
     while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     if isinstance(fn, types.BuiltinFunctionType):
@@ -23,7 +24,7 @@ def code_of(fn: Any) -> Any:
 
 
 def _identity(fn: Any) -> Any:
-    """What tells a function from others made of the same code: the objects it closes over."""
+    """A key that differs between functions made from the same code: it has the identities of the objects that they close over."""
     while hasattr(fn, "__wrapped__"):
         fn = fn.__wrapped__
     if isinstance(fn, functools.partial):
@@ -39,19 +40,20 @@ def _identity(fn: Any) -> Any:
         return id(fn)
 
 
-def known(fn: Any) -> list[torch.Tensor]:
-    """Tensors that fn captures and that require grad: those it used the last time, else all that it reaches."""
+def known(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """The tensors that fn captures and that require grad: those that its last run used, or all that it reaches if it has not run."""
     refs = process.captured.get(_identity(fn))
     if refs is None:
         code = code_of(fn)
         if isinstance(code, types.CodeType) and not process.captures.get(code, True):
-            return []  # none in another closure of the same code
+            return []  # another closure of the same code captured none
         found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
         return [t for t in found if not t._backward_hooks]  # if the tensor is not used in the end, PyTorch would call its hooks with None
     return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
 
 
-def remember(fn: Any, captured: list[torch.Tensor]) -> None:
+def remember(fn: Callable[..., Any], captured: list[torch.Tensor]) -> None:
+    """Note the captured tensors that require grad and that this run of fn used, for ``known``."""
     if len(process.captured) >= 4096:
         process.captured.clear()
     process.captured[_identity(fn)] = [weakref.ref(t) for t in captured]

@@ -1,4 +1,4 @@
-"""What a computation gives back, and what becomes of it at the border: trees taken apart, devices, writes to outside."""
+"""Results of a computation, and their way out at the border: trees taken apart, devices, and writes to tensors from outside."""
 from __future__ import annotations
 
 import dataclasses
@@ -16,13 +16,13 @@ from bridge.trace.storage import Node
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """What a computation gives back.
+    """The result of a computation.
 
     Attributes:
         values: JAX values, outputs first.
-        meta: whatever the transform needs to rebuild its outputs from them; holds no arrays.
-        written: (leaf index or outer node, index into values, detached) for everything that was written to and must be written outside.
-        apart: what is written to one argument is seen in no other input, also where they share memory: so it is under torch.func too.
+        meta: what the transform needs to rebuild its outputs from the values; it holds no arrays.
+        written: (leaf index or outer node, index into values, detached) of each tensor from outside that the function wrote to.
+        apart: a write to one argument is not seen in another input, even if the two share memory, as under torch.func.
     """
 
     values: list[Any]
@@ -35,7 +35,7 @@ Computation = Callable[[list[Any]], Result]
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf crosses the border: torch tensors and jax.Arrays."""
+    """Whether a leaf crosses the border, as torch tensors and jax.Arrays do."""
     return isinstance(x, torch.Tensor | jax.Array)
 
 
@@ -45,7 +45,7 @@ def split_arrays(leaves: Sequence[Any]) -> list[int]:
 
 
 def take_apart(out: Any) -> tuple[list[Any], Any]:
-    """The tensors of what a function returned, and what ``put_together`` needs beside them: spec, other leaves, which is which."""
+    """The tensors in a function's output, and the rest for ``put_together``: (spec, the other leaves, which leaves are tensors)."""
     leaves, spec = trees.flatten(out)
     is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
     static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
@@ -53,14 +53,14 @@ def take_apart(out: Any) -> tuple[list[Any], Any]:
 
 
 def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
-    """The tree that ``take_apart`` took apart, with these in the tensors' places."""
+    """The tree that ``take_apart`` took apart, with the given values in the tensors' places."""
     spec, static, is_tensor = meta
     source = iter(tensors_)
     return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
 
 
 def torch_device(leaves: Sequence[Any]) -> torch.device | None:
-    """Where results belong: the device of the first tensor with dimensions, else of the first."""
+    """The device of the results: that of the first tensor with dimensions, else of the first tensor."""
     found = None
     for x in leaves:
         if isinstance(x, torch.Tensor):
@@ -74,7 +74,7 @@ _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 
 
 def is_local(v: Any) -> bool:
-    """Whether an array has one address in this process's memory."""
+    """Whether a value is an array that has one address in this process's memory."""
     if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
         return False
     sharding = v.sharding
@@ -94,17 +94,17 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(value)
             continue
         if not target.is_leaf and not target._is_view():
-            target.detach_()  # PyTorch may have given it a history inside the trace; the new value carries all of it
+            target.detach_()  # PyTorch may have given it a history inside the trace; the new value already has all of it
         target.copy_(value)
 
 
-def conj(v: Any) -> Any:
-    """torch's gradient of a complex value is the conjugate of JAX's."""
+def conj(v: jax.Array) -> jax.Array:
+    """The conjugate of a complex value: torch's gradients of complex values are the conjugates of JAX's."""
     return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
 
 
-def inexact(v: Any) -> bool:
-    """Whether a value has derivatives."""
+def inexact(v: jax.Array) -> bool:
+    """Whether a value has derivatives: it is floating-point or complex."""
     return bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
@@ -114,5 +114,5 @@ def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 def inexact_dtype(dtype: torch.dtype) -> bool:
-    """Whether tensors of that dtype have derivatives."""
+    """Whether tensors of that dtype have derivatives: it is floating-point or complex."""
     return dtype.is_floating_point or dtype.is_complex

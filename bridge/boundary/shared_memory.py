@@ -1,6 +1,6 @@
-"""Which tensors lie in the same memory: asked before a compiled program that writes to its inputs is run, and after a transform has.
+"""Finds tensors that share memory, before a compiled program that writes to its inputs runs and after a transform has run.
 
-Both take each input as memory of its own, so what they write to one is not seen in another.
+Both treat each input as memory of its own, so a write to one is not seen in another.
 """
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from bridge import private
+from bridge.boundary.results import Result
+from bridge.trace.storage import Node
 
-_Span = tuple[int, int, bool]  # first byte, the one after the last, whether it is written to
+_Span = tuple[int, int, bool]  # (first byte, the byte after the last, whether it is written to)
 
 
 def _spans(tensors: Sequence[Any], written: frozenset[int]) -> list[_Span]:
@@ -37,11 +39,11 @@ class Sharing:
     def __init__(self, written: Sequence[tuple[str, int]]) -> None:
         self._arguments = frozenset(i for kind, i in written if kind == "argument")
         self._captured = frozenset(i for kind, i in written if kind == "captured")
-        self._known: list[Any] = []  # the memory of the captured tensors when their spans were looked at
+        self._known: list[Any] = []  # the identities and addresses of the captured tensors to which the spans belong
         self._spans: list[_Span] = []
 
     def overlap(self, arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> bool:
-        """Whether any two share a byte and one of the two is written to; strided tensors count as all that lies between their ends."""
+        """Whether any two share a byte and one of the two is written to; a strided tensor counts as all bytes between its ends."""
         where = [(id(t), t.data_ptr()) for t in captured]
         if where != self._known:
             self._known, self._spans = where, sorted(_spans(captured, self._captured), key=itemgetter(0))
@@ -57,7 +59,7 @@ class Sharing:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """The addresses of all bytes of a tensor; of one that is traced, in the memory of the tensor that it is a view of."""
+    """The addresses of all bytes of a tensor; those of a traced view are offsets in the memory of its base."""
     node = getattr(t, "node", None)
     at = torch.tensor(t.data_ptr() if node is None else t.storage_offset() * t.element_size())
     for n, stride in zip(t.shape, t.stride(), strict=True):
@@ -65,14 +67,14 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return (at.unsqueeze(-1) + torch.arange(t.element_size())).flatten()
 
 
-def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Any]], inside: bool = False) -> None:
-    """RuntimeError where a computation has written to one of two inputs that share memory: the other one did not see it.
+def refuse(result: Result, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Node]], inside: bool = False) -> None:
+    """Raise RuntimeError if a computation has written to one of two inputs that share memory, because the other did not see it.
 
     Args:
-        result: a ``results.Result``, which was not carried out yet.
+        result: the computation's result, before its writes are carried out.
         arguments: leaves of the call.
-        met: tensors from outside that the function met, with the nodes that stand for them.
-        inside: the call was made inside of another transform, where nodes may have been written to before it.
+        met: tensors from outside that the function used, each with its node.
+        inside: the call was made inside another transform, in which nodes may have been written to before.
     """
     given = [t for t in arguments if isinstance(t, torch.Tensor)]
     changed = [] if result.apart else [arguments[t] for t, _, _ in result.written if isinstance(t, int)]
@@ -80,13 +82,13 @@ def refuse(result: Any, arguments: Sequence[Any], met: Sequence[tuple[torch.Tens
     changed += [t for t, node in met if (node.version and not inside) or any(node.root is n for n in nodes)]
     inputs = [(t, k < len(given)) for k, t in enumerate([*given, *[t for t, _ in met]]) if t.layout is torch.strided and t.numel()]
     for target in changed:
-        ways = [is_argument for t, is_argument in inputs if t is target]  # how the function meets it
+        ways = [is_argument for t, is_argument in inputs if t is target]  # how the function gets it
         for other, is_argument in [*[x for x in inputs if x[0] is not target], *[(target, way) for way in ways[1:]]]:
             of_one_trace = hasattr(target, "node") and hasattr(other, "node") and not is_argument and not (ways and ways[0])
             if ways and not of_one_trace and _overlap(target, other):
                 raise RuntimeError(
                     f"two inputs of a transform share memory (shapes {list(target.shape)} and {list(other.shape)}), and the function "
-                    "writes to one of them, which the other would not see; pass clones (.clone()), or make the view inside of the function"
+                    "writes to one of them, which the other would not see; pass clones (.clone()), or make the view inside the function"
                 )
 
 

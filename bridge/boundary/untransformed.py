@@ -1,4 +1,4 @@
-"""Running a torch function on JAX without any transform around it: what functionalize, and modules called with jax.Arrays, need."""
+"""A torch function run on JAX without a transform, for functionalize and for modules that are called with jax.Arrays."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from bridge.trace.levels import push
 
 
 def plain(func: Callable[..., Any]) -> Callable[..., Any]:
-    """func as a JAX computation: torch tensors or jax.Arrays in, the same out; leaves that are no tensors pass through."""
+    """func as a JAX computation: it takes and returns torch tensors or jax.Arrays, and passes other leaves through."""
 
     @opaque
     def run(*args: Any, **kwargs: Any) -> Any:

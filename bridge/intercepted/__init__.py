@@ -1,1 +1,1 @@
-"""PyTorch's Python that has meanings of its own in a trace: autograd.Function, checkpoint, control flow, hooks, functions."""
+"""PyTorch's Python functions that a trace replaces: autograd.Function, checkpoint, control flow, hooks, and single functions."""

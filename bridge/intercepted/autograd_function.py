@@ -1,7 +1,7 @@
 """torch.autograd.Function inside a trace: the user's own derivatives become JAX's custom rules.
 
-JAX would differentiate through a Function's forward; torch calls its backward (or jvp).  While a trace is open, ``Function.apply``
-comes here instead.
+JAX would differentiate through a Function's forward, but torch calls its backward (or jvp).  While a trace is open, the functions of
+this file run instead of a Function's forward.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def intercepted() -> Iterator[None]:
-    """While entered (by any thread), Function.apply, checkpoint and control flow look whether their thread has a trace open."""
+    """While any thread has entered this, Function.apply, checkpoint and control flow check whether their thread has a trace open."""
     with _lock:
         if process.open_traces == 0:
             private.redirect(True)
@@ -60,15 +60,15 @@ def intercepted() -> Iterator[None]:
                 private.redirect(False)
 
 
-def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
-    """What PyTorch runs in the place of a Function's forward where this thread has a trace open; None: the forward itself.
+def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
+    """The function that PyTorch runs instead of a Function's forward if this thread has a trace open; None: the forward itself.
 
-    PyTorch makes its own node of the outputs, for a ``torch.autograd.grad`` inside the trace; JAX's derivatives go by the rules of
-    ``_Call``.
+    PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the trace uses; JAX differentiates by the
+    rules of ``_Call``.
 
     Args:
         cls: the Function.
-        recording, forward_mode: whether grad mode and forward-mode AD were on where it was applied.
+        recording, forward_mode: whether grad mode and forward-mode AD were on when it was applied.
     """
     if issubclass(cls, Untransformed):
         return None
@@ -93,30 +93,30 @@ def _forward_in_trace(cls: Any, recording: bool, forward_mode: bool) -> Callable
 
 
 def _has_node(args: Sequence[Any], recording: bool) -> bool:
-    """Whether PyTorch makes a node of its graph of a Function with these arguments."""
+    """Whether PyTorch makes a graph node for a Function that is applied to these arguments."""
     return recording and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
 
 
-def _applied(cls: Any, ctx: Any, args: tuple[Any, ...]) -> Any:
-    """The outputs of a Function; ctx: PyTorch's own where its forward takes one, else None."""
+def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
+    """The outputs of a Function; ctx: PyTorch's own context if the forward takes one, else None."""
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return rematerialized(args[0], args[2:], {})
     if cls is BackwardHookFunction and ctx is not None:
         return gradient_hooks.module_hooks(ctx, args)
     op = private.operator_without_formula(cls)
-    if op in LOWERINGS:  # a torch.library operator without derivative: its lowering has one
+    if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
     call = _Call(cls, args)
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
         return call.run(values)
     with torch.no_grad(), private.set_forward_mode_enabled(False):
-        out = cls.forward(ctx, *args)  # for what it leaves in PyTorch's own context
+        out = cls.forward(ctx, *args)  # it fills PyTorch's own context
     return call.run(values, out)
 
 
 class Context:
-    """What a Function's static methods get as ctx."""
+    """The ctx argument of a Function's static methods."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
@@ -127,10 +127,10 @@ class Context:
         self._materialize = True
         self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self._saved = tensors
 
-    def save_for_forward(self, *tensors: Any) -> None:
+    def save_for_forward(self, *tensors: torch.Tensor | None) -> None:
         self._saved_forward = tensors
 
     @property
@@ -140,23 +140,23 @@ class Context:
 
     saved_variables = saved_tensors
 
-    def mark_dirty(self, *tensors: Any) -> None:
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
         self._dirty = tensors
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         self._constant = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
         self._materialize = value
 
     def mark_shared_storage(self, *pairs: Any) -> None:
-        """Deprecated in torch, without effect there too."""
+        """Has no effect; it is deprecated in torch and has none there either."""
 
 
 class _Call:
     """One call of a Function inside a trace."""
 
-    def __init__(self, cls: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, cls: type[Function], args: tuple[Any, ...]) -> None:
         self.cls, self.args = cls, args
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
@@ -169,20 +169,22 @@ class _Call:
         self.constant: list[bool] = []
         self.outer: list[Node] = []
 
-    def _given(self, outer: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    def _given(self, outer: Sequence[jax.Array]) -> contextlib.AbstractContextManager[None]:
         return autograd.in_place_of(self.outer, outer) if outer else contextlib.nullcontext()
 
     # -- the user's methods on JAX values ----------------------------------------------------------------------------------
-    def _wrapped(self, values: Sequence[Any], level: Level) -> list[Any]:
+    def _wrapped(self, values: Sequence[jax.Array], level: Level) -> list[Any]:
         args = list(self.args)
         for i, v in zip(self.where, values, strict=True):
             args[i] = wrap(v, self.args[i].device, level)
         return args
 
-    def forward(self, values: Sequence[Any], needs: Sequence[bool], outer: Sequence[Any] = ()) -> tuple[list[Any], list[Any], _Kept]:
-        """Outputs, residuals (every tensor the context keeps) and the context with places where those were.
+    def forward(
+        self, values: Sequence[jax.Array], needs: Sequence[bool], outer: Sequence[jax.Array] = ()
+    ) -> tuple[list[Any], list[Any], _Kept]:
+        """Run the Function's forward: outputs, residuals (every tensor that the context keeps) and the context without its tensors.
 
-        outer: values of ``self.outer``, here and below, if they are not to be read where they are.
+        outer: values to use for ``self.outer`` instead of the nodes' own, here and in the methods below; empty: the nodes' own.
         """
         flags = [False] * len(self.args)
         for i, n in zip(self.where, needs, strict=True):
@@ -212,15 +214,17 @@ class _Call:
             return [value_of(o) for o in outs], residuals, kept
 
     def _note(self, leaves: list[Any], spec: Any) -> None:
-        """Remember what the outputs look like."""
+        """Note the structure of the outputs, and which of them are tensors."""
         self.spec = spec
         self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
         if len(self.constant) != sum(self.is_tensor):
             self.constant = [not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor)]
 
-    def backward(self, kept: Any, residuals: Sequence[Any], cotangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
-        """Cotangents of the tensor arguments, None where there is none; cotangents may be None."""
+    def backward(
+        self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any], outer: Sequence[jax.Array] = ()
+    ) -> list[Any]:
+        """Cotangents of the tensor arguments, with None for an argument without one; the given cotangents may be None too."""
         with push("plain") as level, self._given(outer):
             ctx = kept.restored(residuals, self.device, level)
             cts: list[Any] = []
@@ -250,7 +254,7 @@ class _Call:
                 out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once else v)
             return out
 
-    def jvp(self, kept: Any, residuals: Sequence[Any], tangents: Sequence[Any], outer: Sequence[Any] = ()) -> list[Any]:
+    def jvp(self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any], outer: Sequence[jax.Array] = ()) -> list[Any]:
         with push("plain") as level, self._given(outer):
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
@@ -264,8 +268,8 @@ class _Call:
             return [None if t is None else value_of(t) for t in leaves]
 
     # -- as JAX functions with rules of their own --------------------------------------------------------------------------
-    def run(self, values: Sequence[Any], out: Any = None) -> Any:
-        """The outputs for these values of the tensor arguments; written into those of ``out``, where the forward has run before."""
+    def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
+        """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
         level = state.level
         innermost: Level | None = level
         while innermost is not None and innermost.kind not in ("grad", "jvp"):
@@ -285,7 +289,7 @@ class _Call:
         else:
             f, constants = self._constant, []
         if self.own_vmap and private.mapped_first(values):
-            f = self._batched(f)  # what its rule does is what the transforms around the vmap see
+            f = self._batched(f)  # the transforms around the vmap differentiate its rule
         try:
             outs = _called(f, (captured, *constants), values)
         except TypeError as error:
@@ -295,13 +299,13 @@ class _Call:
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
-    def _constant(self, captured: Any, *values: Any) -> list[Any]:
+    def _constant(self, captured: Any, *values: jax.Array) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
 
     def primal(self) -> Callable[..., Any]:
-        """The forward alone, batched by the Function's own vmap where it has one."""
+        """The forward alone, batched by the Function's own vmap if it has one."""
 
-        def plain(captured: Any, *values: Any) -> list[Any]:
+        def plain(captured: Any, *values: jax.Array) -> list[Any]:
             return self.forward(values, [True] * len(values), captured[0])[0]
 
         return self._batched(plain) if self.own_vmap else plain
@@ -311,14 +315,14 @@ class _Call:
         batched = jax.custom_batching.custom_vmap(f)
 
         @batched.def_vmap
-        def rule(axis_size: int, in_batched: Any, captured: Any, *values: Any) -> Any:
+        def rule(axis_size: int, in_batched: Any, captured: Any, *values: jax.Array) -> Any:
             dims: list[int | None] = [None] * len(self.args)
             for i, b in zip(self.where, in_batched[1:], strict=True):
                 dims[i] = 0 if b else None
             if any(in_batched[0][0]):
                 raise RuntimeError(
                     f"{self.cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it "
-                    f"along which dimension; give that tensor to apply as an argument{at_line()}"
+                    f"along which dimension; pass that tensor to apply as an argument{at_line()}"
                 )
             with push("plain") as level, self._given(captured[0]):
                 args = self._wrapped(values, level)
@@ -337,14 +341,14 @@ class _Call:
         primal = self.primal()
 
         @jax.custom_vjp
-        def f(captured: Any, *values: Any) -> list[Any]:
+        def f(captured: Any, *values: jax.Array) -> list[Any]:
             return primal(captured, *values)
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
             captured = ([g.value for g in captured[0]],)
             values = [g.value for g in given]
             outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given], captured[0])
-            # at the levels around this one the outputs again have the Function's own derivative
+            # at the enclosing levels the outputs have the Function's own derivative again
             outside = any(isinstance(v, jax.core.Tracer) for v in (*values, *captured[0]))
             again = _called(f, captured, values) if outside else primal(captured, *values) if self.own_vmap else outs
             return again, (captured, kept.linked(residuals, [*again, *values]), kept)
@@ -366,10 +370,10 @@ class _Call:
         primal = self.primal()
 
         @jax.custom_jvp
-        def f(captured: Any, *values: Any) -> list[Any]:
+        def f(captured: Any, *values: jax.Array) -> list[Any]:
             return primal(captured, *values)
 
-        def rule(primals: Any, tangents: Any) -> Any:
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (captured, *primals), (_, *tangents) = primals, tangents
             zero: Any = jax.custom_derivatives.SymbolicZero
             outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents], captured[0])
@@ -387,14 +391,14 @@ class _Call:
         f.defjvp(rule, symbolic_zeros=True)
         return f
 
-    # In a program to be compiled, JAX asks for these rules when the program is differentiated, which may be after its trace has closed:
-    # then tensors that the methods capture would be met again, as constants.  So the methods run now, as jaxprs, whose constants, the
-    # captured tensors' values among them, are operands.
-    def _staged_with_vjp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+    # If the program will be compiled, JAX calls these rules when the program is differentiated, maybe after its trace has closed.  Tensors
+    # that the methods capture would then become constants.  So the methods are traced now as jaxprs, and the constants of the jaxprs, the
+    # values of captured tensors among them, become operands.
+    def _staged_with_vjp(self, values: Sequence[jax.Array]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
         kept: Any = None
         differentiable: list[bool] = []
 
-        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
             nonlocal kept
             outs, residuals, kept = self.forward(values, [True] * len(values))
             differentiable[:] = [inexact(o) and not c for o, c in zip(outs, self.constant, strict=True)]
@@ -414,16 +418,16 @@ class _Call:
             backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
         except (OutsideOfView, SeededInside):
             raise
-        except Exception as error:  # raised when JAX asks for the derivative, if it does: PyTorch runs no backward before that
+        except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
             refused = error
 
         @jax.custom_vjp
-        def f(captured: Any, *values: Any) -> list[Any]:
+        def f(captured: Any, *values: jax.Array) -> list[Any]:
             return forward_jaxpr(captured[1], *values)[0]
 
-        def fwd(captured: Any, *values: Any) -> tuple[list[Any], Any]:
+        def fwd(captured: Any, *values: jax.Array) -> tuple[list[Any], Any]:
             _, residuals = forward_jaxpr(captured[1], *values)
-            outs = _called(f, captured, values)  # at the levels around this one the outputs again have the Function's own derivative
+            outs = _called(f, captured, values)  # at the enclosing levels the outputs have the Function's own derivative again
             return outs, (captured, kept.linked(residuals, [*outs, *values]))
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -436,10 +440,10 @@ class _Call:
         f.defvjp(fwd, bwd)
         return f, forward_jaxpr.captured, [] if backward_jaxpr is None else backward_jaxpr.captured
 
-    def _staged_with_jvp(self, values: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+    def _staged_with_jvp(self, values: Sequence[jax.Array]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
         kept: Any = None
 
-        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
             nonlocal kept
             outs, residuals, kept = self.forward(values, [True] * len(values))
             return outs, residuals
@@ -454,11 +458,11 @@ class _Call:
         tangent_jaxpr = Closed(push_forward, residuals, [v for v in values if inexact(v)])
 
         @jax.custom_jvp
-        def f(captured: Any, *values: Any) -> list[Any]:
+        def f(captured: Any, *values: jax.Array) -> list[Any]:
             return forward_jaxpr(captured[1], *values)[0]
 
         @f.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             captured, *values = primals
             _, residuals = forward_jaxpr(captured[1], *values)
             outs = _called(f, captured, values)
@@ -478,10 +482,10 @@ class _Call:
             if k in dirty:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
-                # an input itself PyTorch returns without its history, unless it makes a node and the input is marked as dirty there
+                # PyTorch returns an input without its history, unless it makes a node and the input is marked as dirty
                 tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else alias(target))
             elif earlier is not None and self._is_new(earlier[k]):
-                node_of(earlier[k]).value = v  # the same tensor, since the context may have kept it
+                node_of(earlier[k]).value = v  # the tensor stays the same object, because the context may have kept it
                 tensors.append(earlier[k])
             else:
                 tensors.append(wrap(v, self.device))
@@ -489,13 +493,13 @@ class _Call:
         return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
 
     def _is_new(self, t: torch.Tensor) -> bool:
-        """Whether a tensor owns its memory and is none of the arguments."""
+        """Whether a tensor owns its memory and is not one of the arguments."""
         return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
 
 
 @jax.tree_util.register_static
 class _Kept:
-    """A context whose tensors have been taken out as residuals, to be put back as new tensors; each level of transforms has its own."""
+    """A context without its tensors, which are residuals; ``restored`` makes a context with new tensors for a level of transforms."""
 
     def __init__(self, ctx: Context, residuals: list[Any], known: Sequence[torch.Tensor], level: Level) -> None:
         self.materialize = ctx._materialize
@@ -515,11 +519,11 @@ class _Kept:
                     slots.append(None)
             self.fields[name] = (spec, slots, [None if isinstance(x, torch.Tensor) else x for x in leaves])
 
-    def linked(self, residuals: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-        """The residuals, those that are outputs or inputs as these: torch's autograd goes back through them, and through no others."""
+    def linked(self, residuals: Sequence[jax.Array], known: Sequence[Any]) -> list[Any]:
+        """The residuals, with the given values for those that are outputs or inputs; torch's autograd differentiates these alone."""
         return [r if k is None else known[k] for r, k in zip(residuals, self.links, strict=True)]
 
-    def restored(self, residuals: Sequence[Any], device: torch.device, level: Level) -> Context:
+    def restored(self, residuals: Sequence[jax.Array], device: torch.device, level: Level) -> Context:
         ctx = Context(())
         for name, (spec, slots, static) in self.fields.items():
             leaves = [x if s is None else wrap(residuals[s], device, level) for s, x in zip(slots, static, strict=True)]
@@ -527,8 +531,8 @@ class _Kept:
         return ctx
 
 
-def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
-    """A gradient broadcast against its input, summed back to the input's shape, as torch's engine does."""
+def _summed(v: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
+    """A gradient that was broadcast against its input, summed to the input's shape, as torch's engine does."""
     try:
         jnp.broadcast_shapes(v.shape, shape)
     except ValueError:
@@ -542,17 +546,17 @@ def _summed(v: Any, shape: tuple[int, ...], name: str) -> Any:
     return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
 
 
-def _called(f: Callable[..., Any], captured: Any, values: Sequence[Any]) -> list[Any]:
-    """f's outputs, which depend on the values, and not on the tensors from outside that are operands of its rules."""
+def _called(f: Callable[..., Any], captured: Any, values: Sequence[jax.Array]) -> list[Any]:
+    """f's outputs, which depend on the values but not on the captured tensors that are operands of its rules."""
     outs = f(captured, *values)
     return _of_inputs(outs, *values) if any(captured) else outs
 
 
 @jax.jit
-def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
-    """The outputs, with a name by which ``bridge.jit.program`` tells that they depend on the inputs and on nothing else.
+def of_inputs_alone(outs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The outputs; by this function's name in a jaxpr ``bridge.jit.program`` sees that they depend on the inputs and on nothing else.
 
-    The inputs are used, without effect, since JAX drops from a program what is not.
+    It uses the inputs without effect, because JAX drops unused values from a program.
     """
     outs, inputs = jax.lax.stop_gradient((outs, inputs))
     nothing = sum(jnp.sum(jnp.real(v).reshape(-1)[:0]) for v in jax.tree_util.tree_leaves(inputs))
@@ -560,11 +564,11 @@ def of_inputs_alone(outs: list[Any], inputs: Any) -> list[Any]:
 
 
 @jax.custom_jvp
-def _of_inputs(outs: list[Any], *inputs: Any) -> list[Any]:
+def _of_inputs(outs: list[jax.Array], *inputs: jax.Array) -> list[jax.Array]:
     return of_inputs_alone(outs, inputs)
 
 
-def _of_inputs_jvp(primals: Any, tangents: Any) -> Any:
+def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     given, *others = tangents
     if all(isinstance(t, jax.custom_derivatives.SymbolicZero) for t in others):
         given = [jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]]
@@ -575,11 +579,11 @@ _of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def _undifferentiable(v: Any, *sources: Any) -> Any:
+def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
     return v
 
 
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     if all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents):
         return primals[0], tangents[0]
     raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")

@@ -1,4 +1,4 @@
-"""The tensors that a user's own derivative rules capture become operands: JAX may run the rules after their trace has closed."""
+"""Tensors that a user's own derivative rules capture become operands, because JAX may run the rules after their trace has closed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from bridge.trace.tracing import Traced, node_of, value_of
 
 
 class Closed:
-    """A function of JAX values, traced on these arguments; the values that it captured are its first argument when it is called.
+    """A function of JAX values, traced on example arguments; a call takes the captured values as its first argument.
 
     Attributes:
-        captured: the values that it met beside its arguments.
-        shapes: of its results.
+        captured: the values that the function used besides its arguments.
+        shapes: a jax.ShapeDtypeStruct for each result, in the tree of the results.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
@@ -31,9 +31,9 @@ class Closed:
 
 
 def followed(*roots: Any) -> list[Node]:
-    """Tensors from outside that these functions reach and that JAX follows.
+    """The nodes of tensors from outside that these functions reach and whose values are tracers.
 
-    Those that require grad are noted: torch's autograd goes back to them in a second derivative, for which the rules run again.
+    Tensors that require grad are noted for torch's autograd, which reaches them in a second derivative, when the rules run again.
     """
     root, nodes = state.level.root, []
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""torch.utils.checkpoint inside a trace: what is computed in it is computed again in the backward pass, by jax.checkpoint."""
+"""torch.utils.checkpoint inside a trace: jax.checkpoint computes the function again in the backward pass."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from bridge.record.recorder import PARTS
 from bridge.trace.levels import push, state
 
 
-def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
     if state.level is None:
         if state.recorder is not None:
             return PARTS["checkpoint"](function, args, kwargs)
@@ -22,8 +24,8 @@ def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **k
     return rematerialized(function, args, kwargs)
 
 
-def rematerialized(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs) under jax.checkpoint: computed again in the backward pass instead of kept."""
+def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs) under jax.checkpoint: its values are computed again in the backward pass instead of kept."""
     call = Call.of(args, kwargs)
     traceable = call.traceable(function)
 

@@ -1,6 +1,6 @@
-"""torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan as JAX's.
+"""torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan run as JAX's.
 
-Where the values that steer are known (outside of compilation and vmap) the Python functions run as they are, step by step.
+If the values that decide are known (outside of compilation and vmap), the Python functions run as they are, step by step.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge.errors import at_line, is_no_jvp
 from bridge.trace.levels import push, state
 from bridge.trace.tracing import Traced, value_of, wrap
 
-_UNROLLED = 32  # up to so many steps run one by one outside of compilation, rather than to compile a loop for one call
+_UNROLLED = 32  # outside of compilation, at most so many steps run one by one, since compiling a loop for one call would take longer
 
 
 def traced(*trees_: Any) -> bool:
@@ -27,7 +27,7 @@ def traced(*trees_: Any) -> bool:
 
 
 class _Body:
-    """A Python function on trees of tensors as a function on flat lists of JAX values; notes the structure of what it returns."""
+    """A Python function on trees of tensors as a function on flat lists of JAX values; it notes the structure of the output."""
 
     def __init__(self, fn: Callable[..., Any], spec: Any, leaves: Sequence[Any], what: str) -> None:
         self.fn, self.spec, self.what = fn, spec, what
@@ -62,7 +62,7 @@ def _wrapped(values: Sequence[Any], spec: Any, device: torch.device) -> Any:
 
 
 def _known(pred: Any) -> bool | None:
-    """A predicate's value; None where it is not known."""
+    """A predicate's value, or None if it is not known."""
     if not isinstance(pred, torch.Tensor):
         return bool(pred)
     value = value_of(pred)
@@ -75,7 +75,7 @@ def _known(pred: Any) -> bool | None:
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """torch.cond: both branches are traced, ``lax.cond`` chooses."""
+    """torch.cond: both branches are traced, and ``lax.cond`` chooses one."""
     if state.level is None:
         return private.original("cond")(pred, true_fn, false_fn, operands)
     known = _known(pred)
@@ -98,7 +98,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
 
 
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, additional_inputs: Any = ()) -> Any:
-    """torch's while_loop: ``lax.while_loop``; forward mode only, as in JAX, unless its length is known."""
+    """torch's while_loop as ``lax.while_loop``; it has forward mode only, as in JAX, unless the number of steps is known."""
     if state.level is None:
         return private.original("while_loop")(cond_fn, body_fn, carried_inputs)
     carry = tuple(carried_inputs)
@@ -118,19 +118,19 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     except TypeError as error:
         if is_no_jvp(error):
             raise
-        raise RuntimeError(f"while_loop: body_fn must return tensors of the shapes and dtypes it is given; {error}") from error
+        raise RuntimeError(f"while_loop: body_fn must return tensors of the shapes and dtypes that it is given; {error}") from error
     return tuple(_wrapped(outs, spec, body.device))
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
-    """torch's map: f over the first dimension of xs, one after the other (``lax.map``)."""
+    """torch's map: f is called for each index of the first dimension of xs, one after the other, by ``scan``."""
     if not traced(xs, args):
         return private.original("map")(f, xs, *args)
     return scan(lambda _, x: ((), f(x, *args)), (), xs)[1]
 
 
 def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False, **_: Any) -> tuple[Any, Any]:
-    """torch's scan: ``lax.scan`` along dim."""
+    """torch's scan as ``lax.scan`` along dim."""
     if not traced(init, xs):
         return private.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
     flat_xs, xs_spec = trees.flatten(xs)
@@ -165,7 +165,9 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     return out[0], out[1]
 
 
-def _steps(combine_fn: Any, init: Any, flat_xs: list[Any], xs_spec: Any, dim: int, reverse: bool, length: int) -> tuple[Any, Any]:
+def _steps(
+    combine_fn: Callable[..., Any], init: Any, flat_xs: list[torch.Tensor], xs_spec: Any, dim: int, reverse: bool, length: int
+) -> tuple[Any, Any]:
     carry, columns, y_spec = init, [], None
     for i in reversed(range(length)) if reverse else range(length):
         carry, y = combine_fn(carry, trees.unflatten(xs_spec, [x.select(dim, i) for x in flat_xs]))
@@ -177,13 +179,13 @@ def _steps(combine_fn: Any, init: Any, flat_xs: list[Any], xs_spec: Any, dim: in
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's associative_scan: ``lax.associative_scan`` along dim."""
+    """torch's associative_scan as ``lax.associative_scan`` along dim."""
     if not traced(xs):
         return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
     leaves, spec = trees.flatten(xs)
     _, pair = trees.flatten((xs, xs))
     body = _Body(combine_fn, pair, leaves * 2, "associative_scan: combine_fn")
-    # combine_fn sees slices without dim, as in torch; JAX combines many of them at once
+    # combine_fn gets slices without dim, as in torch, while JAX combines many slices at once
     combine = jax.vmap(lambda a, b: body([*a, *b]))
     moved = [jnp.moveaxis(value_of(x), dim, 0) for x in leaves]
     outs = lax.associative_scan(combine, moved, reverse=reverse)

@@ -1,13 +1,13 @@
 """FlexAttention inside a trace: PyTorch's own checks and outputs around a dense attention on traced tensors.
 
-PyTorch would hand its higher-order operator to torch.compile, which sees no traced tensors, and has no backward on CPUs.  The two
-functions of one element, score_mod and mask_mod, are mapped over batches, heads, queries and keys by ``jax.vmap``; the numbers are those
-of PyTorch's eager reference, ``torch._higher_order_ops.flex_attention.math_attention``.
+PyTorch would pass its higher-order operator to torch.compile, which does not know traced tensors, and has no backward on CPUs.
+``jax.vmap`` maps the two functions of one element, score_mod and mask_mod, over batches, heads, queries and keys.  The numbers are
+those of PyTorch's eager reference, ``torch._higher_order_ops.flex_attention.math_attention``.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def _dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
     kernel_options: dict[str, Any], *buffers: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, logsumexp and greatest scores, the latter two as logarithms to base 2: what the higher-order operator returns."""
+    """The results of the higher-order operator: output, logsumexp and greatest scores; the last two are divided by log(2)."""
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -49,21 +49,21 @@ def _dense(
     scores = _everywhere(score_mod, scores.shape, scores, "score_mod")
     scores = torch.where(shown, scores, float("-inf"))
     hidden = (scores == float("-inf")).all(-1)
-    # a hidden score has no derivative: that of a logsumexp of nothing but -inf would be NaN
+    # rows without a visible key get zeros first, because the derivative of a logsumexp of -inf alone would be NaN
     safe = torch.where(hidden[..., None], 0.0, scores)
     logsumexp = torch.where(hidden, float("-inf"), safe.logsumexp(-1))
     out = torch.where(hidden[..., None], 0.0, safe.softmax(-1)).to(query.dtype) @ value.to(query.dtype)
     return out, logsumexp / math.log(2), scores.amax(-1) / math.log(2)
 
 
-def _everywhere(fn: Callable[..., Any], shape: Any, scores: torch.Tensor | None, what: str) -> torch.Tensor:
-    """fn of each element of (batch, head, query, key): of its score, if there are scores, and of the four numbers that say where it is."""
+def _everywhere(fn: Callable[..., Any], shape: Sequence[int], scores: torch.Tensor | None, what: str) -> torch.Tensor:
+    """fn at each (batch, head, query, key): its arguments are the score, if scores are given, and the four indices."""
     index = [wrap(jnp.zeros((), jnp.int64))] * 4
     given = index if scores is None else [wrap(jnp.zeros((), value_of(scores).dtype)), *index]
     leaves, spec = flatten(tuple(given))
     body = _Body(fn, spec, leaves, what)
 
-    def at(*values: Any) -> Any:
+    def at(*values: jax.Array) -> Any:
         outs = body(values)
         if len(outs) != 1 or outs[0].shape != ():
             raise RuntimeError(f"{what}: expected one tensor without dimensions, got shapes {[list(o.shape) for o in outs]}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bridge import private
 from bridge.boundary.autograd import in_place_of
@@ -22,11 +23,11 @@ from bridge.trace.levels import Level, push, state
 from bridge.trace.tracing import HANDED_IN, resumed, value_of, wrap
 
 
-def _followed(values: Sequence[Any]) -> None:
-    """Refuse a hook where a forward-mode transform differentiates: JAX knows no tangents of what has one.
+def _followed(values: Sequence[jax.Array]) -> None:
+    """Refuse a hook under a forward-mode transform, because JAX has no tangent of a value with a hook.
 
     Raises:
-        NotImplementedError: the innermost transform that differentiates is a forward-mode one.
+        NotImplementedError: the innermost differentiating transform is a forward-mode one.
     """
     level: Level = state.level
     inner: Level | None = level
@@ -35,11 +36,12 @@ def _followed(values: Sequence[Any]) -> None:
     if inner is not None and inner.kind == "jvp":
         raise NotImplementedError(
             "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
-            f"what has one; register it outside of jvp, or use a reverse-mode transform{at_line()}"
+            f"a value with a hook; register it outside of jvp, or use a reverse-mode transform{at_line()}"
         )
 
 
 def _differentiated() -> bool:
+    """Whether a transform around the present level differentiates."""
     level: Level | None = state.level
     while level is not None:
         if level.kind in ("grad", "jvp"):
@@ -48,8 +50,8 @@ def _differentiated() -> bool:
     return False
 
 
-def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``Tensor.register_hook`` of a traced tensor: PyTorch's own, for its engine, and the same for JAX's derivatives."""
+def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Tensor.register_hook`` of a traced tensor: PyTorch registers the hook for its engine, and JAX's derivatives call it too."""
     given = dict(zip(("self", "hook"), args, strict=False)) | kwargs
     t, hook = given["self"], given["hook"]
     if t.node.used:
@@ -70,18 +72,18 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 class _TensorHook:
-    """A hook on the gradient of one tensor, on JAX's cotangents."""
+    """A hook on the gradient of one tensor, as a function of JAX's cotangents."""
 
-    def __init__(self, hook: Callable[..., Any], handle: Any, t: torch.Tensor, value: Any) -> None:
+    def __init__(self, hook: Callable[..., Any], handle: RemovableHandle, t: torch.Tensor, value: jax.Array) -> None:
         self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
-        # in a program to be compiled, now: tensors that the hook captures must become inputs of that program
+        # if the program will be compiled, the hook is traced now: the tensors that it captures must become inputs of the program
         self.closed = Closed(self._call, value) if state.level.root.staged else None
         self.outer = followed(hook) if self.closed is None else []
 
     def captured(self) -> Any:
         return [read(node, state.level) for node in self.outer] if self.closed is None else self.closed.captured
 
-    def __call__(self, captured: Any, cotangent: Any) -> Any:
+    def __call__(self, captured: Any, cotangent: jax.Array) -> jax.Array:
         if self.handle.id not in self.hooks:
             return cotangent
         if self.closed is not None:
@@ -89,38 +91,38 @@ class _TensorHook:
         with _late(), in_place_of(self.outer, captured):
             return self._call(cotangent)
 
-    def _call(self, cotangent: Any) -> Any:
+    def _call(self, cotangent: jax.Array) -> jax.Array:
         with push("plain") as level, torch.enable_grad():
             return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
 
 
-def _observed(value: Any, hooks: Sequence[_TensorHook], saved: bool) -> Any:
-    """The value, whose cotangent passes through the hooks in their order; saved: whether its operator's derivative is computed from it."""
-    # plain PyTorch calls a hook in a second backward pass too; where a transform differentiates, the hook is of that transform alone
+def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> jax.Array:
+    """The value, whose cotangent passes through the hooks in their order; saved: its operator's derivative is computed from it."""
+    # plain PyTorch calls a hook in a second backward pass too; inside a transform that differentiates, only that transform calls it
     again = not _differentiated()
     where = at_line() if again and saved else ""
 
     @jax.custom_vjp
-    def observed(value: Any, captured: Any) -> Any:
+    def observed(value: jax.Array, captured: Any) -> jax.Array:
         return value
 
-    def forward(value: Any, captured: Any) -> Any:
+    def forward(value: jax.Array, captured: Any) -> tuple[jax.Array, Any]:
         return (observed(value, captured), (value if saved else None, captured)) if again else (value, (None, captured))
 
-    def backward(kept: Any, cotangent: Any) -> Any:
+    def backward(kept: tuple[Any, Any], cotangent: jax.Array) -> tuple[jax.Array, None]:
         before, captured = kept
         for hook, met in zip(hooks, captured, strict=True):
             cotangent = hook(met, cotangent)
         return cotangent if before is None else once(cotangent, before), None
 
     @jax.custom_vjp
-    def once(cotangent: Any, before: Any) -> Any:
+    def once(cotangent: jax.Array, before: jax.Array) -> jax.Array:
         return cotangent
 
     def twice(*_: Any) -> Any:
         raise NotImplementedError(
             "a second derivative through a hook on the result of an operator whose derivative PyTorch computes from that result (tanh, "
-            "exp, softmax, ...): PyTorch would call the hook where the result is used for that, too, and JAX's derivative does not pass "
+            "exp, softmax, ...): PyTorch would also call the hook for that use of the result, and JAX's derivative does not pass "
             f"there; register the hook on a copy (y = y.clone(); y.register_hook(...)), which is not called there{where}"
         )
 
@@ -129,8 +131,8 @@ def _observed(value: Any, hooks: Sequence[_TensorHook], saved: bool) -> Any:
     return observed(value, [hook.captured() for hook in hooks])
 
 
-def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: Any) -> Any:
-    """The cotangent that a hook leaves, checked as PyTorch's engine checks it."""
+def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: jax.Array) -> jax.Array:
+    """The cotangent after a hook, checked as PyTorch's engine checks it."""
     found = hook(gradient)
     if found is None:
         return cotangent
@@ -146,7 +148,7 @@ def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: Any) 
 
 # -- nodes of PyTorch's graph, as a program inside a trace sees them ---------------------------------------------------------------------
 class GraphNode:
-    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, but for the hooks, which JAX's derivatives must call too."""
+    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, except for hooks, which JAX's derivatives must call too."""
 
     def __init__(self, node: Any, hooks: _Hooks | None) -> None:
         self._node, self._hooks = node, hooks
@@ -188,7 +190,7 @@ class _Hooks:
         self.after: list[_Hook] = []
 
     def called(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The gradients that the hooks leave of those that arrive, where the node's own derivative is the identity."""
+        """The gradients after the hooks of a node whose own derivative is the identity."""
         for hook in self.before:
             gradients = hook(gradients) or gradients
         left = gradients
@@ -198,9 +200,9 @@ class _Hooks:
 
 
 class _Hook:
-    """A hook as long as its handle has not removed it."""
+    """A hook, which does nothing once its handle has removed it."""
 
-    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
+    def __init__(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
         self.handle, self.hook, self.hooks = handle, hook, handle.hooks_dict_ref()
 
     def __call__(self, *gradients: Any) -> Any:
@@ -208,7 +210,7 @@ class _Hook:
 
 
 def graph_node(node: Any) -> Any:
-    """What a traced tensor's ``grad_fn`` is, of PyTorch's own node."""
+    """The ``grad_fn`` of a traced tensor, made from PyTorch's own node."""
     return None if node is None else GraphNode(node, getattr(node, "hooks_in_jax", None))
 
 
@@ -221,7 +223,7 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
     devices = [t.device for t in tensors]
 
     @jax.custom_vjp
-    def observed(*values: Any) -> list[Any]:
+    def observed(*values: jax.Array) -> list[jax.Array]:
         return list(values)
 
     def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -239,7 +241,7 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
 
 @contextlib.contextmanager
 def _late() -> Iterator[Level]:
-    """The level in which a hook runs: the one that pulls back, or, where a compiled program does, one for all its hooks."""
+    """The level in which a hook runs: the level that pulls back, or one level for all hooks of a compiled program."""
     if state.level is not None:
         yield state.level
         return
@@ -250,7 +252,7 @@ def _late() -> Iterator[Level]:
             level.captured.clear()
             raise RuntimeError(
                 f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
-                "become a constant of the program; use Tensor.register_hook there, or do without jit"
+                "become a constant of the program; use Tensor.register_hook there, or call the function without jit"
             )
 
 

@@ -1,11 +1,12 @@
-"""Public functions that PyTorch's own code would take a wrong way with traced tensors, and what is called in their place.
+"""Replacements for public functions whose own code in PyTorch goes wrong with traced tensors.
 
-Most code needs none of this: it comes down to ATen operators, and those are what is traced.  At the end are questions that torch's own
-Python code asks of values or settings, where a trace needs another answer.
+Most code needs none of this, because it calls ATen operators, and those are traced.  At the end are replacements for functions with
+which torch's own Python code inspects values or settings; a trace needs another answer from them.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +24,17 @@ from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_
 
 
 def _is_unknown_number(x: Any) -> bool:
-    """A traced 0-dim integer: an index whose value PyTorch's C++ would ask for."""
+    """Whether it is a traced 0-dim integer tensor; as an index, PyTorch's C++ would ask for its value."""
     return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
 
 
-def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[i] with a traced 0-dim integer i: torch would read its value, which need not be known; here it is a gather."""
+def _getitem(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[i] with a traced 0-dim integer i: torch would read its value, which may not be known, so it is a gather here."""
     t, index = args
     parts = index if type(index) is tuple else (index,)
     if not any(_is_unknown_number(p) for p in parts):
         return func(t, index)
-    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # beside other tensors it broadcasts like them
+    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # it broadcasts with the other index tensors
         return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
     kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
     dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
@@ -47,8 +48,8 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kept
 
 
-def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """narrow with a traced start: the length is known, so the slice is a gather of consecutive places."""
+def _narrow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """narrow with a traced start: the length is known, so the slice is a gather of consecutive indices."""
     given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
     start, t = given["start"], given["input"]
     if not _is_unknown_number(start):
@@ -58,16 +59,16 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
 
 
-def _ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """ctc_loss with lengths as lists: PyTorch's C++ would look at the targets' values to choose among its kernels."""
+def _ctc_loss(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ctc_loss with lengths as lists: PyTorch's C++ would read the targets' values to choose a kernel, so they become tensors."""
     names = ("log_probs", "targets", "input_lengths", "target_lengths")
     given = dict(zip(names, args, strict=False)) | kwargs
     lengths = {name: torch.as_tensor(given[name]) for name in names[2:]}
     return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
 
 
-def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """tensor_split by a tensor: PyTorch's C++ reads it by its address, which a traced one lacks and under jit would be read only once."""
+def _tensor_split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """tensor_split by a tensor: PyTorch's C++ reads the tensor at its address, and a traced tensor has none."""
     given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
     where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
     if not isinstance(where, torch.Tensor) or where.dtype is not torch.int64 or where.dim() > 1:
@@ -75,25 +76,25 @@ def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
 
 
-def _argwhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """argwhere: PyTorch's C++ makes it nonzero, which torch.func.vmap refuses; argwhere it does not."""
+def _argwhere(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """argwhere: PyTorch's C++ calls nonzero, which torch.func.vmap refuses, although it does not refuse argwhere."""
     return plan_of(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
 
 
-def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """one_hot: for tensors like ours PyTorch's C++ leaves out the check of the classes."""
+def _one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """one_hot: for wrapper tensors PyTorch's C++ skips the check of the classes."""
     given = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
     return plan_of(torch.ops.aten.one_hot.default)((given.get("input", given.get("self")), given.get("num_classes", -1)), {})
 
 
-def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """detach_(): PyTorch's kernel for it hands on to no other."""
+def _detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """detach_(): PyTorch's kernel for it calls no other kernel, so the trace detaches the tensor here."""
     out = func(*args, **kwargs)
     views.detach_in_place(out)
     return out
 
 
-def _assert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _assert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch._assert of a tensor; if its value is not known yet, it is checked when the program has run."""
     given = dict(zip(("condition", "message"), args, strict=False)) | kwargs
     condition = given["condition"]
@@ -103,8 +104,8 @@ def _assert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With a weight or pos_weight to differentiate, which torch.func can and PyTorch's autograd has no formula for."""
+def _bce_with_logits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """binary_cross_entropy_with_logits with a weight or pos_weight that requires grad: PyTorch's autograd has no formula for it."""
     names: tuple[str, ...] = ("input", "target", "weight", "pos_weight", "reduction")
     if func is F.binary_cross_entropy_with_logits:
         names = ("input", "target", "weight", "size_average", "reduce", "reduction", "pos_weight")
@@ -126,8 +127,8 @@ def _bce_with_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return loss.mean() if reduction in ("mean", 1) else loss.sum()
 
 
-def _out_by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """out= of functions in which PyTorch's C++ writes to it by way of other tensors that it takes for the same memory."""
+def _out_by_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the result is copied into out."""
     out = kwargs.get("out")
     if out is None:
         return func(*args, **kwargs)
@@ -139,8 +140,10 @@ def _out_by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return out.copy_(result)
 
 
-def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
-    """torch.nn.functional's, without its look at the values of var (an error for negative ones), which are not known here."""
+def gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> torch.Tensor:
+    """torch.nn.functional's, without the error for negative values of var, which are not known here."""
     if not traced(input, target, var):
         return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
     if reduction not in ("none", "mean", "sum"):
@@ -161,8 +164,8 @@ def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps
     return loss if reduction == "none" else getattr(loss, reduction)()
 
 
-def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether nn.Transformer may treat a mask as the causal one: a hint for speed; where its values are not known it is used as it is."""
+def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether nn.Transformer may treat a mask as the causal one, for speed; False if the mask's values are not known."""
     try:
         return private.original("causal_hint")(mask, is_causal, size)
     except DataDependentError:
@@ -170,7 +173,7 @@ def causal_hint(mask: Any, is_causal: bool | None = None, size: int | None = Non
 
 
 def fused_attention() -> bool:
-    """Whether transformers in eval mode may call one kernel for a whole layer: not here, JAX cannot see into it."""
+    """Whether transformers in eval mode may call one kernel for a whole layer; False in a trace, because JAX cannot see into it."""
     return state.level is None and state.recorder is None and private.original("fused_attention")()
 
 

@@ -1,7 +1,7 @@
-"""Replacing a file or a folder so that a whole one, the old or the new, is there at every moment; knows nothing of what they hold.
+"""Files and folders are replaced so that a complete one, the old or the new, exists at every moment.
 
-What is new is written into a staging folder beside its place and then renamed.  One rename puts a file in the place of another; a folder
-takes two, so between them the old one lies at ``set_aside(target)``, where ``current`` finds it if the process ended there.
+The new one is written into a staging folder beside its target and then renamed.  One rename replaces a file.  A folder needs two, and
+between them the old folder is at ``set_aside(target)``, where ``current`` finds it if the process ended there.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def set_aside(target: Path) -> Path:
-    """Where the old folder is for the moment between the two renames."""
+    """The path of the old folder between the two renames."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -31,13 +31,13 @@ def current(target: Path) -> Path:
 
 
 def empty(target: Path) -> bool:
-    """Whether nothing would be lost if the target was replaced: nothing is there, or a folder without entries."""
+    """Whether replacing the target loses nothing: it does not exist, or is a folder without entries."""
     return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
 
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside the target to write in, removed at the end; what processes of this host that died left there goes too."""
+    """A new folder beside the target to write in, removed at the end; folders left by dead processes of this host are removed too."""
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix, host = f".{target.name}.partial-", socket.gethostname()
     for left in target.parent.iterdir():
@@ -45,7 +45,7 @@ def staging(target: Path) -> Iterator[Path]:
         if left.name.startswith(prefix) and owner[0].isdigit() and owner[2:] == [host] and not _alive(int(owner[0])):
             shutil.rmtree(left, ignore_errors=True)
     folder = target.with_name(f"{prefix}{os.getpid()}-{threading.get_native_id()}-{host}")
-    shutil.rmtree(folder, ignore_errors=True)  # a thread saves one thing at a time: this is of a dead process of the same number
+    shutil.rmtree(folder, ignore_errors=True)  # a thread saves one thing at a time, so this belongs to a dead process with the same id
     folder.mkdir()
     try:
         yield folder
@@ -58,24 +58,24 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it belongs to somebody else
+    except OSError:  # the process belongs to another user
         pass
     return True
 
 
 def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
-    """Put the new file or folder, which lies in a staging folder, at the target.
+    """Move a new file or folder from a staging folder to the target.
 
     Args:
         new: a file or a folder on the target's file system, written to disk (``sync``).
-        target: what is there is removed.
-        keep: it is not removed, but renamed.
+        target: its path; an old file or folder there is removed.
+        keep: the old one is renamed instead of removed.
 
     Returns:
-        Path: where it is kept; None if nothing is.
+        Path: the old one's new path; None if none is kept.
 
     Raises:
-        OSError: of the file system; the target is as it was.
+        OSError: the file system refused; the target is unchanged.
     """
     with locked(target.parent):
         return _replace(new, target, keep)
@@ -83,7 +83,7 @@ def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
 
 @contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """While entered, nobody else replaces anything in the folder, or (if not shared) reads in it; only on file systems that have locks."""
+    """While entered, nobody else replaces entries of the folder, or reads them if not shared; only on file systems with locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -102,7 +102,7 @@ def _replace(new: Path, target: Path, keep: bool) -> Path | None:
     if new.is_dir() or kept is not None:
         moved = os.path.lexists(target)
         if moved:
-            _remove(set_aside(target), new.parent)  # of a save that ended after its second rename
+            _remove(set_aside(target), new.parent)  # left by a save that ended after its second rename
             os.rename(target, aside)
         try:
             os.rename(new, target)
@@ -114,7 +114,7 @@ def _replace(new: Path, target: Path, keep: bool) -> Path | None:
         if target.is_file():
             new.chmod(stat.S_IMODE(target.stat().st_mode))
         elif target.is_dir():
-            target.rmdir()  # an empty one; anything else raises
+            target.rmdir()  # an empty folder; a folder with entries raises
         os.replace(new, target)
     _sync(target.parent)
     if kept is None:
@@ -123,14 +123,14 @@ def _replace(new: Path, target: Path, keep: bool) -> Path | None:
 
 
 def _remove(aside: Path, staging: Path) -> None:
-    """Remove a file or folder; one rename moves it away first, so that it is never half there."""
+    """Remove a file or folder; it is renamed first, so that it is never there in part."""
     if os.path.lexists(aside):
         os.rename(aside, staging / "old")
         shutil.rmtree(staging / "old", ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or all that is in a folder, is on disk."""
+    """Wait until a file, or everything in a folder, is on disk."""
     for file in files(path):
         _sync(file)
     if path.is_dir():
@@ -143,14 +143,14 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot wait for a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
             raise
     finally:
         os.close(handle)
 
 
 def files(path: Path) -> list[Path]:
-    """The files below a folder, sorted; of a file, itself."""
+    """The files below a folder, sorted; for a file, the file alone."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names) if path.is_dir() else [path]
 
 

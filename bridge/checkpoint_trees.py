@@ -1,6 +1,6 @@
-"""Trees as names: what a checkpoint's header says of a tree, and the tree again from its header and its arrays.
+"""A tree as a checkpoint's header and arrays by name, and the tree again from the two; this file knows nothing of files.
 
-A leaf's name is the way to it, keys, fields and positions joined by dots.  Knows no file.
+A leaf's name is its path: keys, fields and positions joined by dots.
 """
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,21 +19,21 @@ import torch
 from bridge import modules
 from bridge.convert import dtypes, tensors, trees
 
-#: Of the header; a file with a higher one is refused.
+#: Version of the header; a checkpoint with a higher version is refused.
 VERSION = 1
 
-# Python's values as JSON and back, exactly: name -> (type, there, back)
+# Python values as JSON and back, exactly: name -> (type, encode, decode)
 _VALUES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "none": (type(None), lambda x: None, lambda text: None),
     "bool": (bool, bool, bool),
-    "int": (int, hex, lambda text: int(text, 16)),  # decimal digits are limited in number
+    "int": (int, hex, lambda text: int(text, 16)),  # Python limits the number of decimal digits
     "float": (float, float.hex, float.fromhex),
     "complex": (complex, lambda x: [x.real.hex(), x.imag.hex()], lambda text: complex(*map(float.fromhex, text))),
     "str": (str, str, str),
 }
 _ARRAYS = {"torch": torch.Tensor, "jax": jax.Array, "numpy": np.ndarray, "numpy scalar": np.generic}
 _KINDS = {kind: name for name, (kind, _, _) in _VALUES.items()}
-# dtypes that every version of safetensors and of Orbax has; arrays of others are stored as their bytes
+# dtypes of every version of safetensors and of Orbax; arrays of other dtypes are stored as their bytes
 _STORED = {
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
     "float8_e4m3fn", "float8_e5m2",
@@ -41,11 +41,11 @@ _STORED = {
 
 
 def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header of a tree, made of what JSON has, and its arrays by name.
+    """The header of a tree, which JSON can hold, and the tree's arrays by name.
 
     Raises:
-        TypeError: a leaf that is neither an array nor a Python value.
-        ValueError: two leaves of one name.
+        TypeError: a leaf is neither an array nor a Python value.
+        ValueError: two leaves have the same name.
     """
     leaves: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -83,29 +83,29 @@ def names(tree: Any) -> dict[str, Any]:
     return named
 
 
-def stored(x: Any) -> Any:
-    """An array as it is written: itself, or its bytes along a new last dimension if a format may not know the dtype."""
+def stored(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """An array as it is written: itself, or its bytes along a new last dimension if the dtype is not one of ``_STORED``."""
     if np.dtype(x.dtype).name in _STORED:
         return x
     x = np.ascontiguousarray(x)
     return x.reshape(-1).view(np.uint8).reshape(*x.shape, x.dtype.itemsize)
 
 
-def as_numpy(x: Any) -> np.ndarray:
-    """Any array as a numpy array."""
+def as_numpy(x: torch.Tensor | jax.Array | np.ndarray) -> np.ndarray:
+    """A torch, JAX or numpy array as a numpy array."""
     return np.asarray(tensors.to_jax(x.detach()) if isinstance(x, torch.Tensor) else x)
 
 
 def by_name(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a checkpoint by name: jax.Arrays and Python values. header: None for one of another program, which has arrays alone."""
+    """The leaves of a checkpoint by name, jax.Arrays and Python values; header: None if another program wrote the checkpoint."""
     return {name: x if type(x) in _KINDS else _as_jax(x, kind) for name, (kind, x) in _leaves(header, arrays).items()}
 
 
 def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """A tree of the structure of another one, with its leaves' kinds and dtypes.
+    """The checkpoint as a tree with the structure of ``tree`` and the kinds and dtypes of its leaves.
 
     Raises:
-        RuntimeError: it has other names or shapes, or dtypes that do not hold the values.
+        RuntimeError: the checkpoint has other names or shapes, or the dtypes of ``tree`` cannot hold its values.
     """
     found = {name: leaf for name, leaf in _leaves(header, arrays).items() if leaf[1] is not None}
     wanted = {name for name, x in names(tree).items() if x is not None}
@@ -116,10 +116,10 @@ def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any])
 
 
 def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """The tree that was taken apart, of dicts, lists and tuples.
+    """The tree that was saved, of dicts, lists and tuples.
 
     Raises:
-        RuntimeError: it has other containers; there is no header.
+        RuntimeError: the tree has other containers, or there is no header.
     """
     if header is None:
         raise RuntimeError("as_saved: bridge.checkpoints.save did not write this checkpoint; give like, or neither")
@@ -158,7 +158,7 @@ def _walk(tree: Any, path: tuple[Any, ...], visit: Callable[[tuple[Any, ...], An
 
 
 def _opened(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
-    """Steps to the children of a node, the children, and what builds a node of others; None: a leaf."""
+    """(steps to the children of a node, the children, a function that builds such a node from other children); None for a leaf."""
     children, spec = trees.flatten(tree, lambda node: node is not tree)
     if spec is not trees.LEAF:
         steps = [path[0] for path in trees.paths(spec)]
@@ -173,8 +173,8 @@ def _opened(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]
     return None
 
 
-def _replaced(tree: Any, fields: Any) -> Any:
-    """A copy of a dataclass with other values; ``dataclasses.replace`` would run its __init__, which need not take them."""
+def _replaced(tree: Any, fields: Iterable[tuple[str, Any]]) -> Any:
+    """A copy of a dataclass with other field values; ``dataclasses.replace`` would call __init__, which may not take them."""
     new = copy.copy(tree)
     for name, value in fields:
         object.__setattr__(new, name, value)
@@ -182,7 +182,7 @@ def _replaced(tree: Any, fields: Any) -> Any:
 
 
 def _structure(tree: Any, path: tuple[Any, ...]) -> Any:
-    """A leaf's name; of a node its kind, its keys if it is a dict, and its children."""
+    """A leaf's name; for a node [its kind, its keys if it is a dict, its children]."""
     opened = _opened(tree)
     if opened is None:
         return _name(path)
@@ -208,7 +208,7 @@ def _decoded(code: list[Any]) -> Any:
 
 
 def _leaves(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """name -> (kind, numpy array or Python value), with the dtypes that were saved."""
+    """name -> (kind, numpy array or Python value), in the dtypes that were saved."""
     if header is None:
         return {name: ("jax" if hasattr(x, "dtype") else "python", x) for name, x in arrays.items()}
     found: dict[str, tuple[str, Any]] = {}
@@ -222,7 +222,7 @@ def _leaves(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict
     return found
 
 
-def _as_jax(x: Any, kind: str, sharding: Any = None) -> jax.Array:
+def _as_jax(x: np.ndarray, kind: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     with jax.enable_x64(True):
         array = jax.device_put(x, None if kind.startswith("key ") else sharding)
     if not kind.startswith("key "):
@@ -231,7 +231,7 @@ def _as_jax(x: Any, kind: str, sharding: Any = None) -> jax.Array:
 
 
 def _as(like: Any, kind: str, value: Any, name: str) -> Any:
-    """A saved value as what like is: an array of its kind, dtype and place, or a Python value."""
+    """A saved value converted to the kind of ``like``: an array of its kind, dtype and device, or a Python value."""
     where = f"like: {name!r}"
     if type(like) in _KINDS:
         return _as_python(like, value, where)

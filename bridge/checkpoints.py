@@ -1,8 +1,8 @@
-"""Trees of arrays and Python values in files: safetensors, which torch's world reads too, and Orbax, which JAX's does.  Both are optional.
+"""Trees of arrays and Python values in files: safetensors, which torch programs read too, and Orbax, which JAX programs read.
 
-Here: ``save``, ``load`` and the two formats.  How a tree becomes names is in ``bridge/checkpoint_trees.py``, how a file is replaced in
-``bridge/checkpoint_files.py``.  What is written here has a header (the tree, its Python values, the leaves' kinds) and checksums: in
-the metadata of a safetensors file, in the file ``torchfunc_jax.json`` of an Orbax folder.
+Both packages are optional.  This file has ``save``, ``load`` and the two formats; ``bridge/checkpoint_trees.py`` turns a tree into names,
+and ``bridge/checkpoint_files.py`` replaces a file.  A checkpoint has a header (the tree, its Python values, the leaves' kinds) and
+checksums, in the metadata of a safetensors file or in the file ``torchfunc_jax.json`` of an Orbax folder.
 """
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _HEADER, _SUM = "torchfunc_jax", "torchfunc_jax.sha256"  # in the metadata of a 
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or not as it was asked for: the message has the path and the cause."""
+    """A checkpoint cannot be read, or not as the arguments ask; the message has the path and the cause."""
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, overwrite: bool = False) -> Path:
     """Write a tree of arrays and Python values, as a whole or not at all.
 
-    A checkpoint that ``save`` wrote there before is replaced: at every moment, also if the process is killed or the disk is full, ``load``
-    finds a whole one, the old or the new. Anything else that is at the path is left alone.
+    A checkpoint that ``save`` wrote there before is replaced. ``load`` finds a complete one, the old or the new, at every moment, even if
+    the process is killed or the disk is full. Any other file or folder at the path is left alone.
 
     Args:
-        path: of the file, or with Orbax of the folder. Its extension says the format: ".safetensors"; ".orbax" or none for Orbax.
+        path: of the file, or with Orbax of the folder. Its extension gives the format: ".safetensors"; ".orbax" or none for Orbax.
         tree: torch.Tensors, jax.Arrays (keys too), numpy arrays, numbers, strings, bools and None, in dicts, lists, tuples, namedtuples,
-            dataclasses and what is registered with JAX or torch: a state of ``bridge.params``, an optax state, a ``state_dict()``.
+            dataclasses and nodes that are registered with JAX or torch: a state of ``bridge.params``, an optax state, a ``state_dict()``.
         format: "safetensors" or "orbax", for a path with another extension.
-        overwrite: True: write also where something is that ``save`` did not write; it is renamed, and a warning says to what.
+        overwrite: True: a file or folder at the path that ``save`` did not write is renamed, and a warning gives its new name.
 
     Returns:
-        Path: of what was written.
+        Path: of the checkpoint.
 
     Raises:
-        FileExistsError: something is at the path that ``save`` did not write, and not ``overwrite``.
+        FileExistsError: there is something at the path that ``save`` did not write, and ``overwrite`` is False.
         ImportError: the format's package is not installed.
-        OSError: it could not be written; what was there is as it was.
-        TypeError: a leaf that is neither an array nor a Python value of those kinds.
-        ValueError: an extension that says no format, or another than ``format``; two leaves of one name ({"a.b": ..., "a": {"b": ...}}).
+        OSError: the checkpoint could not be written; an old one is unchanged.
+        TypeError: a leaf is neither an array nor a Python value of those kinds.
+        ValueError: the extension gives no format, or another than ``format``; two leaves have one name ({"a.b": ..., "a": {"b": ...}}).
 
     Source: https://huggingface.co/docs/safetensors, https://orbax.readthedocs.io
 
@@ -92,23 +92,24 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
     """Read a tree of arrays and Python values: one that ``save`` wrote, or a checkpoint of Flax, Orbax or safetensors.
 
     Args:
-        path: of the file or folder; its extension says the format, as in ``save``.
+        path: of the file or folder; its extension gives the format, as in ``save``.
         like: a tree of the structure that was saved; the result has its structure, and its leaves' kinds, dtypes and devices
             (jax.Array or jax.ShapeDtypeStruct with its sharding, torch.Tensor, numpy array, number, ...). A dtype may round floating-point
-            numbers; it changes nothing else.
+            numbers but not change other values.
         format: as in ``save``.
-        as_saved: True: the dicts, lists and tuples that were saved, with leaves of the kinds that were saved, torch.Tensors on the CPU.
+        as_saved: True: return the dicts, lists and tuples that were saved, with leaves of the saved kinds; torch.Tensors are on the CPU.
 
     Returns:
-        A tree like ``like``, or as it was saved; without either a dict by name, the names of nested containers joined by dots, of
-        jax.Arrays and Python values.
+        A tree like ``like``, or as it was saved; without either, a dict of jax.Arrays and Python values by name, in which the names of
+        nested containers are joined by dots.
 
     Raises:
         FileNotFoundError: there is nothing at path.
         ImportError: the format's package is not installed.
-        CheckpointError: a RuntimeError: the file is damaged, truncated or of another format; ``like`` has other names, shapes or dtypes
-            than what was saved; ``as_saved`` of a tree with other containers, or that ``save`` did not write.
-        ValueError: an extension that says no format; both ``like`` and ``as_saved``.
+        CheckpointError: (a RuntimeError) the file is damaged, truncated or of another format; ``like`` has other names or shapes than the
+            checkpoint, or dtypes that cannot hold its values; ``as_saved`` is given, and the tree has other containers or ``save`` did
+            not write it.
+        ValueError: the extension gives no format; both ``like`` and ``as_saved`` are given.
 
     Source: as ``save``.
 
@@ -167,7 +168,7 @@ def _package(kind: str) -> Any:
 
 
 def _whose(target: Path, kind: str) -> str:
-    """What is at the path that is not to be removed, in words; "": nothing, or what ``save`` wrote."""
+    """A description of a file or folder at the path that must not be removed; "" if there is none, or if ``save`` wrote it."""
     if checkpoint_files.empty(target):
         return ""
     if target.is_dir():
@@ -195,20 +196,20 @@ def _errors_of_writing(target: Path) -> Iterator[None]:
     except OSError as error:
         said = f"{error.strerror or error}; the checkpoint was not written, and what was there is as it was"
         raise type(error)(error.errno, said, str(target)) from error
-    except Exception as error:  # of the packages, which have classes of their own for a full disk
+    except Exception as error:  # the packages have exception classes of their own for a full disk
         raise OSError(f"{target}: {error}; the checkpoint was not written, and what was there is as it was") from error
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------------
 def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] | None, dict[str, Any]]:
-    """Where the checkpoint lies, its header (None: of another program) and its arrays by name."""
+    """The checkpoint's path, its header (None if another program wrote it) and its arrays by name."""
     for _ in range(30):
         source = checkpoint_files.current(target)
         try:
             before = _identity(source)
         except FileNotFoundError:
             if os.path.lexists(checkpoint_files.current(target)):
-                continue  # another process replaces it; not seen where locks work
+                continue  # another process replaces it; this happens only on file systems without locks
             raise FileNotFoundError(f"path: nothing at {target}") from None
         if source.is_dir() != (kind == "orbax"):
             expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")
@@ -220,7 +221,7 @@ def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] |
             error = failed
         with suppress(FileNotFoundError):
             if _identity(checkpoint_files.current(target)) != before:
-                continue  # while it was read, another process put a new one there
+                continue  # another process replaced it while it was read
         if isinstance(error, CheckpointError | MemoryError):
             raise error
         if error is not None:
@@ -257,7 +258,7 @@ def _write_safetensors(package: Any, new: Path, header: dict[str, Any], arrays: 
 
 
 def _sum(text: str, arrays: dict[str, np.ndarray]) -> str:
-    """A checksum of the header and of all arrays with their names, dtypes and shapes."""
+    """The checksum of a header and of all arrays with their names, dtypes and shapes."""
     found = hashlib.sha256(text.encode())
     for name in sorted(arrays):
         x = arrays[name]
@@ -269,7 +270,7 @@ def _sum(text: str, arrays: dict[str, np.ndarray]) -> str:
 def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     from safetensors import safe_open
 
-    with safe_open(source, "pt") as file:  # numpy's reader does not know all dtypes
+    with safe_open(source, "pt") as file:  # the numpy reader does not know all dtypes
         metadata = file.metadata() or {}
         arrays = {name: checkpoint_trees.as_numpy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  it is no dict
     if not metadata.keys() & {_HEADER, _SUM}:
@@ -303,7 +304,7 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
         found = f"no checkpoint, but {', '.join(items)} in it is; give that path" if items else "no Orbax checkpoint: it has no _METADATA"
         raise CheckpointError(f"{source}: {found}")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sharding info not provided")  # arrays come as numpy's
+        warnings.filterwarnings("ignore", message="Sharding info not provided")  # the arrays are read as numpy arrays
         checkpointer = package.PyTreeCheckpointer()
         metadata = checkpointer.metadata(source).item_metadata.tree
         restored = checkpointer.restore(
@@ -316,7 +317,7 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
 
 
 def _escaped(name: str) -> str:
-    return name.replace("%", "%25").replace("/", "%2F")  # Orbax makes files of these names
+    return name.replace("%", "%25").replace("/", "%2F")  # Orbax uses these names for files
 
 
 def _unescaped(name: str) -> str:

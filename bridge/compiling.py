@@ -1,12 +1,12 @@
-"""What JAX is told when it compiles our programs: nothing, unless its version is known to compile wrongly.
+"""Compiler options for our programs, which only versions of jaxlib that are known to compile wrongly need.
 
 jaxlib 0.10.2 and 0.11.0 hand parts of a program for x86 CPUs to a library, as ``__ynn_fusion``, that computes some of them wrongly (the
 last of more than 32,768 rows) and ends the process in others (seven dimensions or more); 0.11.1 and later do not.  A compiler option
-turns that off: https://github.com/jax-ml/jax/issues/39103, https://github.com/jax-ml/jax/issues/39257.
+turns this off: https://github.com/jax-ml/jax/issues/39103, https://github.com/jax-ml/jax/issues/39257.
 
-JAX takes options for one ``jax.jit`` that no other one encloses, and for nothing else: not for an operator that runs by itself, nor for
-the functions of jax.numpy, which are jitted already.  Therefore the option belongs to a scope, ``correctly``.  Everything that JAX
-compiles inside of it, on this thread, gets the option; what the user compiles does not.
+JAX takes options only for an outermost ``jax.jit``, not for an operator that runs by itself and not for the functions of jax.numpy,
+which are jitted already.  Therefore the option belongs to a scope, ``correctly``.  All that JAX compiles on this thread inside the scope
+gets the option; programs that the user compiles do not.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bridge.errors import at_line
 
 _MISCOMPILING = ("0.10.2", "0.11.0")
 _OPTION = "xla_cpu_experimental_ynn_fusion_type"
-_correct = jax.make_user_context(False)  # JAX keeps what it compiles in another context apart
+_correct = jax.make_user_context(False)  # JAX keeps programs that are compiled in different contexts apart
 _nothing = contextlib.nullcontext()
 
 
@@ -36,10 +36,10 @@ class MiscompilationWarning(UserWarning):
 
 
 def correctly() -> contextlib.AbstractContextManager[Any]:
-    """A context: what JAX compiles on this thread inside of it, it compiles correctly.
+    """A context in which JAX compiles correctly, on this thread.
 
     Returns:
-        a context manager, to be entered once.
+        AbstractContextManager: to be entered once.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.make_user_context.html
 
@@ -57,7 +57,7 @@ def options() -> dict[str, str] | None:
     """``compiler_options`` for a program that is compiled outside of ``correctly``; None if none are needed.
 
     Returns:
-        dict: name of the option to its value.
+        dict: option name -> value, or None.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
 
@@ -73,7 +73,7 @@ def options() -> dict[str, str] | None:
 def at_call() -> contextlib.AbstractContextManager[Any]:
     """A context for calls of a program that was jitted with ``options``: ``correctly`` if these could not know the backend.
 
-    Entering ``correctly`` takes JAX two microseconds, a seventh of a small program's call.
+    Entering ``correctly`` takes two microseconds, a seventh of a small program's call.
     """
     return _nothing if options_suffice() else correctly()
 
@@ -85,7 +85,7 @@ def options_suffice() -> bool:
 
 
 def miscompiles() -> bool:
-    """Whether this jaxlib compiles some programs for this processor wrongly, unless it is told otherwise.
+    """Whether this jaxlib compiles some programs for this processor wrongly without the option.
 
     Returns:
         bool: False also if the user has set the option in ``XLA_FLAGS``.
@@ -116,7 +116,7 @@ def _more(backend: str) -> dict[str, str]:
 
 
 def warn_of_jit(values: Iterable[Any]) -> None:
-    """Warn once, by MiscompilationWarning, if these results of ours will be compiled by a jax.jit or jax.grad that is not ours."""
+    """Warn once, with MiscompilationWarning, if the user's own jax.jit or jax.grad will compile the program of these results."""
     if _installed() and not _correct.value and private.compiled_later(values) and jax.default_backend() == "cpu":
         _warn()
 
@@ -124,7 +124,7 @@ def warn_of_jit(values: Iterable[Any]) -> None:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        f"a function of torchfunc_jax runs inside of your own jax.jit or jax.grad, and jaxlib {jaxlib.__version__} compiles some programs "
+        f"a function of torchfunc_jax runs inside your own jax.jit or jax.grad, and jaxlib {jaxlib.__version__} compiles some programs "
         f"for x86 CPUs wrongly. Set the environment variable XLA_FLAGS=--{_OPTION}= before JAX is used, or write "
         f'jax.jit(..., compiler_options={{"{_OPTION}": ""}}), or call what you have jitted in `with bridge.compiling.correctly():`; jaxlib '
         f"0.11.1 and later compile correctly (Python 3.12 and later){at_line()}",

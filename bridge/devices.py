@@ -1,9 +1,8 @@
-"""Which JAX device stands for which torch device, and the default device that CPU tensors are sent to."""
+"""The JAX device of each torch device, and the default device to which CPU tensors are sent."""
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import torch
@@ -12,11 +11,11 @@ from bridge.process import process
 
 
 def default() -> jax.Device | None:
-    """The JAX device CPU tensors are sent to; None: they stay where they are."""
-    return process.default_device
+    """The JAX device to which CPU tensors are sent; None: they stay where they are."""
+    return _default
 
 
-def set_default(device: Any) -> None:
+def set_default(device: jax.Device | str | None) -> None:
     """Send CPU tensors to this JAX device for computation; results come back as CPU tensors.
 
     Args:
@@ -34,8 +33,8 @@ def set_default(device: Any) -> None:
 
 
 @contextlib.contextmanager
-def use(device: Any) -> Iterator[None]:
-    """``set_default`` for the length of a with block.
+def use(device: jax.Device | str | None) -> Iterator[None]:
+    """``set_default`` for a ``with`` block.
 
     Example:
         >>> from bridge import devices
@@ -51,8 +50,8 @@ def use(device: Any) -> Iterator[None]:
         set_default(before)
 
 
-def find(device: Any) -> jax.Device:
-    """The JAX device of a name such as "tpu" or "gpu:1"; a ``jax.Device`` is itself."""
+def find(device: jax.Device | str) -> jax.Device:
+    """The JAX device with a name such as "tpu" or "gpu:1"; a ``jax.Device`` is returned as it is."""
     if isinstance(device, jax.Device):
         return device
     platform, _, index = str(device).partition(":")
@@ -65,7 +64,7 @@ def find(device: Any) -> jax.Device:
 
 
 def jax_device(device: torch.device) -> jax.Device | None:
-    """Where a tensor on that torch device is computed; None: leave it to zero-copy on the device that has its memory."""
+    """The JAX device that computes with tensors on that torch device; None: the device that has the memory, without a copy."""
     if device.type == "cpu":
         if process.default_device is not None:
             return process.default_device

@@ -1,4 +1,4 @@
-"""Errors raised while tracing: which line of the user's code, which operator, what to do."""
+"""Errors raised while tracing; their messages name the line of the user's code, the operator, and what to do."""
 from __future__ import annotations
 
 import linecache
@@ -13,7 +13,7 @@ _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
 
 class DataDependentError(RuntimeError):
-    """A value, or a shape that depends on values, was asked for where only shapes are known: under vmap or jit."""
+    """The function asked for a value, or for a shape that depends on values, while only shapes are known (under vmap or jit)."""
 
 
 class NoLoweringError(NotImplementedError):
@@ -25,11 +25,11 @@ class EscapedTensorError(RuntimeError):
 
 
 class NotInLoopError(RuntimeError):
-    """The steps of a loop cannot do this as one step that runs several times; they run one by one."""
+    """The steps of a loop cannot be compiled as one step that runs several times, so they run one by one."""
 
 
 def is_users(filename: str) -> bool:
-    """Whether code of this file is the user's own: neither ours, nor the standard library's or an installed package's."""
+    """Whether a file has the user's own code: neither ours, nor the standard library's, nor an installed package's."""
     return not filename.startswith(_OURS) and not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen")
 
 
@@ -40,7 +40,7 @@ def shown_line(filename: str, number: int) -> str:
 
 
 def user_line() -> str:
-    """``file.py:12: y = x.nonzero()`` of the innermost frame that is the user's own; "" where there is none."""
+    """``file.py:12: y = x.nonzero()`` of the innermost frame of the user's own code; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -50,7 +50,7 @@ def user_line() -> str:
 
 
 def at_line() -> str:
-    """`` (at file.py:12: …)`` to end a message with."""
+    """`` (at file.py:12: …)``, the end of a message."""
     line = user_line()
     return f" (at {line})" if line else ""
 
@@ -66,22 +66,22 @@ def at_this_line(error: Exception) -> Exception:
 
 
 def reworded(error: ValueError) -> Exception:
-    """What to raise in the place of an error from a backward pass: JAX's own where it says enough, or where it is not JAX's."""
+    """The error to raise instead of one from a backward pass; only JAX's error about while loops is reworded."""
     if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
         return error
     return RuntimeError(
         "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is unknown, as "
-        "under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or do without jit" + at_line()
+        "under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit" + at_line()
     )
 
 
 def is_no_jvp(error: TypeError) -> bool:
-    """Whether it is JAX's refusal to push tangents through a Function that has only a backward."""
+    """Whether an error is JAX's refusal of forward mode for a Function that has only a backward."""
     return "(jvp) to a custom_vjp" in str(error)
 
 
 def no_jvp(name: str) -> NotImplementedError:
-    """The same in torch's words; name: the Function's."""
+    """The refusal of ``is_no_jvp`` in torch's words; name: the Function's name."""
     return NotImplementedError(
         f"{name}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD.{at_line()}"
     )

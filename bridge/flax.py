@@ -1,4 +1,4 @@
-"""torch modules as Flax modules, linen and nnx; torch's layers in Flax's own layouts are from ``bridge/flax_layouts.py``."""
+"""torch modules as Flax modules, linen and nnx; ``bridge/flax_layouts.py`` converts torch's layers to Flax's own layouts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -18,25 +18,25 @@ _ALIKE = "torch initializes a module once, in Python: under vmap all members wou
 
 
 class Linen(linen.Module):
-    """A torch module as a ``flax.linen.Module``: its parameters are the collection "params", its buffers "buffers", under torch's names.
+    """A torch module as a ``flax.linen.Module``; its parameters are the collection "params", its buffers "buffers", under torch's names.
 
-    Parameters with ``requires_grad=False`` are a collection of their own, "frozen", so that nothing trains them. ``init`` gives the values
-    that the torch module has. In ``apply``, buffers are updated where "buffers" is mutable, and dropout and the like draw from the key
-    "dropout". The torch module itself is not changed; write the variables into it with
+    Parameters with ``requires_grad=False`` are a collection of their own, "frozen", so that no optimizer trains them. ``init`` returns the
+    torch module's values. In ``apply``, buffers are updated if "buffers" is mutable, and dropout and other random operators draw from the
+    key "dropout". The torch module itself is not changed; write the variables into it with
     ``bridge.load(module, {**variables["params"], **variables.get("frozen", {})}, variables.get("buffers"))``.
 
     Args:
-        module: any nn.Module; what ``__call__`` gets goes to its forward.
-        deterministic: True for eval mode, False for training, None for the module's own; may also be given to ``__call__``.
+        module: any nn.Module; the arguments of ``__call__`` are passed to its forward.
+        deterministic: True for eval mode, False for training, None for the module's own mode; ``__call__`` takes it too.
 
     Returns:
         jax.Arrays, from ``apply``.
 
     Raises:
         flax.errors.InvalidRngError: (by ``apply``) a random operator draws, and there is no key "dropout".
-        flax.errors.ScopeParamNotFoundError, ScopeVariableNotFoundError, ScopeParamShapeError: (by ``apply``) variables that are missing or
-            of other shapes than the module's.
-        RuntimeError: (by ``init``) it is mapped over keys, as in ``jax.vmap(model.init)``: all would be alike.
+        flax.errors.ScopeParamNotFoundError, ScopeVariableNotFoundError, ScopeParamShapeError: (by ``apply``) variables are missing or have
+            other shapes than the module's.
+        RuntimeError: (by ``init``) it is mapped over keys, as in ``jax.vmap(model.init)``; all members would have the same values.
 
     Source: https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/module.html
 
@@ -61,7 +61,7 @@ class Linen(linen.Module):
         params = {name: self.param(name, initial(p)) for name, p in own.items() if p.requires_grad}
         frozen = {name: self.variable("frozen", name, initial(p)).value for name, p in own.items() if not p.requires_grad}
         buffers = {name: self.variable("buffers", name, initial(b)) for name, b in self.module.named_buffers()}
-        draw = lambda: self.make_rng("dropout")  # of "params" where there is no "dropout"; raises where there is neither
+        draw = lambda: self.make_rng("dropout")  # falls back to the key "params", and raises if there is neither
         out, after = modules.call(
             self.module, {**params, **frozen}, {name: b.value for name, b in buffers.items()}, args, kwargs,
             training=None if mode is None else not mode, rng=draw() if self.has_rng("dropout") or self.has_rng("params") else draw,
@@ -77,7 +77,7 @@ def _initial(t: torch.Tensor) -> Callable[..., jax.Array]:
 
 
 def _unmapped(t: torch.Tensor) -> Callable[..., jax.Array]:
-    """``_initial``, but an error if the key is one of many."""
+    """``_initial``, with an error if the key is mapped."""
     def initial(*keys: jax.Array) -> jax.Array:
         if any(private.mapped_by_jax(key) for key in keys):
             raise RuntimeError(f"Linen: {_ALIKE}the variables: jax.tree.map(lambda *xs: jnp.stack(xs), *[m.init(key, x) for m in members])")
@@ -87,25 +87,26 @@ def _unmapped(t: torch.Tensor) -> Callable[..., jax.Array]:
 
 
 class Frozen(nnx.Variable):
-    """What ``NNX`` makes of a parameter with ``requires_grad=False``: ``nnx.grad`` and ``nnx.Optimizer`` take ``nnx.Param`` alone."""
+    """A parameter with ``requires_grad=False`` in ``NNX``; ``nnx.grad`` and ``nnx.Optimizer`` ignore it, as they take ``nnx.Param``."""
 
 
 class NNX(nnx.Module):
-    """A torch module as a ``flax.nnx.Module``: parameters are ``nnx.Param``, buffers ``nnx.BatchStat``, under torch's names.
+    """A torch module as a ``flax.nnx.Module``; parameters are ``nnx.Param``, buffers ``nnx.BatchStat``, under torch's names.
 
-    Parameters with ``requires_grad=False`` are ``Frozen``. ``train()`` and ``eval()`` set the mode, of a module around this one too;
-    buffers are updated when the call changes them. The torch module itself is not changed; write the state into it with ``save_to``.
+    Parameters with ``requires_grad=False`` are ``Frozen``. ``train()`` and ``eval()`` of this module, or of a module that contains it, set
+    the mode. Buffers are updated when the call changes them. The torch module itself is not changed; write the state into it with
+    ``save_to``.
 
     Args:
-        module: any nn.Module; its values are the initial ones, and what ``__call__`` gets goes to its forward.
-        rngs: dropout and the like draw from its stream "dropout", or "default".
+        module: any nn.Module; its values are the initial ones, and the arguments of ``__call__`` are passed to its forward.
+        rngs: dropout and other random operators draw from its stream "dropout", or "default".
 
     Returns:
         jax.Arrays, from ``__call__``.
 
     Raises:
         AttributeError: (by ``__call__``) a random operator draws, and rngs has neither stream.
-        RuntimeError: it is made under vmap, where all members would be alike.
+        RuntimeError: it is made under vmap; all members would have the same values.
         ValueError: (by ``__call__``) a random operator draws, and there are no rngs.
 
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/module.html
@@ -143,7 +144,7 @@ class NNX(nnx.Module):
             rng=self._key() if draws else self._key,
         )
         for name, value in after.items():
-            if value is not before[name]:  # a model that changes nothing may be called in any trace
+            if value is not before[name]:  # nnx lets a model that changes nothing be called in any trace
                 self.buffers[name][...] = value
         return out
 
@@ -161,5 +162,5 @@ class NNX(nnx.Module):
         return {name: v[...] for name, v in variables.items()}
 
     def save_to(self, module: nn.Module | None = None) -> nn.Module:
-        """Write the state into a torch module, by default the one this was made of; returns it."""
+        """Write the state into a torch module, by default the one that this was made from, and return it."""
         return modules.load(module or self.module, self._parameters(), self._values(self.buffers))

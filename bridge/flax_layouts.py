@@ -1,6 +1,6 @@
-"""torch's layers in Flax's own layouts: kernels transposed, channels last, and flattened feature maps in the order of a channels-last twin.
+"""torch's layers in Flax's own layouts: transposed kernels, channels last, and flattened feature maps in a channels-last model's order.
 
-``bridge.flax`` is where users find this.
+Users import it from ``bridge.flax``.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _same(w: np.ndarray) -> np.ndarray:
     return w
 
 
-# class -> torch's name -> (collection, Flax's name, there, back)
+# class -> torch's name -> (collection, Flax's name, function from torch to Flax, function from Flax to torch)
 _BIAS = {"bias": ("params", "bias", _same, _same)}
 _SCALE = {"weight": ("params", "scale", _same, _same)} | _BIAS
 _STATS = {"running_mean": ("batch_stats", "mean", _same, _same), "running_var": ("batch_stats", "var", _same, _same)}
@@ -47,7 +47,7 @@ _LAYOUTS: list[tuple[type | tuple[type, ...], dict[str, tuple[str, str, Any, Any
     ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm), _SCALE),
     (_BatchNorm, _SCALE | _STATS),
 ]
-_NOT_KEPT = {"num_batches_tracked"}  # BatchNorm's; Flax has no such thing
+_NOT_KEPT = {"num_batches_tracked"}  # a buffer of BatchNorm that Flax does not have
 
 
 class _Leaf(NamedTuple):
@@ -81,7 +81,7 @@ def _leaves(module: nn.Module, flattened: Mapping[str, int] | None) -> Iterator[
 
 
 def _features_last(channels: int, there: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> np.ndarray:
-    """Features in the order of torch's [channels, *spatial], as there lays them out once they are in that of [*spatial, channels]."""
+    """Move features from torch's order [channels, *spatial] to [*spatial, channels], then apply ``there``."""
     return there(w.reshape(*w.shape[:-1], channels, -1).swapaxes(-1, -2).reshape(w.shape))
 
 
@@ -91,23 +91,25 @@ def _features_first(channels: int, back: Callable[[np.ndarray], np.ndarray], w: 
 
 
 def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """A torch module's weights as Flax's own layers hold them: kernels transposed, channels last, "scale" for "weight" of a norm.
+    """A torch module's weights in the layouts of Flax's own layers: transposed kernels, channels last, "scale" for a norm's "weight".
 
-    They are for a twin whose feature maps have their channels last throughout. Where it flattens one for a Linear (or a norm), the features
-    come in another order than in torch, and so do the weights that are returned. Which layers these are is found by ``torch.fx``.
+    The weights are for a twin, the same model in Flax, whose feature maps all have their channels last. If the twin flattens one for a
+    Linear (or a norm), the features come in another order than in torch, and the weights of that layer are returned in that order.
+    ``torch.fx`` finds these layers.
 
     Args:
         module: made of Linear, Conv, Embedding, LayerNorm, GroupNorm, RMSNorm and BatchNorm, and modules without tensors of their own.
-        flattened: the layers whose input is a flattened feature map, by name, and its number of channels, where that cannot be found; {}:
-            none, for a twin that moves the channels to the front before it flattens.
+        flattened: layer name -> number of channels, for each layer whose input is a flattened feature map; needed only if ``torch.fx``
+            cannot find them. {}: there are none, for a twin that moves the channels to the front before it flattens.
 
     Returns:
-        dict: {"params": ..., "batch_stats": ...}, nested by the names of the submodules; parameters with requires_grad=False too.
+        dict: {"params": ..., "batch_stats": ...} of jax.Arrays, nested by the names of the submodules; it has parameters with
+        requires_grad=False too.
 
     Raises:
-        TypeError: a layer that Flax lays out otherwise or has not.
-        ValueError: it cannot be told how the input of a layer behind a convolution is laid out, or the layer would compute something else
-            where channels are last.
+        TypeError: Flax does not have a layer of the module, or has it in a layout that is not known here.
+        ValueError: the layout of the input of a layer behind a convolution cannot be found, or the layer would compute something else
+            with channels last.
 
     Source: https://flax.readthedocs.io/en/latest/guides/converting_and_upgrading/convert_pytorch_to_flax.html
 
@@ -140,11 +142,11 @@ def from_variables(module: nn.Module, variables: Mapping[str, Any], *, flattened
         nn.Module: the module.
 
     Raises:
-        RuntimeError: something is missing, unknown or of another shape; different values for one tied tensor; values that a tensor's dtype
-            cannot hold. The module is unchanged then.
-        TypeError, ValueError: as ``to_variables``.
+        RuntimeError: a variable is missing, unknown or of another shape; different values for one tied tensor; values that a tensor's
+            dtype cannot hold. The module is then unchanged.
+        TypeError, ValueError: as in ``to_variables``.
 
-    Source: as ``to_variables``.
+    Source: as in ``to_variables``.
 
     Example:
         >>> import torch
@@ -180,21 +182,21 @@ def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 # -- which layers get a flattened feature map --------------------------------------------------------------------------------------
 class _Layout(NamedTuple):
-    """What the dimensions of a value mean.
+    """The meaning of a value's dimensions.
 
-    "input": of the arguments alone, which the twin gets as it wants them. "last": features are the last dimension. "moved": they were, and
-    may have been moved to the front. "first": a feature map with its channels first. "flat": one that was flattened. "lost": something
-    else was done to one.
+    "input": the value is made of arguments alone, which the twin gets in its own layout. "last": features are the last dimension.
+    "moved": they were, and may have been moved to the front. "first": a feature map with its channels first. "flat": a flattened feature
+    map. "lost": a feature map after some other operation.
     """
 
     kind: str
     channels: int = 0
-    spatial: int = 0  # the number of the dimensions behind the channels
+    spatial: int = 0  # the number of dimensions after the channels
 
 
 _INPUT, _LAST, _MOVED, _LOST = _Layout("input"), _Layout("last"), _Layout("moved"), _Layout("lost")
 _FUNCTIONS = {getattr(F, name): name for name in dir(F) if callable(getattr(F, name)) and not name.startswith("_")}
-# element by element, or along the spatial dimensions alone
+# these work along the spatial dimensions alone
 _POOLING = {f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg", "lp") for n in (1, 2, 3)} | {"interpolate"}
 _ELEMENTWISE = {
     "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardtanh", "hardswish",
@@ -208,7 +210,7 @@ _MODULES = ("activation", "dropout", "pooling", "padding", "upsampling", "instan
 
 
 def _flattened(module: nn.Module, given: Mapping[str, int] | None) -> dict[int, int]:
-    """id of a layer whose input is a flattened feature map -> the number of channels of that."""
+    """id of a layer whose input is a flattened feature map -> the number of channels of that map."""
     if given is not None:
         named = dict(module.named_modules(remove_duplicate=False))
         unknown = [name for name in given if not isinstance(named.get(name), nn.Linear | nn.LayerNorm | nn.RMSNorm | _BatchNorm)]
@@ -251,7 +253,7 @@ def _divided(name: str, layer: Any, channels: int) -> int:
 
 
 def _through_layer(name: str, layer: Any, x: _Layout, found: dict[int, int]) -> _Layout:
-    """The layout of a layer's output; where its weights are for a flattened feature map, found gets its channels."""
+    """The layout of a layer's output; if its input is a flattened feature map, ``found`` gets the number of channels."""
     refused = ValueError(f"module: the input of {name!r} ({type(layer).__name__}) is not laid out so that it can be told {_ADVICE}")
     if isinstance(layer, nn.Flatten):
         return _flatten(x, layer.start_dim, layer.end_dim)
@@ -304,13 +306,13 @@ def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:
 
 
 def _kept(x: _Layout, name: str, flat: bool) -> _Layout:
-    """After what works element by element (flat) or along the last dimensions, as many as its name says: MaxPool2d, avg_pool1d."""
+    """The layout after an elementwise layer (flat), or one along as many last dimensions as its name says (MaxPool2d, avg_pool1d)."""
     dims = int(name[-2]) if name[-1] == "d" and name[-2:-1].isdigit() else 0
     return x if flat or not (x.kind == "flat" or (x.kind == "first" and dims > x.spatial)) else _LOST
 
 
 def _changed(of_args: list[_Layout]) -> _Layout:
-    """After what is not known here: nothing is lost if there was no feature map."""
+    """The layout after an unknown operation; only the layout of a feature map is lost."""
     kinds = {layout.kind for layout in of_args}
     return _LOST if kinds & {"first", "flat", "lost"} else _LAST if kinds & {"last", "moved"} else _INPUT
 
@@ -322,7 +324,7 @@ def _flatten(x: _Layout, start: Any, end: Any) -> _Layout:
 
 
 def _moved(x: _Layout, dims: Any, name: str) -> _Layout:
-    """Channels moved to the end, and features that may have been moved to the front, both of which the twin leaves out."""
+    """The layout after channels are moved to the end, or features to the front; the twin does neither."""
     if x.kind != "first":
         return _MOVED if x.kind in ("last", "moved") else _changed([x])
     n = x.spatial + 2

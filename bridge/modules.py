@@ -1,4 +1,4 @@
-"""nn.Module <-> trees of jax.Arrays: a module's state out, a module's state in, and a module as a function of its state."""
+"""nn.Module <-> trees of jax.Arrays: a module's state is read or written, and a module is called as a function of its state."""
 from __future__ import annotations
 
 import threading
@@ -21,15 +21,15 @@ from bridge.trace.random_keys import NoKeyError, drawing_from
 
 State = dict[str, jax.Array]
 
-#: A call with other parameters changes the module's attributes and mode for its time: one thread at a time, here and in torchfunc_jax.
+#: Held while a call with other parameters changes a module's attributes and mode, here and in torchfunc_jax.
 SWAPPING = threading.RLock()
 
 
 def params(module: nn.Module) -> State:
-    """A module's parameters as jax.Arrays: copies, each once however many names it has.
+    """Copies of a module's parameters as jax.Arrays; a parameter with several names appears once.
 
-    These are all parameters, those with ``requires_grad=False`` too: JAX differentiates whatever it is asked to. To train the others
-    alone, differentiate by them alone: ``{name: p for name, p in params.items() if module.get_parameter(name).requires_grad}``.
+    These are all parameters, also those with ``requires_grad=False``, which JAX ignores. To train only the others, differentiate with
+    respect to them: ``{name: p for name, p in params.items() if module.get_parameter(name).requires_grad}``.
     ``bridge.flax`` keeps the two apart.
 
     Args:
@@ -39,10 +39,10 @@ def params(module: nn.Module) -> State:
         dict: name -> jax.Array of the parameter's shape and dtype; 64-bit types become 32-bit unless JAX's ``jax_enable_x64`` is on.
 
     Raises:
-        TypeError: a parameter that has no values (device "meta", a lazy module before its first call) or that JAX cannot hold (sparse,
+        TypeError: a parameter has no values (device "meta", a lazy module before its first call), or JAX cannot hold it (sparse,
             quantized).
 
-    Source: ``torch.nn.Module.named_parameters``, whose names and order these are.
+    Source: ``torch.nn.Module.named_parameters``; names and order are the same.
 
     Example:
         >>> import bridge, torch
@@ -53,16 +53,16 @@ def params(module: nn.Module) -> State:
 
 
 def buffers(module: nn.Module) -> State:
-    """A module's buffers as jax.Arrays, likewise.
+    """Copies of a module's buffers as jax.Arrays; a buffer with several names appears once.
 
     Args:
         module: any nn.Module.
 
     Returns:
-        dict: name -> jax.Array.
+        dict: name -> jax.Array of the buffer's shape and dtype, as in ``params``.
 
     Raises:
-        TypeError: as ``params``.
+        TypeError: as in ``params``.
 
     Source: ``torch.nn.Module.named_buffers``.
 
@@ -82,22 +82,22 @@ def _state(members: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> State:
 def load(
     module: nn.Module, params: Mapping[str, Any] | None = None, buffers: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> nn.Module:
-    """Write parameters and buffers into a module: into the tensors that are there, so optimizers and tied names see it.
+    """Write parameters and buffers into a module's own tensors, so that optimizers and tied names see the new values.
 
     Args:
         module: changed in place.
-        params, buffers: name -> jax.Array, numpy array or torch.Tensor of the right shape; None: left as they are. Values are converted
-            to the tensor's dtype, which may round floating-point numbers and nothing else, and to its device. A tied parameter may be
-            given under any of its names, or under several with the same value.
-        strict: every parameter (buffer) must be given.
+        params, buffers: name -> jax.Array, numpy array or torch.Tensor of the right shape; None: they stay as they are. Values are
+            converted to the tensor's device and dtype, which may round floating-point numbers but not change other values. A tied
+            parameter may be given under any of its names, or under several with the same value.
+        strict: every parameter (or buffer) must be given.
 
     Returns:
         nn.Module: the module.
 
     Raises:
-        RuntimeError: unknown names; missing names where strict; another shape; different values for one tied tensor; values that the
-            tensor's dtype cannot hold (complex in a real one, 3.7 in an integer, 1e10 in float16). The module is unchanged then.
-        TypeError: a value that is no array.
+        RuntimeError: unknown names; missing names if strict; another shape; different values for one tied tensor; values that the
+            tensor's dtype cannot hold (complex in a real one, 3.7 in an integer, 1e10 in float16). The module is then unchanged.
+        TypeError: a value is not an array.
 
     Source: ``torch.nn.Module.load_state_dict``.
 
@@ -121,7 +121,7 @@ def load(
 def matched(
     kind: str, given: Mapping[str, Any], targets: Mapping[str, torch.Tensor], strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor of a module, its new value) pairs, of what is given by the targets' names; raises as ``load``."""
+    """A list of (tensor of a module, its new value) for the values given by the targets' names; raises as ``load`` does."""
     unknown = [name for name in given if name not in targets]
     if unknown:
         raise RuntimeError(f"{kind}: the module has no {', '.join(map(repr, unknown))}; it has {', '.join(map(repr, targets)) or 'none'}")
@@ -143,13 +143,13 @@ def matched(
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same values; a NaN is a NaN."""
+    """Whether two tensors of one dtype and shape hold the same values; two NaNs count as the same."""
     x, y = (np.asarray(tensors.to_jax(t)) for t in (a, b))
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def write(writes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write values into tensors, all of them read before the first is written: a value may be one of the tensors."""
+    """Write values into tensors; all values are read before the first write, because a value may be one of the tensors."""
     written = {t.untyped_storage().data_ptr() for t, _ in writes}
     values = [value.clone() if value.untyped_storage().data_ptr() in written else value for _, value in writes]
     with torch.no_grad():
@@ -173,28 +173,28 @@ def call(
     """A module as a pure function of its state, for JAX's own transforms: jax.jit, jax.grad, jax.vmap.
 
     Args:
-        module: any nn.Module; itself unchanged.
-        params, buffers: name -> jax.Array, as ``params`` and ``buffers`` give them. They are computed with in the module's dtypes, which
-            may be narrower, but not of a lower kind.
+        module: any nn.Module; it is not changed.
+        params, buffers: name -> jax.Array, as ``params`` and ``buffers`` return them. They are converted to the module's dtypes, which may
+            be narrower but not of a lower kind.
         args, kwargs: of the call; jax.Arrays in any tree.
-        training: the mode for this call; None: the module's own.
-        rng: a JAX key that all random operators draw from; give another key at each call. A function without arguments returns it, or
-            raises, when the first of them draws.
-        strict: every parameter and buffer must be given; False: the module's own values stand for those that are not.
+        training: the mode for this call; None: the module's own mode.
+        rng: a JAX key that all random operators draw from, another key at each call; or a function without arguments that returns the
+            key, or raises, when the first of them draws.
+        strict: every parameter and buffer must be given; False: the module's own values are used for the others.
         tie_weights: a tensor that has several names in the module has one value in the call, given under any of them; False: each name
             is a tensor of its own.
 
     Returns:
-        (output, buffers): jax.Arrays; the buffers as the call left them, with strict=False those that were not given too. One that the
-            call did not change is the array that was given.
+        (output, buffers): jax.Arrays; the buffers have their values after the call, and with strict=False include those that were not
+            given. A buffer that the call did not change is the array that was given.
 
     Raises:
         RuntimeError: names or shapes that are not the module's; complex values for a real tensor, or floating-point ones for integers;
-            missing names where strict.
-        ValueError: several names of one tied tensor, where ``tie_weights``.
-        flax.errors.InvalidRngError: a random operator draws (dropout in training, say) and there is no rng.
+            missing names if strict.
+        ValueError: several names of one tied tensor are given, and ``tie_weights`` is True.
+        flax.errors.InvalidRngError: a random operator (for example dropout in training mode) draws, and there is no rng.
 
-    Source: ``flax.linen.Module.apply``, for the shape of it; ``torch.func.functional_call``, whose strict is False.
+    Source: ``flax.linen.Module.apply``; ``torch.func.functional_call``, whose strict is False by default.
 
     Example:
         >>> import bridge, jax, jax.numpy as jnp, torch
@@ -226,7 +226,7 @@ def call(
         before = {name: (v, v.node.version) for name, v in state.items()}
         state |= {name: t.detach().clone() for name, t in own.items()}
         with SWAPPING, _mode(module, training), drawing_from(_no_key if rng is None else rng):
-            # It leaves in state what the module put in the place of a tensor.
+            # It puts into state the tensors with which the module replaced others.
             out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
         left = {name for name, (v, version) in before.items() if state[name] is v and v.node.version == version}
         return out, {name: given[name] if name in left else state[name] for name in (*buffers, *kept)}
@@ -252,7 +252,7 @@ def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.
 
 
 def _no_key() -> jax.Array:
-    """Stands for the key if none is given: torch's generator would be asked once for all calls of a compiled program."""
+    """Raises if no key is given: a compiled program would draw from torch's generator once for all its calls."""
     from flax.errors import InvalidRngError  # imported here, because a module that draws nothing needs no Flax
 
     raise InvalidRngError(
@@ -263,7 +263,7 @@ def _no_key() -> jax.Array:
 
 @contextmanager
 def _mode(module: nn.Module, training: bool | None) -> Iterator[None]:
-    """The module in that mode, each submodule back in its own afterwards."""
+    """While entered, the module has that mode; afterwards each submodule has its own mode again."""
     before = [] if training is None else [(m, m.training) for m in module.modules()]
     try:
         if training is not None:
@@ -278,8 +278,8 @@ def _arrays(tree: Any) -> Any:
     return trees.map_leaves(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
-def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """An array in another dtype, if that holds its values: floating-point numbers are rounded, nothing else is changed.
+def converted(value: np.ndarray, dtype: np.dtype[Any] | type[np.generic], where: str) -> np.ndarray:
+    """An array in another dtype if that dtype can hold its values; floating-point numbers are rounded, other values are unchanged.
 
     Args:
         value: any array of numbers or bools.
@@ -293,7 +293,7 @@ def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
         RuntimeError: complex to real; an integer or bool that would change (3.7, 300 or NaN as uint8, 2 as bool, 2**24 + 1 as float32);
             a finite number that would become infinite or NaN.
 
-    Source: ``numpy.can_cast``'s "same_kind", made a question of the values.
+    Source: ``numpy.can_cast``'s "same_kind", decided by the values.
 
     Example:
         >>> import numpy as np
@@ -313,7 +313,7 @@ def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
         after = value.astype(dtype)
         if jnp.issubdtype(value.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact):
             kept = (np.isfinite(value) == np.isfinite(after)) & (np.isnan(value) == np.isnan(after))
-        else:  # negative integers wrap around when unsigned, and back: their sign is compared too
+        else:  # negative integers become unsigned ones and back without an error, so signs are compared too
             kept = (after.astype(value.dtype) == value) & ((np.real(after) < 0) == (value < 0))
     if not kept.all():
         raise RuntimeError(refusal.format(f" that it cannot hold, {value[~kept].ravel()[0]} for one"))
@@ -321,7 +321,7 @@ def converted(value: np.ndarray, dtype: Any, where: str) -> np.ndarray:
 
 
 def as_array(t: torch.Tensor) -> jax.Array:
-    """A tensor's values as a jax.Array that shares no memory with it, in a dtype of JAX's present configuration.
+    """A tensor's values as a jax.Array that shares no memory with it, in a dtype that JAX's configuration allows.
 
     Args:
         t: any dense tensor.
@@ -330,7 +330,7 @@ def as_array(t: torch.Tensor) -> jax.Array:
         jax.Array
 
     Raises:
-        TypeError: as ``bridge.to_jax``.
+        TypeError: as in ``bridge.to_jax``.
 
     Source: ``jax.dtypes.canonicalize_dtype``.
 
@@ -348,17 +348,17 @@ def as_array(t: torch.Tensor) -> jax.Array:
         return jnp.array(array, dtype=wanted, copy=True).block_until_ready()
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: torch.Tensor | jax.Array | np.ndarray | np.generic) -> torch.Tensor:
     """A jax.Array, numpy array or tensor as a tensor.
 
     Args:
-        value: what a leaf of a state may be.
+        value: a leaf of a state.
 
     Returns:
-        torch.Tensor: without grad; may share memory.
+        torch.Tensor: it does not require grad, and may share memory with value.
 
     Raises:
-        TypeError: anything else.
+        TypeError: value is anything else.
 
     Source: ``bridge.to_torch``.
 

@@ -1,6 +1,6 @@
-"""The one place where names that PyTorch and JAX do not document are used, each with the reason why.
+"""Uses of names that PyTorch and JAX do not document, each with its reason; no other file uses such names.
 
-A new version of either that moves one of them breaks this file and no other.
+If a new version of PyTorch or JAX moves one of them, only this file breaks.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,15 +20,16 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-# A dispatch mode is the only hook below autograd that also sees factory functions; documented as stable in PyTorch's notes on
-# extending torch, exported from a module with an underscore.
+# A dispatch mode is the only hook below autograd that also sees factory functions.  PyTorch's notes on extending torch document it as
+# stable, but a module with an underscore exports it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
 
 class _Missing:
-    """In the place of a name that this version of PyTorch does not have: the package imports, and says so where the name is used."""
+    """Stands for a name that this version of PyTorch does not have: the package still imports, and a use of the name raises."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -41,33 +42,33 @@ class _Missing:
 
 
 def _jax(path: str) -> Any:
-    """A module of JAX's own, by its name in jax._src; looked up at each use, so that a version without it breaks that use alone."""
+    """A module in jax._src; it is looked up at each use, so that in a version without it only that use fails."""
     return operator.attrgetter(path)(jax._src)
 
 
 def _named(path: str) -> Any:
-    """What torch keeps under a name: for what is asked at each call, and looked up once."""
+    """The object under a name of torch's, looked up once because it is used at each call."""
     try:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:
         return _Missing(path)
 
 
-#: Makes a tensor without storage: shape, dtype, device, strides only.  Documented for subclass authors, private by its name.
+#: Makes a tensor without storage, with only a shape, dtype, device and strides.  It is documented for subclass authors but named privately.
 make_wrapper: Callable[..., Any] = _named("torch.Tensor._make_wrapper_subclass")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def opaque(function: _Function) -> _Function:
-    """Have torch.compile neither look into a function nor into what that calls; it breaks its graph there.
+    """Make torch.compile break its graph at a function and not look into it, nor into the functions that it calls.
 
-    ``torch.compiler.disable`` says the same by a wrapper around each call and an import of all of dynamo.  These are the marks that
-    dynamo looks for: the attribute where it meets a call, the strategy where it would compile a frame.  A call is as fast as without.
+    ``torch.compiler.disable`` does the same with a wrapper around each call and an import of all of dynamo.  These are the marks that
+    dynamo looks for: the attribute when it meets a call, the strategy when it would compile a frame.  They make calls no slower.
     """
-    with contextlib.suppress(AttributeError):  # a version without strategies has the marks below, which break the graph at a call
+    with contextlib.suppress(AttributeError):  # a version without strategies has the attributes below, which break the graph at a call
         frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # the frame, and those that it calls
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # the frame, and the frames that it calls
         frames.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it runs in JAX; leave it outside of what is compiled with fullgraph"  # type: ignore[attr-defined]
@@ -84,15 +85,15 @@ def torch_node(tree: Any) -> tuple[list[Any], Any] | None:
 
 
 def torch_node_build(kind: type, children: list[Any], context: Any) -> Any:
-    """The node that ``torch_node`` took apart."""
+    """The node from which ``torch_node`` took the children."""
     node, inner = context
     return _pytree.SUPPORTED_NODES[node].unflatten_fn(children, inner)
 
 
 @contextlib.contextmanager
 def below_python() -> Iterator[None]:
-    """Operators run PyTorch's own kernels, also on wrapper tensors, and no mode sees them: used to change a wrapper's shape in place."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    """While entered, operators run PyTorch's own kernels even on wrapper tensors, for example to change a wrapper's shape in place."""
+    with torch._C._DisableTorchDispatch():
         yield
 
 
@@ -107,13 +108,13 @@ without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """While entered, operators run as outside of every dispatch mode: on plain tensors, inside a trace."""
+    """While entered, no dispatch mode is active, so operators on plain tensors run as usual inside a trace."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
 
 
-def is_composite(func: Any) -> bool:
-    """Whether an operator is made of other operators in C++ (``OpOverload.decompose`` runs it)."""
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether PyTorch's C++ implements an operator by other operators, which ``OpOverload.decompose`` runs."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
@@ -121,8 +122,9 @@ _functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 
 
 def watched_by_torch() -> bool:
-    """Whether one of torch's transforms is in progress, or a dispatch mode, the user's or that of make_fx and torch.export, is entered:
-    there is no public way to ask.
+    """Whether one of torch's transforms is in progress, or a dispatch mode is entered (the user's, make_fx's or torch.export's).
+
+    There is no public way to ask.
     """
     return _functorch_innermost() is not None or count_of_dispatch_modes() > 0 or forward_ad._current_level >= 0
 
@@ -134,7 +136,7 @@ def recorded_by_torch() -> bool:
 
 @contextlib.contextmanager
 def parametrizations_anew() -> Iterator[None]:
-    """While entered, ``torch.nn.utils.parametrize.cached`` knows nothing of before, and afterwards nothing of what was cached in here."""
+    """While entered, ``torch.nn.utils.parametrize.cached`` has an empty cache; afterwards it has its earlier cache again."""
     module = torch.nn.utils.parametrize
     before, module._cache = module._cache, {}
     try:
@@ -144,14 +146,14 @@ def parametrizations_anew() -> Iterator[None]:
 
 
 def which_generator(generator: torch.Generator) -> int:
-    """What tells generators apart: an operator gets another Python object for the same one at each call, and they are not equal."""
+    """The identity of a generator: an operator gets a new Python object for it at each call, and those objects are not equal."""
     return generator._cdata  # type: ignore[attr-defined]
 
 
 def dispatch_mode() -> str | None:
-    """The name of a torch dispatch mode of the user's that is entered; None where there is none.
+    """The name of a torch dispatch mode that the user has entered, or None.
 
-    The modes of PyTorch's own machinery have a key, and one of its own copies what is written to, which changes no values.
+    PyTorch's own modes have a key, except for one that copies written arguments and changes no values.
     """
     if not count_of_dispatch_modes():
         return None
@@ -164,12 +166,12 @@ count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:
-    """Whether it is a transform of torch.func's, or a level of torch.autograd.forward_ad."""
+    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress."""
     return _functorch_innermost() is not None or forward_ad._current_level >= 0
 
 
 def without_memory(t: torch.Tensor) -> str:
-    """What a tensor is that has no memory of its own to cross with; "" for an ordinary one."""
+    """A description of a tensor that has no memory of its own, so that it cannot become a jax.Array; "" for an ordinary tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return "a tensor of a torch.func transform; use torchfunc_jax for the outer transform too, or torchfunc_jax.patch()"
     if torch._C._functorch.is_legacy_batchedtensor(t):
@@ -177,13 +179,13 @@ def without_memory(t: torch.Tensor) -> str:
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         if isinstance(t, torch._subclasses.fake_tensor.FakeTensor):
             return "a FakeTensor, which has no values"
-        if t.numel() and not t.data_ptr():  # also one of an open trace, whose values only the operators there see
+        if t.numel() and not t.data_ptr():  # also a tensor of an open trace, whose values only that trace's operators see
             return f"a {type(t).__name__}, which has no memory of its own"
     return ""
 
 
-def operator_without_formula(cls: Any) -> Any:
-    """The torch.library operator whose generated autograd kernel a Function is, where nobody registered a derivative; else None."""
+def operator_without_formula(cls: type[torch.autograd.Function]) -> torch._ops.OpOverload | None:
+    """The torch.library operator for which PyTorch generated this Function, if no derivative is registered for it; else None."""
     forward = vars(cls).get("forward")
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     if not cls.__name__.startswith("GeneratedBackwardFor_") or code is None:
@@ -193,16 +195,16 @@ def operator_without_formula(cls: Any) -> Any:
 
 
 def _traces_of(value: Any) -> Iterator[tuple[Any, bool]]:
-    """The traces that a tracer belongs to, innermost first, each with whether it is one that differentiates."""
+    """(trace, whether it differentiates) for each trace that a tracer belongs to, innermost first."""
     while hasattr(value, "_trace"):
         yield value._trace, not hasattr(value, "val")
         value = getattr(value, "val", None) if hasattr(value, "val") else getattr(value, "primal", None)
 
 
-def stop_at(value: Any, probe: Any) -> Any:
-    """value without its derivative at one level of nesting: the one whose trace ``probe`` is.
+def stop_at(value: jax.Array, probe: Any) -> jax.Array:
+    """The value without its derivative at one level of nesting, whose trace is ``probe``.
 
-    JAX's stop_gradient cuts every level; which level a tracer belongs to is not public.
+    JAX's stop_gradient cuts every level, and the level of a tracer is not public.
     """
     inside = 0
     for trace, differentiates in _traces_of(value):
@@ -213,24 +215,24 @@ def stop_at(value: Any, probe: Any) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _cut(value: Any, inside: int) -> Any:
+def _cut(value: jax.Array, inside: int) -> jax.Array:
     return value
 
 
 @_cut.defjvp
-def _cut_jvp(inside: int, primals: Any, tangents: Any) -> Any:
-    if inside:  # the tangent at an inner level has a derivative of its own at the one that is cut
+def _cut_jvp(inside: int, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    if inside:  # the tangent of an inner level has a derivative of its own at the level that is cut
         return _cut(primals[0], inside - 1), _cut(tangents[0], inside - 1)
     return primals[0], jnp.zeros_like(tangents[0])
 
 
 def times_differentiated(value: Any) -> int:
-    """At how many levels of nesting a value is a tracer of a transform that differentiates."""
+    """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
     return sum(differentiates for _, differentiates in _traces_of(value))
 
 
 def differentiates(value: Any) -> bool:
-    """Whether a value is a tracer of a transform that differentiates, at whatever level."""
+    """Whether a value is a tracer of a transform that differentiates, at any level."""
     while hasattr(value, "_trace"):
         if hasattr(value, "primal"):
             return True
@@ -239,7 +241,7 @@ def differentiates(value: Any) -> bool:
 
 
 def saved_tensor_pack() -> Any:
-    """The function that packs what PyTorch saves for backward, where ``saved_tensors_hooks`` is entered; there is no public way to ask."""
+    """The function that packs the tensors saved for backward if ``saved_tensors_hooks`` is entered; there is no public way to ask."""
     found = _saved_tensors_hooks(True)
     return None if found is None else found[0]
 
@@ -248,12 +250,12 @@ _saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hoo
 
 
 def trace_of(value: Any) -> Any:
-    """The JAX trace a tracer belongs to; None for an array."""
+    """The JAX trace that a tracer belongs to; None for an array."""
     return getattr(value, "_trace", None)
 
 
 def innermost_removed(value: Any, recurse: bool) -> Any:
-    """What a tracer of vmap, grad or jvp holds: the batched array, the primal; all levels with recurse (for debug_unwrap)."""
+    """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
     while hasattr(value, "_trace"):
         if hasattr(value, "val"):
             below = jnp.moveaxis(value.val, value.batch_dim, 0) if isinstance(getattr(value, "batch_dim", None), int) else value.val
@@ -268,12 +270,12 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
 
 
 def batched_value(tracer: Any) -> Any:
-    """What a tracer of vmap holds; None for any other."""
+    """The batched value inside a tracer of vmap; None for any other value."""
     return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
 
 
-def mapped_first(values: Any) -> bool:
-    """Whether a vmap maps one of these, and no derivative is taken inside that vmap."""
+def mapped_first(values: Iterable[Any]) -> bool:
+    """Whether a vmap maps one of the values, and no transform inside that vmap differentiates."""
     trace: Any = _jax("core").trace_ctx.trace
     mapping = {v._trace for v in values if batched_value(v) is not None}
     while hasattr(trace, "axis_data"):  # vmap's
@@ -283,11 +285,11 @@ def mapped_first(values: Any) -> bool:
     return False
 
 
-# JAX takes compiler options for a jax.jit of the user's alone; bridge/compiling.py says why that is not enough.
+# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough.
 def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
-    """Whenever JAX compiles a program from now on, it asks for options to add to the program's own; more: from the backend's name.
+    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it compiles.
 
-    Of use for the versions that bridge/compiling.py names and no others, so that no other one can break it.
+    Only the versions that bridge/compiling.py names need it, so no other version can break it.
     """
     compiler = _jax("compiler")
     original = compiler.get_compile_options
@@ -302,8 +304,8 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
     compiler.get_compile_options = get_compile_options
 
 
-def compiled_later(values: Any) -> bool:
-    """Whether any of these is a value that JAX has not computed: it records what is done, to compile it later (under jit and grad)."""
+def compiled_later(values: Iterable[Any]) -> bool:
+    """Whether any of the values is not computed yet, because JAX records the operations to compile them later (jit, grad)."""
     for value in values:
         while isinstance(value, jax.core.Tracer):
             below = batched_value(value)
@@ -313,28 +315,28 @@ def compiled_later(values: Any) -> bool:
     return False
 
 
-def once_differentiable_inner(method: Any) -> Any:
-    """The backward inside ``@once_differentiable``; None where the decorator was not used (it leaves no other mark)."""
+def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The backward inside ``@once_differentiable``; None if the decorator, which leaves no other mark, was not used."""
     inner = getattr(method, "__wrapped__", None)
     return inner if inner is not None and method.__code__.co_filename == torch.autograd.function.__file__ else None
 
 
 def vmap_info(batch_size: int, randomness: str) -> Any:
-    """The ``info`` that a Function's vmap staticmethod gets."""
+    """The ``info`` argument of a Function's vmap staticmethod."""
     return torch._functorch.autograd_function.VmapInfo(batch_size=batch_size, randomness=randomness)
 
 
-def perturbed(values: Any, level: Any) -> bool:
+def perturbed(values: Iterable[Any], level: Any) -> bool:
     """Whether one of the values has a derivative at that level."""
     return level.probe is not None and any(trace is level.probe for v in values for trace, _ in _traces_of(v))
 
 
-# autograd.Function.apply cannot be overridden by a subclass of Tensor, and callers hold copies of it (``square = Square.apply``), which
-# from torch 2.14 on are methods in C.  In every version the C code of apply asks the class for ``_backward_cls`` and then, with grad
-# mode and forward-mode AD switched off, for ``forward``.  Both questions go through the metaclass, which answers them while a trace is
+# A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it (``square = Square.apply``), which are
+# methods in C from torch 2.14 on.  In every version the C code of apply gets the attribute ``_backward_cls`` of the class and then, with
+# grad mode and forward-mode AD switched off, ``forward``.  Both lookups go through the metaclass, which answers them while a trace is
 # open.
 class _Applied(threading.local):
-    """What apply asked for last in this thread."""
+    """The last call of apply in this thread."""
 
     by: tuple[Any, bool, bool] | None = None  # the class, and grad mode and forward-mode AD around the call
     silent: Any = None  # the class whose setup_context is not to be run
@@ -345,10 +347,10 @@ _function_meta = type(torch.autograd.Function)
 
 
 def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
-    """While set, a Function that is applied runs what ``handler`` gives in the place of its forward; None: as PyTorch made it.
+    """While a handler is set, a Function that is applied runs the handler's result instead of its forward; None removes the handler.
 
-    handler takes the Function, and whether grad mode and forward-mode AD were on around the call.  It gives a callable with the arguments
-    of the Function's own forward, or None for that forward itself.
+    handler takes the Function, and whether grad mode and forward-mode AD were on around the call.  It returns a callable that takes the
+    arguments of the Function's forward, or None for the forward itself.
     """
     if handler is None:
         if "__getattribute__" in vars(_function_meta):
@@ -375,19 +377,19 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-def skip_setup_context(cls: Any) -> None:
-    """Called at the end of a forward that ``answer_apply`` replaced: the Function's own setup_context is not run after it."""
+def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
+    """Skip the Function's own setup_context after a forward that ``answer_apply`` replaced; that forward calls this at its end."""
     _applied.silent = cls
 
 
 def forward_mode_enabled() -> bool:
-    """Whether forward-mode AD is on: the public module has a switch with an underscore, and no function that asks."""
+    """Whether forward-mode AD is on; there is no public function that tells."""
     return torch._C._is_fwd_grad_enabled()
 
 
 @contextlib.contextmanager
 def set_forward_mode_enabled(on: bool) -> Iterator[None]:
-    """While entered, forward-mode AD is on or off: no public name does that."""
+    """While entered, forward-mode AD is on or off; there is no public function that sets it."""
     before = torch._C._is_fwd_grad_enabled()
     torch._C._set_fwd_grad_enabled(on)
     try:
@@ -396,11 +398,11 @@ def set_forward_mode_enabled(on: bool) -> Iterator[None]:
         torch._C._set_fwd_grad_enabled(before)
 
 
-# torch.utils.checkpoint and the control-flow functions cannot be overridden by a subclass of Tensor either, they are Python functions, and
-# callers hold copies of them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough: the function
-# objects themselves get other code while a trace is open anywhere, which in other threads calls the original.
+# A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.  They are Python functions, and callers
+# hold references to them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough.  The function objects
+# get other code while any thread has a trace open; in the other threads that code calls the original.
 class _Redirect:
-    """One Python function of torch's that can be made to ask one of ours first."""
+    """One Python function of torch's that can be made to call one of ours instead."""
 
     def __init__(self, function: types.FunctionType, name: str) -> None:
         self.function, self.code = function, function.__code__
@@ -409,8 +411,8 @@ class _Redirect:
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         space: dict[str, Any] = {}
-        # code that names its target can only be made from text; an error's line is looked for outside of this file
-        # it reads the same free variables: a frame whose cells were never filled crashes who looks at its locals
+        # Code that names its target can only be made from text; the user's line in an error is looked for outside this file.  The code
+        # reads the same free variables, because reading the locals of a frame whose cells were never filled crashes.
         free = function.__code__.co_freevars
         text = (
             f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
@@ -423,10 +425,10 @@ class _Redirect:
         self.function.__code__ = self.shim if on else self.code
 
 
-#: Ours, by the names of ``_REDIRECTED``: each file that has some puts them here when it is imported.
+#: Name in ``_REDIRECTED`` -> our function; a file that has such functions puts them here when it is imported.
 IN_TRACES: dict[str, Callable[..., Any]] = {}
 
-#: Functions of torch's that ask ours first: name -> (their module, their name there).
+#: Functions of torch's that are redirected to ours: name -> (module, name in the module).
 _REDIRECTED = {
     "checkpoint": ("torch.utils.checkpoint", "checkpoint"),
     **{
@@ -446,7 +448,7 @@ def _redirects() -> dict[str, _Redirect]:
     for name, (module, attribute) in _REDIRECTED.items():
         try:
             function = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError):  # this version of PyTorch does not have it: nobody can call it
+        except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):
             found[name] = _Redirect(function, name)
@@ -454,7 +456,7 @@ def _redirects() -> dict[str, _Redirect]:
 
 
 def outside_of_traces(name: str) -> None:
-    """What is intercepted in a trace is called where none is open: whoever records without one has its say."""
+    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of them; a recorder may refuse it."""
     for asked in asked_outside:
         asked(name)
 
@@ -463,13 +465,13 @@ asked_outside: list[Callable[[str], None]] = []
 
 
 def original(name: str) -> Callable[..., Any]:
-    """torch's own function of that name among those that are redirected, to be called where no trace is open."""
+    """torch's own redirected function of that name, to be called outside of traces."""
     outside_of_traces(name)
     return _redirects()[name].original
 
 
 def redirect(on: bool) -> None:
-    """Make torch's functions ask ours first; off: as torch made them.  All or none, also where one of them fails."""
+    """Redirect torch's functions to ours, or with False restore them; if one of them fails, none is changed."""
     turned: list[_Redirect] = []
     try:
         for r in _redirects().values():
@@ -481,7 +483,7 @@ def redirect(on: bool) -> None:
         raise
 
 
-#: Nodes that save their result to compare with it alone, so that a second derivative does not go back through what is saved.
+#: Graph nodes that save their result only for comparisons, so that a second derivative does not pass through the saved result.
 _ONLY_COMPARED = frozenset({
     "ReluBackward0", "AmaxBackward0", "AminBackward0", "AminmaxBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0",
     "NanmedianBackward0", "SgnBackward0",
@@ -489,7 +491,7 @@ _ONLY_COMPARED = frozenset({
 
 
 def saved_by_its_operator(t: torch.Tensor) -> bool:
-    """Whether the derivative of the operator that made a tensor is computed from the tensor itself, as tanh's is."""
+    """Whether PyTorch computes the derivative of the operator that made a tensor from the tensor itself, as for tanh."""
     node: Any = torch.Tensor.grad_fn.__get__(t)  # type: ignore[attr-defined]
     if node is None or node.name() in _ONLY_COMPARED:
         return False
@@ -501,18 +503,18 @@ def saved_by_its_operator(t: torch.Tensor) -> bool:
 
 
 def by_user() -> bool:
-    """Inside the handler of ``detach``: whether a program called for it, rather than torch's autograd to keep or hand out a saved tensor.
+    """Whether a program called ``detach``, and not torch's autograd to save or return a saved tensor; asked inside its handler.
 
-    Operators called for come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
+    A program's calls come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
     """
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def torch_rearrange() -> Callable[..., torch.Tensor]:
-    """``torch.func.rearrange``; before torch 2.12 it is functorch's alone.
+    """``torch.func.rearrange``; before torch 2.12 only functorch has it.
 
-    There it makes a function with exec and looks for it in locals(), where Python 3.13 no longer puts it (every call is a KeyError):
-    then the same code runs here with an exec and a locals() of its own that share a dictionary.
+    functorch's version makes a function with exec and looks for it in locals(), where Python 3.13 no longer puts it, so that every call
+    raises KeyError.  In that case the same code runs with an exec and a locals() that share a dictionary.
     """
     if hasattr(torch.func, "rearrange"):
         return torch.func.rearrange
@@ -531,10 +533,10 @@ def torch_rearrange() -> Callable[..., torch.Tensor]:
     return module.rearrange
 
 
-def marked_distributed() -> Any:
-    """The DistributedDataParallel whose forward the profiler's mark being set belongs to; None where another function sets it.
+def marked_distributed() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward sets the present profiler's mark; None if another function sets it.
 
-    The mark is the first thing that it does, and the only operator that shows a trace that a module is one.
+    The mark is the first operator of that forward, and the only one by which a trace recognizes such a module.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code not in (record_function.__enter__.__code__, record_function.__exit__.__code__):
@@ -543,60 +545,57 @@ def marked_distributed() -> Any:
     return caller.f_locals["self"] if caller is not None and caller.f_code is DistributedDataParallel.forward.__code__ else None
 
 
-def is_local(distributed: Any) -> bool:
-    """Whether a DistributedDataParallel calls the module that it wraps and nothing else, as it does for torch.compile's own reducer."""
+def is_local(distributed: DistributedDataParallel) -> bool:
+    """Whether a DistributedDataParallel only calls the module that it wraps, as it does for torch.compile's own reducer."""
     return distributed._use_python_reducer
 
 
-def make_local(distributed: Any, local: bool) -> None:
-    """Have a DistributedDataParallel call the module that it wraps and nothing else, or no longer."""
+def make_local(distributed: DistributedDataParallel, local: bool) -> None:
+    """Set whether a DistributedDataParallel only calls the module that it wraps."""
     distributed._use_python_reducer = local
 
 
 def processes(group: Any) -> int:
-    """How many processes are in a process group that an operator of ``torch.ops.c10d`` gets: it is boxed, and unboxing is undocumented."""
+    """The number of processes in a process group that is an argument of ``torch.ops.c10d``; unboxing it is undocumented."""
     return torch.distributed.ProcessGroup.unbox(group).size()
 
 
-#: Whether autocast is on for any device; the public question is asked of one device at a time and takes four times as long.
+#: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
-#: How many torch function modes are entered (a default device is one): public is only to enter one.
+#: The number of torch function modes that are entered (a default device is one); there is no public way to ask.
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
 
 
 def state_question() -> Callable[[], bool]:
-    """Asks whether grad mode, autocast, the default dtype and deterministic algorithms are as they are now: public are only questions
-    about each of them, which together take five times as long.  Of autocast's dtypes only those of devices where it is on are compared.
+    """A function that tells whether grad mode, autocast, the default dtype and deterministic algorithms are as they are now.
+
+    The public functions ask for each of them and take five times as long.  Autocast's dtypes are compared only for devices on which it
+    is on.
     """
     try:
         return torch._C._dynamo.guards.GlobalStateGuard().check
     except AttributeError:
-        return lambda: False  # nobody knows
+        return lambda: False  # it is not known
 
 
 _precision = _named("torch._C._get_float32_matmul_precision")
 
 
 def float32_precision() -> Any:
-    """``torch.get_float32_matmul_precision()``; where it raises, as each backend has its own, what CUDA's and the CPU's are."""
+    """``torch.get_float32_matmul_precision()``; if it raises, because each backend has its own, CUDA's and the CPU's precision."""
     try:
         return _precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 
-def forbid_reading(t: torch.Tensor) -> None:
-    """Have PyTorch raise if it is to read the memory of a tensor that has none; it would read whatever is there."""
-    torch._C._set_throw_on_mutable_data_ptr(t)
-
-
-def enter_function_mode(mode: Any) -> None:
-    """Have a torch function mode see what is called from now on; its public way, a context, takes ten times as long."""
+def enter_function_mode(mode: TorchFunctionMode) -> None:
+    """Enter a torch function mode; the public way, a context, takes ten times as long."""
     torch._C._push_on_torch_function_stack(mode)
 
 
 def leave_function_mode() -> Any:
-    """End the innermost torch function mode, and give it."""
+    """Leave the innermost torch function mode, and return it."""
     return torch._C._pop_torch_function_stack()
 
 
@@ -614,31 +613,31 @@ def _global_hooks() -> tuple[dict[int, Any], ...]:
 
 
 def global_module_hooks() -> tuple[Any, ...] | None:
-    """The numbers of the hooks that ``register_module_forward_hook`` and its like have added; None where there are none."""
+    """The ids of the hooks that ``register_module_forward_hook`` and similar functions have added; None if there are none."""
     forward, before, backward, before_backward = hooks = _global_hooks()
     return tuple([tuple(h) for h in hooks]) if forward or before or backward or before_backward else None
 
 
 def functions_of_global_hooks() -> list[Callable[..., Any]]:
-    """The hooks of all modules, for what they read."""
+    """The functions of the global module hooks, which may read captured tensors."""
     return [hook for hooks in _global_hooks() for hook in hooks.values()]
 
 
-def default_device_of(mode: Any) -> torch.device | None:
-    """The device that a torch function mode gives to factory functions, as ``torch.set_default_device`` enters one; else None."""
+def default_device_of(mode: TorchFunctionMode) -> torch.device | None:
+    """The default device that a torch function mode sets, if ``torch.set_default_device`` or ``with device`` entered it; else None."""
     module: Any = sys.modules.get("torch.utils._device")  # PyTorch imports it to make such a mode
     return mode.device if module is not None and isinstance(mode, module.DeviceContext) else None
 
 
-def linear_program(pull: Any) -> Any:
-    """The jaxpr of what a function of ``jax.vjp`` pulls back through, tangents last among its inputs; None where JAX does not show it."""
+def linear_program(pull: Callable[..., Any]) -> Any:
+    """The jaxpr of the linear map behind a pullback of ``jax.vjp``, with tangents last among its inputs; None if JAX hides it."""
     return getattr(pull, "jaxpr", None)
 
 
 def scanned(eqn: Any) -> tuple[Any, int, int]:
-    """The jaxpr of a scan's step, how many of its operands are the same in each step, and how many it carries.
+    """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
 
-    JAX has no public way to ask, and from 0.12 on says it by the trees of the operands.
+    JAX has no public way to ask, and from 0.12 on keeps these numbers in the trees of the operands.
     """
     params = eqn.params
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
@@ -649,7 +648,7 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
 
 
 def mapped_by_jax(tracer: Any = None) -> bool:
-    """Whether a tracer, or without one what is computed now, is inside of a jax.vmap; JAX has no public way to ask."""
+    """Whether a tracer, or without one the present trace, is inside a jax.vmap; JAX has no public way to ask."""
     mapping = _jax("interpreters.batching").BatchTrace
     trace = _jax("core").trace_ctx.trace if tracer is None else getattr(tracer, "_trace", None)
     while trace is not None and not isinstance(trace, mapping):
@@ -658,9 +657,9 @@ def mapped_by_jax(tracer: Any = None) -> bool:
 
 
 def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's flex_attention with another function in the place of its higher-order operator: called at once, not by torch.compile.
+    """torch's flex_attention with another function instead of its higher-order operator, called without torch.compile.
 
-    Its checks of the arguments and the making of its outputs have no names of their own, so its code runs with other globals.
+    Its checks of arguments and the code that makes its outputs are not functions of their own, so its code runs with other globals.
     """
     function: Any = original("flex_attention")
     space = {

@@ -1,8 +1,8 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
-from bridge.record import checkpointing as _checkpointing  # noqa: F401  tells the record how to take a checkpoint
-from bridge.record import functions as _functions  # noqa: F401  and an autograd.Function
+from bridge.record import checkpointing as _checkpointing  # noqa: F401  lets records contain torch.utils.checkpoint
+from bridge.record import functions as _functions  # noqa: F401  and autograd.Function
 from torchfunc_jax import testing
 from torchfunc_jax.apis import (
     chunk_vmap,

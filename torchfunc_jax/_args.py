@@ -4,16 +4,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
 from bridge.boundary.results import is_array
 from bridge.convert import dtypes, trees
 
 argnums_t = int | tuple[int, ...]
-_FORWARD = ("jvp", "jacfwd", "linearize")  # what raises ValueError for an integer input; reverse mode raises RuntimeError
+_FORWARD = ("jvp", "jacfwd", "linearize")  # these raise ValueError for an integer input; reverse mode raises RuntimeError
 
 
-def select(args: tuple[Any, ...], argnums: Any) -> tuple[Any, tuple[int, ...]]:
+def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, ...]]:
     """The arguments that argnums picks (one, or a tuple of them) and their positions."""
     if not isinstance(argnums, int | tuple):
         raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}")
@@ -36,13 +37,13 @@ def _position(argnum: Any, count: int) -> int:
     return argnum % count
 
 
-def dtype_of(x: Any) -> torch.dtype:
+def dtype_of(x: torch.Tensor | jax.Array) -> torch.dtype:
     """The torch dtype of a tensor or jax.Array."""
     return x.dtype if isinstance(x, torch.Tensor) else dtypes.to_torch(x.dtype)
 
 
 def differentiable(leaves: list[Any], api: str) -> None:
-    """Leaves that a transform differentiates with respect to: tensors of a floating or complex dtype."""
+    """Refuse leaves that a transform cannot differentiate with respect to: only tensors of a floating or complex dtype pass."""
     for x in leaves:
         if not is_array(x):
             raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
@@ -56,7 +57,7 @@ def differentiable(leaves: list[Any], api: str) -> None:
 
 
 def non_empty_tensors(output: list[Any], api: str) -> None:
-    """The leaves of a function's output: at least one, tensors all."""
+    """Refuse a function's output without leaves, or with leaves that are not tensors."""
     if not output or (len(output) == 1 and output[0] is None):
         raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got output = {output})")
     for o in output:
@@ -72,7 +73,7 @@ def pair(output: Any, api: str) -> tuple[Any, Any]:
 
 
 def aux_leaves(aux: Any) -> tuple[list[Any], Any]:
-    """The tensors of an aux tree and its spec; anything else in it is refused, as torch.func does."""
+    """The tensors of an aux tree and its spec; other leaves are refused, as in torch.func."""
     leaves, spec = trees.flatten(aux)
     for x in leaves:
         if not isinstance(x, torch.Tensor):
@@ -88,9 +89,9 @@ def real(api: str, tree: Any, what: str) -> None:
 
 
 def to_pull_back(out: Any, has_aux: bool, api: str, check: Callable[[list[Any]], None] | None = None) -> tuple[list[Any], Any]:
-    """The tensors of what a function under vjp or jacrev returned, outputs first; and (spec, number of outputs, spec of aux).
+    """The tensors that a function under vjp or jacrev returned, outputs first, and (spec, number of outputs, spec of aux).
 
-    check: what else the outputs must pass.
+    check: raises for outputs that the transform does not take.
     """
     aux: Any = None
     if has_aux:

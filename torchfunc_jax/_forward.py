@@ -28,7 +28,7 @@ _API = "jvp(f, primals, tangents)"
 
 @contextlib.contextmanager
 def _forward_mode() -> Iterator[None]:
-    """JAX's refusal to push tangents through a Function with only a backward, met in what was traced before (checkpoint, scan)."""
+    """While entered, JAX's refusal of forward mode for a Function with only a backward becomes torch's error (checkpoint, scan)."""
     try:
         yield
     except TypeError as error:
@@ -39,20 +39,22 @@ def _forward_mode() -> Iterator[None]:
 
 @opaque
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
-    """func's value and its derivative in the direction of the tangents.
+    """func's value and its derivative in the direction of the tangents; without ``jit``, func's Python runs at each call.
 
     Args:
         func: returns tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
-        primals: tuple of func's arguments.
-        tangents: tuple of the primals' structure, shapes and dtypes.
-        strict: raise where an output does not depend on the inputs.
+        primals: tuple of func's arguments, pytrees of floating tensors.
+        tangents: tuple with the primals' structure, shapes and dtypes.
+        strict: raise if an output does not depend on the inputs.
         has_aux: whether func returns (output, aux).
 
     Returns:
-        (output, jvp_out), with has_aux (output, jvp_out, aux); jvp_out has the output's structure and shapes.
+        (output, jvp_out), with has_aux (output, jvp_out, aux); jvp_out has the output's structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: primals is no tuple; the structures differ; outputs that are no tensors; strict and an independent output.
+        RuntimeError: primals is not a tuple; tangents have another structure, shape or dtype than the primals; an output is not a tensor;
+            strict, and an output does not depend on the inputs.
+        ValueError: a primal has an integer dtype.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jvp.html
 
@@ -66,7 +68,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
 
 
 def jvp_with_argnums(
-    func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, strict: bool, has_aux: bool, tied: bool = True
+    func: Callable[..., Any], primals: Any, tangents: Any, argnums: _args.argnums_t | None, strict: bool, has_aux: bool, tied: bool = True
 ) -> Any:
     """``jvp`` with respect to some of the primals; argnums None: all of them.  tied: see ``bridge.trace.requires_grad.tie_tangents``."""
     if not isinstance(primals, tuple):
@@ -125,7 +127,7 @@ def jvp_with_argnums(
 
 
 def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], Any, list[Any], Any]:
-    """The tensors that a function has given and their tree, and those of its aux and theirs."""
+    """(the tensors of a function's output, their spec, the tensors of its aux, their spec)."""
     aux: Any = None
     if has_aux:
         out, aux = _args.pair(out, _API)
@@ -136,7 +138,8 @@ def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], Any, list[Any], Any]:
 
 
 def _recorded_jvp(
-    func: Callable[..., Any], primals: Any, tangents: list[Any], argnums: Any, options: tuple[bool, bool], has_aux: bool
+    func: Callable[..., Any], primals: tuple[Any, ...], tangents: list[Any], argnums: _args.argnums_t | None, options: tuple[bool, bool],
+    has_aux: bool,
 ) -> Any:
     """``jvp`` as a part of a record."""
 
@@ -163,7 +166,7 @@ def _recorded_jvp(
     return transforms.transform(func, [*trees.flatten(primals)[0], *tangents], record)
 
 
-def _jvp_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
+def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, bool, bool], n: int) -> Any:
     active, strict, tied = params
     tangents = operands[len(operands) - len(active) :]
 
@@ -181,17 +184,19 @@ replay.TRANSFORMS["jvp"] = _jvp_again
 
 @opaque
 def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
-    """func's value and its derivative at the primals as a linear function, computed once for many tangents.
+    """func's value, and its derivative at the primals as a linear function that takes many tangents.
 
     Args:
         func: returns tensors in any pytree.
-        primals: func's positional arguments.
+        primals: func's positional arguments, pytrees of floating tensors.
 
     Returns:
-        (output, jvp_fn): jvp_fn takes one tangent for each primal, of its structure and shapes.
+        (output, jvp_fn): jvp_fn takes one tangent for each primal, of its structure, shapes and dtypes, and returns a tangent of the
+        output's structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: tangents of another structure, shape, dtype or device than the primals.
+        RuntimeError: an output is not a tensor; (by jvp_fn) tangents of another structure, shape, dtype or device than the primals.
+        ValueError: a primal is not a tensor, or has an integer dtype.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.linearize.html
 
@@ -243,7 +248,7 @@ _LINEARIZE = "linearize(f, *primals)"
 
 
 def _to_push(out: Any) -> tuple[list[Any], Any]:
-    """The tensors that a function under linearize has given; their tree and number."""
+    """The tensors of the output of a function under linearize, and (their spec, their number)."""
     leaves, spec = trees.flatten(out)
     _args.non_empty_tensors(leaves, _LINEARIZE)
     return leaves, (spec, len(leaves))
@@ -294,7 +299,7 @@ def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> A
     return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
 
 
-def _linearize_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
+def _linearize_again(body: Callable[..., Any], operands: list[Any], _: Any, __: Any) -> Any:
     outs, push = linearize(lambda *arguments: tuple(body(*arguments)), *operands)
     return list(outs), lambda tangents: list(push(*tangents))
 

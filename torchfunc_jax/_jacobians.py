@@ -30,21 +30,22 @@ def jacrev(
     chunk_size: int | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[..., Any]:
-    """The Jacobian, row by row (reverse mode): best where there are fewer outputs than inputs.
+    """The Jacobian, computed row by row in reverse mode, which suits functions with fewer outputs than inputs.
 
     Args:
         func: returns real floating tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
-        argnums: which positional argument(s) to differentiate with respect to.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of real floating tensors.
         has_aux: whether func returns (output, aux).
-        chunk_size: how many rows at a time; None: all at once.
+        chunk_size: how many rows are computed at a time; None: all at once.
 
     Returns:
-        Callable: returns a tree of the output's structure; in the place of each output a tree of the arguments' structure of tensors of
-        shape ``output.shape + input.shape``. With has_aux a tuple of it and aux.
+        Callable: takes func's arguments and returns a tree of the output's structure. Each output in it is replaced by a tree, with the
+        structure of the arguments that argnums picks, of tensors of shape ``output.shape + input.shape`` and the input's dtype. With
+        has_aux it returns (Jacobian, aux).
 
     Raises:
-        ValueError: chunk_size < 1.
-        RuntimeError: complex inputs or outputs; outputs that are no floating tensors.
+        ValueError: chunk_size < 1; an input to differentiate is not a tensor.
+        RuntimeError: an input or output is complex; an input to differentiate has an integer dtype; an output is not a floating tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacrev.html
 
@@ -88,7 +89,9 @@ def jacrev(
     return wrapped
 
 
-def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chunk_size: int | None, args: tuple[Any, ...]) -> Any:
+def _recorded_jacrev(
+    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, chunk_size: int | None, args: tuple[Any, ...]
+) -> Any:
     """``jacrev`` as a part of a record."""
 
     def record(recorder: Any) -> Any:
@@ -119,7 +122,7 @@ def _recorded_jacrev(func: Callable[..., Any], argnums: Any, has_aux: bool, chun
     return transforms.transform(func, trees.flatten(args)[0], record)
 
 
-def _jacrev_again(body: Any, operands: list[Any], params: Any, n: Any) -> Any:
+def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, int | None], n: int) -> Any:
     active, chunk_size = params
 
     def f(*arguments: Any) -> Any:
@@ -134,12 +137,12 @@ replay.TRANSFORMS["jacrev"] = _jacrev_again
 
 
 def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:
-    """The Jacobian blocks of one output, one for each differentiated input: output.shape + input.shape."""
+    """The Jacobian blocks of one output, of shape output.shape + input.shape for each differentiated input."""
     out = outs[k]
     size = out.size
     zeros = [jnp.zeros(o.shape, o.dtype) for o in outs]
 
-    def row(basis: Any) -> tuple[Any, ...]:
+    def row(basis: jax.Array) -> tuple[Any, ...]:
         return pull([basis if i == k else z for i, z in enumerate(zeros)])
 
     def rows(first: int, n: int) -> tuple[Any, ...]:
@@ -156,17 +159,18 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
 
 @opaque
 def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False, *, randomness: str = "error") -> Callable[..., Any]:
-    """The Jacobian, column by column (forward mode): best where there are fewer inputs than outputs.
+    """The Jacobian, computed column by column in forward mode, which suits functions with fewer inputs than outputs.
 
     Args:
-        func, argnums, has_aux: as ``jacrev``'s.
-        randomness: what random operators do, as in ``vmap``: columns are computed by vmap.
+        func, argnums, has_aux: as in ``jacrev``.
+        randomness: the randomness of the ``vmap`` that computes the columns.
 
     Returns:
-        Callable: as ``jacrev``'s.
+        Callable: as in ``jacrev``.
 
     Raises:
-        RuntimeError: complex inputs or outputs; random operators where randomness is "error".
+        RuntimeError: an input or output is complex; a random operator runs while randomness is "error".
+        ValueError: an input to differentiate is not a tensor, or has an integer dtype.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacfwd.html
 
@@ -212,12 +216,12 @@ def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = Fal
     return wrapped
 
 
-def _numel(p: Any) -> int:
+def _numel(p: torch.Tensor | jax.Array) -> int:
     return p.numel() if isinstance(p, torch.Tensor) else p.size
 
 
 def _basis(primals: list[Any], sizes: list[int]) -> list[Any]:
-    """The standard basis of all primals together, cut into one block per primal: [sum of sizes, *primal.shape]."""
+    """The standard basis of all primals together, cut into a block of shape [sum of sizes, *primal.shape] for each primal."""
     total, start = sum(sizes), 0
     blocks: list[Any] = []
     for p, n in zip(primals, sizes, strict=True):
@@ -237,13 +241,15 @@ def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., A
 
     Args:
         func: returns real floating tensors in any pytree.
-        argnums: which positional argument(s) to differentiate with respect to.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of real floating tensors.
 
     Returns:
-        Callable: a tree nested output, input, input, of tensors of shape ``output.shape + input.shape + input.shape``.
+        Callable: takes func's arguments and returns a tree nested by output, input and input, of tensors of shape
+        ``output.shape + input.shape + input.shape`` and the input's dtype.
 
     Raises:
-        RuntimeError: as ``jacrev``.
+        RuntimeError: an input or output is complex; an output is not a floating tensor.
+        ValueError: an input to differentiate is not a tensor, or has an integer dtype.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.hessian.html
 

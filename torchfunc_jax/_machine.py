@@ -1,4 +1,4 @@
-"""What a number was measured on."""
+"""A description of the machine on which a number was measured."""
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def machine(device: jax.Device | None = None) -> dict[str, Any]:
-    """What a number was measured on: processor, cores, device and versions."""
+    """A description of the machine on which a number is measured: processor, cores, device and versions."""
     device = jax.devices()[0] if device is None else device
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +26,20 @@ from torchfunc_jax._args import argnums_t
 
 @opaque
 def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of a function that returns a scalar.
+    """The gradient of a function that returns a scalar; without ``jit``, func's Python runs at each call.
 
     Args:
-        func: returns a single-element, 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
+        func: returns a 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
         argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of floating tensors.
         has_aux: whether func returns (output, aux).
 
     Returns:
-        Callable: takes func's arguments, returns the gradient(s), shaped and typed as the arguments argnums picks; with has_aux
-        a tuple (gradients, aux).
+        Callable: takes func's arguments, returns the gradient(s), with the structure, shapes and dtypes of the arguments that argnums
+        picks; with has_aux a tuple (gradients, aux).
 
     Raises:
-        RuntimeError: the output is no 0-dim tensor; argnums out of range; an integer input.
+        RuntimeError: the output is not a 0-dim tensor; argnums is out of range; an input to differentiate has an integer dtype.
+        ValueError: an input to differentiate is not a tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html
 
@@ -62,16 +63,19 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
 
 @opaque
 def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient together with the value it was taken of.
+    """The gradient of a function that returns a scalar, together with the function's value.
 
     Args:
-        func, argnums, has_aux: as ``grad``'s.
+        func: returns a 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of floating tensors.
+        has_aux: whether func returns (output, aux).
 
     Returns:
-        Callable: returns (gradients, output); with has_aux (gradients, (output, aux)).
+        Callable: takes func's arguments, returns (gradients, output), with has_aux (gradients, (output, aux)); the gradients have the
+        structure, shapes and dtypes of the arguments that argnums picks.
 
     Raises:
-        RuntimeError: as ``grad``.
+        RuntimeError, ValueError: as in ``grad``.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html
 
@@ -91,9 +95,11 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
 
 
 class Differentiated:
-    """A call whose arguments at some positions are differentiated: which leaves those are, and how the function runs on them."""
+    """A call that is differentiated with respect to the arguments at some positions; ``active`` has the indices of their arrays."""
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, api: str) -> None:
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: argnums_t | None, api: str
+    ) -> None:
         if argnums is None:
             diff, positions = args, tuple(range(len(args)))
         else:
@@ -109,11 +115,11 @@ class Differentiated:
         self.traceable: Traceable = self.call.traceable(func)
 
     def split(self, values: list[Any]) -> list[Any]:
-        """The differentiated values among all of them."""
+        """The differentiated values among all values."""
         return [values[k] for k in self.active]
 
-    def merge(self, values: list[Any], diff: Any) -> list[Any]:
-        """All values, the differentiated ones replaced."""
+    def merge(self, values: list[Any], diff: Sequence[jax.Array]) -> list[Any]:
+        """All values, with the differentiated ones replaced."""
         merged = list(values)
         for k, v in zip(self.active, diff, strict=True):
             merged[k] = v
@@ -126,7 +132,7 @@ class Differentiated:
             saved_tensor_hooks.refuse_hooks()
             self.traceable.active = frozenset(self.active)
 
-        def run(*diff: Any) -> tuple[list[Any], list[Any]]:
+        def run(*diff: jax.Array) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private.trace_of(diff[0]) if diff else None
                 saved = saved_tensor_hooks.without_hooks() if kind == "grad" else contextlib.nullcontext()
@@ -142,7 +148,7 @@ class Differentiated:
 
 
 def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
-    """The output of a function under grad, a scalar, then its aux tensors; and the spec of aux."""
+    """The scalar output of a function under grad, followed by its aux tensors, and the spec of aux."""
     aux: Any = None
     if has_aux:
         out, aux = _args.pair(out, api)
@@ -158,7 +164,7 @@ def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
 
 
 def _grad_and_value(
-    func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
     done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
@@ -188,7 +194,9 @@ def _grad_and_value(
     return gradients, outs[n]
 
 
-def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], api: str) -> Any:
+def _recorded_grad(
+    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], api: str
+) -> Any:
     """``_grad_and_value`` as a part of a record."""
 
     def record(recorder: Any) -> Any:
@@ -212,7 +220,7 @@ def _recorded_grad(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
     return transforms.transform(func, trees.flatten((args, kwargs))[0], record)
 
 
-def _grad_again(body: Any, operands: list[Any], active: Any, _: Any) -> Any:
+def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any) -> Any:
     def f(*arguments: Any) -> Any:
         out, *aux = body(*arguments)
         return out, tuple(aux)
@@ -226,7 +234,7 @@ replay.TRANSFORMS["grad"] = _grad_again
 
 @opaque
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """func's value and the function that pulls cotangents back through it.
+    """func's value, and the function that pulls cotangents back through func.
 
     Args:
         func: returns floating tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
@@ -234,11 +242,13 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         has_aux: whether func returns (output, aux).
 
     Returns:
-        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure and shapes and returns
-        a tuple of cotangents, one for each primal.
+        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure, shapes and dtypes, and
+        returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: outputs that are no floating tensors; cotangents of another structure.
+        RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn) cotangents of another structure,
+            shape or dtype than the output.
+        ValueError: a primal is not a tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vjp.html
 
@@ -252,7 +262,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return vjp_with_argnums(func, primals, None, has_aux)
 
 
-def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool) -> Any:
+def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
     done = _recorded_vjp(func, primals, argnums, has_aux, api)
@@ -285,7 +295,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         def back(values: list[Any]) -> Result:
             if not recorded:
                 return Result([conj(g) for g in pull([conj(c) for c in values])])
-            # the output takes part in torch's autograd, so must this: pull back from the primals anew
+            # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
             inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
             _, again, _ = jax.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
             return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
@@ -297,7 +307,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
 
 
-def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool, api: str) -> Any:
+def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool, api: str) -> Any:
     """``vjp`` as a part of a record."""
 
     def record(recorder: Any) -> Any:
@@ -333,7 +343,7 @@ def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: A
     return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
 
 
-def _vjp_again(body: Any, operands: list[Any], active: Any, n: Any) -> Any:
+def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int) -> Any:
     def f(*arguments: Any) -> Any:
         outs = body(*arguments)
         return tuple(outs[:n]), tuple(outs[n:])

@@ -1,4 +1,4 @@
-"""vmap and chunk_vmap: torch.func's checks, jax.vmap's work."""
+"""vmap and chunk_vmap: the checks are torch.func's, and jax.vmap maps."""
 from __future__ import annotations
 
 import functools
@@ -22,7 +22,7 @@ in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """The function's name as torch.func shows it in messages."""
     if hasattr(func, "__name__"):
         return func.__name__
@@ -40,21 +40,25 @@ def vmap(
     *,
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """Map ``func`` over a dimension of its inputs, all lanes at once.
+    """Map ``func`` over a dimension of its inputs, all lanes at once; without ``jit``, its Python runs at each call.
 
     Args:
         func: takes one or more tensors, in any pytree, without the mapped dimension; returns tensors in any pytree.
         in_dims: which dimension to map over, for each input: an int, None (not mapped), or a tree of them that is a prefix of the inputs.
         out_dims: where the mapped dimension appears in the outputs.
         randomness: "error", "same" (all lanes draw the same numbers) or "different".
-        chunk_size: map so many lanes at a time; None: all of them.
+        chunk_size: map so many lanes at a time, one call of ``func`` for each chunk; None: all of them.
 
     Returns:
-        Callable: takes what ``func`` takes, each mapped input with its extra dimension.
+        Callable: takes func's arguments, each mapped one with its extra dimension, and returns func's outputs, each with the mapped
+        dimension at its out_dim; dtypes are those of func's outputs.
 
     Raises:
-        ValueError: in_dims or out_dims do not fit; nothing to map over; different sizes; chunk_size < 1.
-        RuntimeError: an unknown randomness; a random operator where randomness is "error".
+        ValueError: in_dims or out_dims do not fit; there is nothing to map over; mapped sizes differ; an output is not a tensor;
+            chunk_size < 1.
+        IndexError: an out_dim is out of range.
+        RuntimeError: an unknown randomness; a random operator while randomness is "error".
+        DataDependentError: (a RuntimeError) func asks for the value of a mapped tensor, or for a shape that depends on it.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vmap.html
 
@@ -94,14 +98,15 @@ def chunk_vmap(
     """``vmap`` with the mapped dimension cut into a number of chunks, one after the other, to save memory.
 
     Args:
-        func, in_dims, out_dims, randomness: as ``vmap``'s.
-        chunks: how many pieces.
+        func, in_dims, out_dims, randomness: as in ``vmap``.
+        chunks: the number of chunks.
 
     Returns:
-        Callable: as ``vmap``'s.
+        Callable: as in ``vmap``.
 
     Raises:
-        ValueError: chunks < 1, and whatever ``vmap`` raises.
+        ValueError: chunks < 1.
+        ValueError, IndexError, RuntimeError, DataDependentError: as in ``vmap``.
 
     Source: ``torch._functorch.apis.chunk_vmap``.
 
@@ -127,7 +132,7 @@ def chunk_vmap(
     return wrapped
 
 
-def _check_out_dims(out_dims: Any, func: Any) -> None:
+def _check_out_dims(out_dims: out_dims_t, func: Callable[..., Any]) -> None:
     if isinstance(out_dims, int):
         return
     for x in trees.flatten(out_dims)[0]:
@@ -138,8 +143,10 @@ def _check_out_dims(out_dims: Any, func: Any) -> None:
             )
 
 
-def _check_inputs(in_dims: Any, args: tuple[Any, ...], func: Any) -> tuple[list[Any], list[int | None], Any, int]:
-    """The flattened positional arguments, a dimension for each, their spec and the mapped size."""
+def _check_inputs(
+    in_dims: in_dims_t, args: tuple[Any, ...], func: Callable[..., Any]
+) -> tuple[list[Any], list[int | None], Any, int]:
+    """(the flattened positional arguments, the mapped dimension of each, their spec, the mapped size)."""
     where = f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): "
     if not isinstance(in_dims, int | tuple):
         raise ValueError(
@@ -184,8 +191,10 @@ def _check_inputs(in_dims: Any, args: tuple[Any, ...], func: Any) -> tuple[list[
     return leaves, dims, spec, sizes[0]
 
 
-def _check_outputs(out: Any, out_dims: Any, func: Any) -> tuple[list[Any], tuple[Any, list[int | None], list[Any]]]:
-    """Tensors of an output tree in order; its spec, an out_dim for each leaf, and the leaves that stay as they are."""
+def _check_outputs(
+    out: Any, out_dims: out_dims_t, func: Callable[..., Any]
+) -> tuple[list[Any], tuple[Any, list[int | None], list[Any]]]:
+    """The tensors of an output tree, and (its spec, an out_dim for each tensor, the leaves with None for each tensor)."""
     leaves, spec = trees.flatten(out)
     if isinstance(out, torch.Tensor):
         fits = out_dims is None or isinstance(out_dims, int) or (isinstance(out_dims, tuple) and len(out_dims) == 1)
@@ -214,14 +223,14 @@ def _check_outputs(out: Any, out_dims: Any, func: Any) -> tuple[list[Any], tuple
 
 
 def rebuild(outs: list[Any], spec: Any, leaves: list[Any], is_tensor: list[bool]) -> Any:
-    """The output tree, its tensors taken from outs, its other leaves as the function returned them."""
+    """The output tree, with tensors from outs and the other leaves as the function returned them."""
     source = iter(outs)
     return trees.unflatten(spec, [next(source) if t else x for x, t in zip(leaves, is_tensor, strict=True)])
 
 
 def _map(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
-    size: int,
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
+    randomness: str, size: int,
 ) -> Any:
     done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
     if done is not transforms.NOT_RECORDED:
@@ -229,7 +238,7 @@ def _map(
     call = Call.of_flat(leaves, spec, kwargs)
     traceable = call.traceable(func)
     traceable.as_given(call.arrays)
-    # leaves of the keyword arguments come behind the positional ones and are never mapped
+    # leaves of keyword arguments come after the positional ones and are never mapped
     every = dims + [None] * (len(call.leaves) - len(dims))
     in_axes = [every[i] for i in call.where]
     lane_axis = [0] if randomness == "different" else []
@@ -254,7 +263,7 @@ def _map(
             result.values[: len(axes)] = [
                 jnp.asarray(v) if d is None else v for v, d in zip(result.values, axes, strict=False)
             ]
-            # filled while tracing: jax.vmap looks at it afterwards
+            # this is filled while tracing, and jax.vmap reads it afterwards
             out_axes.extend(d if d is None or d >= 0 else d + v.ndim + 1 for v, d in zip(result.values, axes, strict=False))
             out_axes.extend(in_axes[t] if isinstance(t, int) else None for t, _, _ in result.written)
             found.append(result)
@@ -272,8 +281,8 @@ def _map(
 
 
 def _recorded(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
-    size: int,
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
+    randomness: str, size: int,
 ) -> Any:
     """The map as a part of a record."""
 
@@ -305,7 +314,7 @@ def _recorded(
     return transforms.transform(func, [*leaves, *trees.flatten(kwargs)[0]], record)
 
 
-def _again(body: Any, operands: list[Any], params: Any, placed: Any) -> Any:
+def _again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, str], placed: tuple[int | None, ...]) -> Any:
     in_dims, randomness = params
     outs = vmap(body, in_dims, placed, randomness)(*operands)
     return outs, None
@@ -315,7 +324,7 @@ replay.TRANSFORMS["vmap"] = _again
 
 
 def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
-    """A mapped value where an unmapped one must be: torch.func's words for it."""
+    """torch.func's error for JAX's error about a mapped value in the place of an unmapped one."""
     if "out_axes" not in str(error) or not found:
         return error
     if any(d is None for d in found[0].meta[1]):
@@ -330,8 +339,8 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
 
 
 def _in_chunks(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: Any, randomness: str,
-    size: int, sizes: list[int],
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
+    randomness: str, size: int, sizes: list[int],
 ) -> Any:
     pieces = []
     start = 0
@@ -356,7 +365,7 @@ def _in_chunks(
     return trees.unflatten(out_spec, joined)
 
 
-def _narrow(x: Any, dim: int, start: int, n: int) -> Any:
+def _narrow(x: torch.Tensor | jax.Array, dim: int, start: int, n: int) -> torch.Tensor | jax.Array:
     return lax.slice_in_dim(x, start, start + n, axis=dim) if isinstance(x, jax.Array) else x.narrow(dim, start, n)
 
 

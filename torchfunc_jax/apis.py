@@ -1,4 +1,4 @@
-"""torch.func's transforms, under the name torch keeps them: vmap, grad and the rest, plus functionalize and debug_unwrap."""
+"""torch.func's transforms in a file of the same name as torch's: vmap, grad and the others, functionalize and debug_unwrap."""
 from __future__ import annotations
 
 import functools
@@ -24,17 +24,17 @@ __all__ = [
 
 @opaque
 def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Callable[..., Any]:
-    """func without mutations: in JAX every traced program is, so this only checks its argument and carries writes to inputs out.
+    """func as a program without mutations, which every traced program in JAX is; writes to inputs are carried out at the end.
 
     Args:
         func: any function of tensors.
         remove: "mutations" or "mutations_and_views".
 
     Returns:
-        Callable: computes what func computes; inputs that func changes in place are changed.
+        Callable: takes func's arguments and returns func's outputs; inputs that func changes in place are changed.
 
     Raises:
-        RuntimeError: another value of remove.
+        RuntimeError: remove has another value.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.functionalize.html
 
@@ -57,17 +57,17 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
 
 @opaque
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
-    """The values of a tensor inside a transform, every level removed, as a plain torch tensor (for looking at, not for computing).
+    """The values of a tensor inside a transform, with every level removed, as a plain torch tensor to look at.
 
     Args:
         tensor: any tensor; one from outside a transform is returned as it is.
         recurse: remove all levels, not only the innermost.
 
     Returns:
-        torch.Tensor: with the mapped dimensions of the removed levels in front.
+        torch.Tensor: of the same dtype, with the mapped dimensions of the removed levels in front.
 
     Raises:
-        RuntimeError: under jit, where there are no values.
+        RuntimeError: it is called under jit, where tensors have no values.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.debug_unwrap.html
 

@@ -6,10 +6,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def replace_all_batch_norm_modules_(root: nn.Module) -> nn.Module:
-    """Make every BatchNorm of a module use the statistics of its batch, always, and keep none.
+    """Make every BatchNorm of a module always use the statistics of its batch, and keep no running statistics.
 
     Args:
-        root: changed in place.
+        root: any nn.Module, changed in place.
 
     Returns:
         nn.Module: root.

@@ -1,7 +1,7 @@
 """Deep ensembles of small torch CNNs on scikit-learn's handwritten digits: one XLA program, and torch.func beside it.
 
-What `torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run. The command line is in `cli`, the figures are in `plots`.
-Needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
+`torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run this. The command line is in `cli`, the figures are in `plots`.
+It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
 """
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # images [B, 1, 8, 8], labels [B]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to train, and on what.
+    """The settings of a training run.
 
     Attributes:
-        members: how many networks.
+        members: the number of networks.
         epochs: passes over the training digits.
         batch_size: digits in a batch; every member sees the same batches.
-        learning_rate: of Adam at the first step; it falls to zero along a cosine.
-        seed: of the split, the members' initial weights and the batches.
+        learning_rate: Adam's at the first step; it falls to zero along a cosine.
+        seed: for the split, the members' initial weights and the batches.
         device: "cpu", "gpu" or "tpu"; None: JAX's default.
         compare: train the same ensemble under torch.func too.
     """
@@ -89,7 +89,7 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def batches(digits: Digits, settings: Settings) -> Iterator[Batch]:
-    """The training batches of the whole run: shuffled each epoch, each digit slightly turned, moved and scaled."""
+    """The training batches of the whole run; each epoch is shuffled, and each digit slightly turned, moved and scaled."""
     draw = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.epochs):
         order = torch.randperm(len(digits.train_labels), generator=draw)
@@ -99,7 +99,7 @@ def batches(digits: Digits, settings: Settings) -> Iterator[Batch]:
 
 
 def steps_per_epoch(digits: Digits, settings: Settings) -> int:
-    """Whole batches in the training digits; what is left over waits for the next epoch's shuffle."""
+    """The number of whole batches in the training digits; an epoch leaves out the remaining digits."""
     steps = len(digits.train_labels) // settings.batch_size
     if steps == 0:
         raise ValueError(f"batch_size: expected at most the {len(digits.train_labels)} training digits, got {settings.batch_size}")
@@ -107,7 +107,7 @@ def steps_per_epoch(digits: Digits, settings: Settings) -> int:
 
 
 def jitter(images: torch.Tensor, draw: torch.Generator, degrees: float = 8, shift: float = 0.1, scale: float = 0.08) -> torch.Tensor:
-    """Each image turned by up to so many degrees, moved by up to this part of half its width, scaled by up to this part."""
+    """Each image turned by at most ``degrees``, moved by at most ``shift`` of half its width, and scaled by at most ``scale``."""
     most = torch.tensor([math.radians(degrees), scale, shift, shift])[:, None]
     angle, size, dx, dy = (torch.rand(4, len(images), generator=draw) * 2 - 1) * most
     cos, sin = (1 + size) * angle.cos(), (1 + size) * angle.sin()
@@ -156,12 +156,12 @@ def members_logits(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
 
 
 def learning_rates(settings: Settings, steps: int) -> Callable[[Any], Any]:
-    """Step -> learning rate: a cosine from the settings' to zero."""
+    """A function from the step to the learning rate, which falls along a cosine from the settings' rate to zero."""
     return optax.cosine_decay_schedule(settings.learning_rate, steps)
 
 
 class System(Protocol):
-    """An ensemble in training. Both systems start from the same weights and are given the same batches."""
+    """An ensemble in training. Both systems start from the same weights and get the same batches."""
 
     name: str
 
@@ -172,16 +172,16 @@ class System(Protocol):
         """Gradients and losses of members with these weights; nothing is trained."""
 
     def probabilities(self, images: torch.Tensor) -> np.ndarray:
-        """What each member believes: [members, B, 10]."""
+        """The probabilities of each member: [members, B, 10]."""
 
     def weights(self) -> Weights:
-        """A copy of the weights as they are now."""
+        """A copy of the current weights."""
 
 
 class OnJax:
     """torchfunc_jax: forward, backward, Adam and the update of all members are one compiled XLA program.
 
-    The weights stay JAX arrays, since a transformed function given JAX arrays is a JAX function: `jax.jit` and optax take it as any other.
+    The weights stay JAX arrays. A transformed function that gets JAX arrays is a JAX function, which `jax.jit` and optax can use.
     """
 
     name = "torchfunc_jax"
@@ -203,7 +203,7 @@ class OnJax:
         self._logits = torchfunc_jax.jit(members_logits(torchfunc_jax, model))
 
     def _put(self, tree: Any) -> Any:
-        # a copy: the program may reuse the memory of what it is given, and torch must not see that
+        # this copies, because the program may reuse the memory of its arguments, and torch must not see that
         return jax.tree.map(lambda t: jax.device_put(t.numpy().copy(), self._device), tree)
 
     def step(self, batch: Batch) -> np.ndarray:
@@ -224,7 +224,7 @@ class OnJax:
 
 
 class OnTorch:
-    """torch.func: the same code, run by PyTorch operator by operator; torch.optim's Adam on the stacked weights."""
+    """torch.func: PyTorch runs the same code operator by operator, with torch.optim's Adam on the stacked weights."""
 
     name = "torch.func"
 
@@ -265,17 +265,17 @@ class OnTorch:
 
 
 class Training:
-    """A run of one or two systems, step by step, with what was measured on the way.
+    """A training run of one or two systems, step by step, with its losses and times.
 
     Args:
-        settings: what to train.
-        digits: default: `load_digits(settings.seed)`.
+        settings: the settings of the run.
+        digits: the data; None: `load_digits(settings.seed)`.
 
     Attributes:
-        systems: name -> System; "torchfunc_jax", and "torch.func" where the settings compare.
-        losses: name -> a list of [members] for each step taken.
-        seconds: name -> the time of each step taken; the first one has tracing and compiling in it.
-        steps: how many steps the whole run has.
+        systems: name -> System; "torchfunc_jax", and "torch.func" if the settings compare.
+        losses: name -> a list with an array [members] for each step taken.
+        seconds: name -> the time of each step taken; the first step includes tracing and compiling.
+        steps: the number of steps of the whole run.
         interrupted: whether `run` was stopped before the last step.
 
     Example:
@@ -307,7 +307,7 @@ class Training:
         self.first_batch = self.last_batch = next(batches(self.digits, settings))
 
     def run(self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each."""
+        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step."""
         for batch in batches(self.digits, self.settings):
             if stop():
                 self.interrupted = True
@@ -321,7 +321,7 @@ class Training:
             on_step(self)
 
     def save(self, folder: Path) -> Path:
-        """Write the members as they are now to `members.pt`, a list of state dicts for DigitNet; the file appears whole or not at all."""
+        """Write the current members to `members.pt`, a list of state dicts for DigitNet; the file is written as a whole or not at all."""
         weights = self.systems["torchfunc_jax"].weights()
         states = [{k: v[i].clone() for k, v in weights.items()} for i in range(self.settings.members)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -335,10 +335,10 @@ class Training:
 
 
 def report(training: Training) -> dict[str, Any]:
-    """Everything about a run, ready for JSON: settings, machine, and for each system times, losses and test accuracies.
+    """The report of a run, ready for JSON: settings, machine, and for each system times, losses and test accuracies.
 
-    With two systems also their largest differences in losses and gradients (relative; see `difference`), and the speed-up.
-    Keys are described where they are filled in.
+    With two systems it also has their largest relative differences in losses and gradients (see `difference`), and the speed-up.
+    Comments below describe the keys.
     """
     settings, digits = training.settings, training.digits
     labels = digits.test_labels.numpy()
@@ -392,9 +392,9 @@ def report(training: Training) -> dict[str, Any]:
 
 
 def differences(training: Training) -> dict[str, dict[str, float]]:
-    """How far the two systems are apart: at the first step; at the end with the same weights; at the end, each with its own.
+    """The differences between the two systems at the first step, at the end with the same weights, and at the end with their own weights.
 
-    The last is the sum of all steps' rounding errors, which training magnifies; the first two are those of one step.
+    The last difference adds up the rounding errors of all steps, which training magnifies; the first two are those of one step.
     """
     ours, theirs = training.systems["torchfunc_jax"], training.systems["torch.func"]
     reached, theirs_reached = ours.weights(), theirs.weights()
@@ -418,12 +418,12 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -> dict[str, Any]:
-    """How often the vote is right among the digits of which it is so sure.
+    """The accuracy of the vote among digits of similar confidence.
 
     Args:
-        probabilities: of the vote, [N, classes].
-        labels: [N].
-        bins: of equal width, from 0 to 1.
+        probabilities: the vote's, floating-point, [N, classes].
+        labels: integers, [N].
+        bins: the number of bins of equal width from 0 to 1.
 
     Returns:
         {"confidence", "accuracy": of each bin, None for an empty one; "count"; "error": the expected calibration error,

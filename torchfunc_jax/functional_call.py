@@ -12,7 +12,7 @@ from bridge.boundary.untransformed import plain
 from bridge.convert import trees
 from bridge.modules import SWAPPING
 
-# torch's own, also after ``patch()`` has put ours in its place
+# torch's own function, even after ``patch()`` has replaced it
 _torch_functional_call = torch.func.functional_call
 
 
@@ -25,21 +25,22 @@ def functional_call(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    """Call a module with these parameters and buffers in the place of its own.
+    """Call a module with these parameters and buffers instead of its own.
 
     Args:
         module: any nn.Module.
-        parameter_and_buffer_dicts: name -> tensor (torch.Tensor or jax.Array), or several such dicts without common names.
+        parameter_and_buffer_dicts: name -> tensor (torch.Tensor or jax.Array) of any shape and dtype that the module can compute with, or
+            several such dicts without common names; names that are missing have the module's own tensors.
         args: the arguments of the call, a tuple or a single one.
         kwargs: its keyword arguments.
-        tie_weights: parameters tied in the module are tied in the call too.
+        tie_weights: parameters that are tied in the module are tied in the call too.
         strict: every parameter and buffer of the module must be given, and no other.
 
     Returns:
-        What ``module(*args, **kwargs)`` returns; jax.Arrays where jax.Arrays were given outside a transform.
+        The module's output for these arguments; its tensors are jax.Arrays if any jax.Array was given.
 
     Raises:
-        ValueError: a name in several dicts; something that is no dict; different values for tied parameters.
+        ValueError: a name is in several dicts; a value is not a dict; tied parameters have different values.
         RuntimeError: strict, and names are missing or unknown.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html
@@ -68,10 +69,11 @@ def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dic
         models: M modules of the same class and mode, at least one.
 
     Returns:
-        (params, buffers): name -> tensor of shape ``[M, *shape]``; params are new leaves that require grad where the modules' do.
+        (params, buffers): name -> tensor of shape ``[M, *shape]``; dtypes stay; params are new leaves that require grad if the
+        modules' parameters do.
 
     Raises:
-        RuntimeError: no models; different classes, modes, or requires_grad.
+        RuntimeError: there are no models, or they differ in class, mode, or a parameter's requires_grad.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.stack_module_state.html
 
@@ -92,7 +94,7 @@ def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dic
 
 
 def check_alike(models: Sequence[nn.Module] | nn.ModuleList, api: str) -> None:
-    """Refuse modules that cannot be members of one ensemble: none at all, other classes, other modes."""
+    """Refuse modules that cannot form an ensemble: there are none, or they differ in class or mode."""
     if len(models) == 0:
         raise RuntimeError(f"{api}: Expected at least one model, got 0.")
     if len({m.training for m in models}) > 1:
@@ -102,11 +104,11 @@ def check_alike(models: Sequence[nn.Module] | nn.ModuleList, api: str) -> None:
 
 
 def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], name: str) -> torch.Tensor:
-    """The tensors stacked along a new first dimension; a new leaf that requires grad where all of them do.
+    """The tensors stacked along a new first dimension; a new leaf that requires grad if all of them do.
 
     Args:
-        tensors: of one shape.
-        name: for the message.
+        tensors: M tensors of one shape.
+        name: the name in the error's message.
 
     Returns:
         torch.Tensor: of shape ``[M, *shape]``.

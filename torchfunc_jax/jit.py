@@ -20,28 +20,28 @@ def jit(
     The function's Python runs once for each combination of tree structure, shapes, dtypes, static arguments, PyTorch's ambient state
     (autocast, default dtype and device, ...), and the modules, hooks and Python values that it uses. Tensors it captures are inputs, read
     at each call; tensors it changes in place are changed when the call returns; random numbers are drawn from torch's generator, anew at
-    each call. Arguments that share memory, of which the function writes to one, are left to the function itself, without compilation.
+    each call. If arguments share memory and the function writes to one of them, the function itself runs, without compilation.
 
     A Python float or int is static when it is first seen. When it changes, it becomes an input of the program, unless the function asks
     for its value (a comparison, a shape, ``int()``): then it stays static, and each value has a program of its own. Other Python values
     that the function uses (numbers, strings, functions, objects and containers of them in variables, defaults, attributes and classes) are
-    static always: when one changes, the function is traced anew. What cannot be seen from outside is read when the function is traced, and
-    then never again: the environment, files, clocks, ``globals()["name"]``, the attributes of installed packages, containers of more than
-    4096 numbers, and numpy arrays of more than a megabyte. docs/jit.md tells all of it; ``explain`` says why a program was compiled.
+    always static: when one changes, the function is traced anew. Other sources of values are read only when the function is traced: the
+    environment, files, clocks, ``globals()["name"]``, the attributes of installed packages, containers of more than 4096 numbers, and
+    numpy arrays of more than a megabyte. docs/jit.md has the details; ``explain`` tells why a program was compiled.
 
     Args:
         func: takes and returns pytrees of tensors and static values; None: returns a decorator.
         donate: positions of arguments whose memory may be reused for the results; they must not be used after the call.
-        static_argnums: positions of arguments that are static as a whole; leaves that are no tensors and no numbers always are.
-        max_programs: how many programs are kept; beyond it those go that were not used for longest.
+        static_argnums: positions of arguments that are static as a whole; leaves that are neither tensors nor numbers always are.
+        max_programs: how many programs are kept; after that the least recently used one is dropped.
 
     Returns:
-        Jitted: callable as func; torch tensors in, torch tensors out, jax.Arrays in, jax.Arrays out.
+        Jitted: it is called like func, and returns torch tensors for torch tensors, jax.Arrays for jax.Arrays.
 
     Raises:
         DataDependentError: the function asks for values of tensors (``if x.sum() > 0``), or for a shape that depends on them.
-        RuntimeError: the function cannot be compiled for what it does to a generator or to memory that its inputs share, and its arguments
-            are jax.Arrays, with which PyTorch cannot call it.
+        RuntimeError: the function changes a generator, or memory that its inputs share, in a way that cannot be compiled, and cannot run
+            uncompiled because its arguments are jax.Arrays.
         TypeError: a static argument that is not hashable.
         ValueError: max_programs is not positive.
 

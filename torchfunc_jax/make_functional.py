@@ -1,6 +1,6 @@
-"""functorch's way to take a module apart into a function and a tuple of tensors, under the names and in the file functorch had them.
+"""functorch's functions that take a module apart into a function and a tuple of tensors, with functorch's names and file name.
 
-New code uses ``functional_call`` and ``stack_module_state``; these stay for programs written against functorch.
+New code uses ``functional_call`` and ``stack_module_state``; these functions are for programs written for functorch.
 """
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _get(mod: nn.Module, name: str) -> Any:
     return getattr(owner, attribute)
 
 
-def _set(mod: nn.Module, name: str, value: Any) -> None:
-    """Put a tensor where a parameter or buffer of that name is; the type stays what it is, so history is kept."""
+def _set(mod: nn.Module, name: str, value: Tensor | None) -> None:
+    """Replace a parameter or buffer by a tensor, which keeps its type and so its autograd history."""
     if value is not None and not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value)}")
     owner, attribute = _place(mod, name)
@@ -73,7 +73,7 @@ def _set_all(mod: nn.Module, names: Sequence[str], values: Sequence[Tensor], wha
 
 
 def _swap_state(mod: nn.Module, names_map: NamesMap, values: Iterable[Any]) -> list[Any]:
-    """Put values under every alias of each name; the values that were there are returned, and put back if one does not fit."""
+    """Put values under every alias of each name, and return the earlier values, which are restored if a value does not fit."""
     values = list(values)
     if len(values) != len(names_map):
         raise RuntimeError(f"expected {len(names_map)} tensors ({', '.join(names_map)}), got {len(values)}")
@@ -92,21 +92,21 @@ def _fill(mod: nn.Module, names_map: NamesMap, values: Sequence[Any]) -> None:
             _set(mod, name, value)
 
 
-# -- a module's tensors, out of it and in again ------------------------------------------------------------------------------------
+# -- a module's tensors, taken out and put in again ------------------------------------------------------------------------------------
 def create_names_map(
     named_params: dict[str, Tensor] | Iterable[tuple[str, Tensor]], tied_named_params: dict[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> NamesMap:
-    """Which names stand for the same tensor.
+    """All names of each tensor.
 
     Args:
-        named_params: name -> tensor, each tensor once.
-        tied_named_params: name -> tensor, with all names of each.
+        named_params: name -> tensor, with one name of each tensor.
+        tied_named_params: name -> tensor, with all names of each tensor.
 
     Returns:
-        dict: each name of the first with the list of names that its tensor has in the second.
+        dict: name in named_params -> list of the names of its tensor in tied_named_params.
 
     Raises:
-        AssertionError: a name is missing in the second, or a tensor in the first.
+        AssertionError: tied_named_params lacks a name, or named_params lacks a tensor.
 
     Source: ``torch._functorch.make_functional.create_names_map``.
 
@@ -136,13 +136,13 @@ def _extract(mod: nn.Module, members: Callable[..., Any], kind: Callable[[Tensor
 
 
 def extract_weights(mod: nn.Module) -> tuple[Tensors, Names, NamesMap]:
-    """Take all parameters out of a module; what stays in their places has shapes and dtypes but no values (device "meta").
+    """Take all parameters out of a module; tensors on the device "meta", with shapes and dtypes but no values, replace them.
 
     Args:
         mod: changed in place; unusable until ``load_weights``.
 
     Returns:
-        (params, names, names_map): each parameter once, its name, and all names of each.
+        (params, names, names_map): each parameter once, its name, and a dict from its name to all its names.
 
     Source: ``torch._functorch.make_functional.extract_weights``.
 
@@ -163,7 +163,7 @@ def extract_buffers(mod: nn.Module) -> tuple[Tensors, Names, NamesMap]:
         mod: changed in place; unusable until ``load_buffers``.
 
     Returns:
-        (buffers, names, names_map)
+        (buffers, names, names_map): as in ``extract_weights``.
 
     Source: ``torch._functorch.make_functional.extract_buffers``.
 
@@ -186,9 +186,9 @@ def load_weights(mod: nn.Module, names: Sequence[str], params: Sequence[Tensor],
         as_params: make each an ``nn.Parameter`` first.
 
     Raises:
-        AssertionError: another number of tensors than of names.
+        AssertionError: the numbers of tensors and names differ.
         AttributeError: the module has no such submodule.
-        TypeError: something that is no tensor.
+        TypeError: a value is not a tensor.
 
     Source: ``torch._functorch.make_functional.load_weights``.
 
@@ -213,7 +213,7 @@ def load_buffers(mod: nn.Module, names: Sequence[str], buffers: Sequence[Tensor]
         as_params: has no effect, as in functorch.
 
     Raises:
-        AssertionError, AttributeError, TypeError: as ``load_weights``.
+        AssertionError, AttributeError, TypeError: as in ``load_weights``.
 
     Source: ``torch._functorch.make_functional.load_buffers``.
 
@@ -240,13 +240,13 @@ def load_state(
     Args:
         model: changed in place.
         weights, weight_names: the parameters and their names.
-        buffers, buffer_names: likewise.
+        buffers, buffer_names: the buffers and their names.
 
     Returns:
         nn.Module: the model.
 
     Raises:
-        AssertionError: another number of tensors than of names.
+        AssertionError: the numbers of tensors and names differ.
 
     Source: ``torch._functorch.make_functional.load_state``.
 
@@ -284,7 +284,7 @@ def _call_with(model: nn.Module, names_map: NamesMap, state: Any, args: tuple[An
 
 
 def _taken_apart(model: nn.Module, disable_autograd_tracking: bool, *kinds: Callable[[nn.Module], Any]) -> tuple[nn.Module, list[Any]]:
-    """A copy of the model with these kinds of members extracted, and what each extraction gave."""
+    """A copy of the model without these kinds of members, and the result of each extraction."""
     stateless = copy.deepcopy(model)
     parts = [extract(stateless) for extract in kinds]
     if disable_autograd_tracking:
@@ -294,12 +294,12 @@ def _taken_apart(model: nn.Module, disable_autograd_tracking: bool, *kinds: Call
 
 
 class FunctionalModule(nn.Module):
-    """A module without parameters: what ``make_functional`` returns. Call it with the parameters before the module's own arguments.
+    """The module without parameters that ``make_functional`` returns; it takes the parameters before the module's own arguments.
 
     Args:
         stateless_model: the module.
         param_names: the parameters' names in order.
-        names_map: all names of each.
+        names_map: name -> all names of that parameter.
 
     Source: ``torch._functorch.make_functional.FunctionalModule``.
 
@@ -325,12 +325,12 @@ class FunctionalModule(nn.Module):
 
 
 class FunctionalModuleWithBuffers(nn.Module):
-    """A module without parameters and buffers: what ``make_functional_with_buffers`` returns.
+    """The module without parameters and buffers that ``make_functional_with_buffers`` returns.
 
     Args:
         stateless_model: the module.
         param_names, buffer_names: names in order.
-        param_names_map, buffer_names_map: all names of each.
+        param_names_map, buffer_names_map: name -> all names of that parameter or buffer.
 
     Source: ``torch._functorch.make_functional.FunctionalModuleWithBuffers``.
 
@@ -363,11 +363,11 @@ def make_functional(model: nn.Module, disable_autograd_tracking: bool = False) -
     """A module without buffers as a function of its parameters.
 
     Args:
-        model: is copied; later changes of one do not show in the other.
-        disable_autograd_tracking: the parameters returned do not require grad (``torchfunc_jax.grad`` needs none of it).
+        model: it is copied; later changes of the copy or the model do not affect the other.
+        disable_autograd_tracking: the returned parameters do not require grad, which ``torchfunc_jax.grad`` does not need.
 
     Returns:
-        (func, params): ``func(params, *args, **kwargs)`` computes what ``model(*args, **kwargs)`` does. Tied parameters appear once.
+        (func, params): ``func(params, *args, **kwargs)`` computes ``model(*args, **kwargs)``. Tied parameters appear once.
 
     Raises:
         RuntimeError: the model has buffers.
@@ -393,10 +393,11 @@ def make_functional_with_buffers(
     """A module as a function of its parameters and buffers.
 
     Args:
-        model, disable_autograd_tracking: as ``make_functional``'s.
+        model, disable_autograd_tracking: as in ``make_functional``.
 
     Returns:
-        (func, params, buffers): to be called ``func(params, buffers, *args, **kwargs)``; buffers the module updates are changed in place.
+        (func, params, buffers): ``func(params, buffers, *args, **kwargs)`` computes ``model(*args, **kwargs)``; buffers that the module
+        updates are changed in place.
 
     Source: https://docs.pytorch.org/functorch/stable/generated/functorch.make_functional_with_buffers.html
 
@@ -411,18 +412,18 @@ def make_functional_with_buffers(
 
 
 def _bare_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares its tensors with the model: they are about to be replaced, and may have no values to copy."""
+    """A copy that shares its tensors with the model, because they will be replaced and may have no values to copy."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 def make_functional_deprecated_v1(model: nn.Module) -> tuple[Tensors, Callable[..., Any], Names]:
-    """functorch's first ``make_functional``: takes the parameters out of the model itself.
+    """functorch's first ``make_functional``, which takes the parameters out of the model itself.
 
     Args:
         model: changed in place, see ``extract_weights``; ``load_state`` repairs it.
 
     Returns:
-        (weights, func, weight_names): to be called ``func(weights, (x,))``, the model's arguments in a tuple.
+        (weights, func, weight_names): ``func(weights, (x,))`` takes the model's arguments in a tuple.
 
     Raises:
         RuntimeError: the model has buffers.
@@ -446,13 +447,14 @@ def make_functional_deprecated_v1(model: nn.Module) -> tuple[Tensors, Callable[.
 
 
 def make_functional_with_buffers_deprecated_v1(model: nn.Module) -> tuple[Tensors, Tensors, Callable[..., Any], Names, Names]:
-    """functorch's first ``make_functional_with_buffers``: takes parameters and buffers out of the model itself.
+    """functorch's first ``make_functional_with_buffers``, which takes parameters and buffers out of the model itself.
 
     Args:
         model: changed in place, see ``extract_weights`` and ``extract_buffers``; ``load_state`` repairs it.
 
     Returns:
-        (weights, buffers, func, weight_names, buffer_names): to be called ``func(weights, buffers, (x,))``.
+        (weights, buffers, func, weight_names, buffer_names): ``func(weights, buffers, (x,))`` takes the model's
+        arguments in a tuple.
 
     Source: ``torch._functorch.make_functional.make_functional_with_buffers_deprecated_v1``.
 
@@ -474,7 +476,7 @@ def make_functional_with_buffers_deprecated_v1(model: nn.Module) -> tuple[Tensor
 
 # -- ensembles ---------------------------------------------------------------------------------------------------------------------
 def transpose_stack(tuple_of_tuple_of_tensors: tuple[Tensors, ...]) -> Tensors:
-    """The first tensors of all tuples stacked, the second ones, and so on; without autograd history.
+    """Stack the first tensors of all tuples, the second ones, and so on, without autograd history.
 
     Args:
         tuple_of_tuple_of_tensors: M tuples of N tensors.
@@ -494,7 +496,7 @@ def transpose_stack(tuple_of_tuple_of_tensors: tuple[Tensors, ...]) -> Tensors:
 
 
 def combine_state_for_ensemble(models: Sequence[nn.Module]) -> tuple[FunctionalModuleWithBuffers, Tensors, Tensors]:
-    """The parameters and buffers of many modules, stacked, and one function for all of them.
+    """Stack the parameters and buffers of many modules, with one function for all of them.
 
     Args:
         models: M modules of the same class and mode, at least one.
@@ -503,7 +505,7 @@ def combine_state_for_ensemble(models: Sequence[nn.Module]) -> tuple[FunctionalM
         (func, params, buffers): for ``vmap(func, (0, 0, None))(params, buffers, x)``; each tensor has a new first dimension of size M.
 
     Raises:
-        RuntimeError: no models; different classes or modes.
+        RuntimeError: there are no models, or they differ in class or mode.
 
     Source: https://docs.pytorch.org/functorch/stable/generated/functorch.combine_state_for_ensemble.html
 
@@ -520,9 +522,10 @@ def combine_state_for_ensemble(models: Sequence[nn.Module]) -> tuple[FunctionalM
 
 
 def _ensemble(
-    model_class: Callable[..., nn.Module], ensemble_shape: tuple[int, ...], device: Any, take_apart: Callable[[nn.Module], Any], states: int
+    model_class: Callable[..., nn.Module], ensemble_shape: tuple[int, ...], device: torch.device | str,
+    take_apart: Callable[[nn.Module], Any], states: int,
 ) -> Callable[..., Any]:
-    """A constructor of functional ensembles; the first ``states`` things that take_apart returns are stacked over the members."""
+    """A constructor of functional ensembles; the first ``states`` results of take_apart are stacked over the members."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if len(ensemble_shape) >= 2:
@@ -538,20 +541,22 @@ def _ensemble(
     return wrapped
 
 
-def functional_init(model_class: type[nn.Module], ensemble_shape: tuple[int, ...] = (), device: Any = "cpu") -> Callable[..., Any]:
-    """A constructor of one functional module, or of an ensemble of them, of a class without buffers.
+def functional_init(
+    model_class: type[nn.Module], ensemble_shape: tuple[int, ...] = (), device: torch.device | str = "cpu"
+) -> Callable[..., Any]:
+    """A constructor of a functional module, or of an ensemble of them, from a class of modules without buffers.
 
     Args:
-        model_class: what makes a module.
+        model_class: a function that makes a module.
         ensemble_shape: () for a single module, (n,) for n of them.
-        device: where the parameters are.
+        device: the parameters' device.
 
     Returns:
         Callable: takes the constructor's arguments, returns (weights, func, weight_names); see ``make_functional_deprecated_v1``.
         The weights of an ensemble have a new first dimension of size n.
 
     Raises:
-        ValueError: (by the constructor) an ensemble_shape of two or more elements, or n < 1.
+        ValueError: (by the constructor) ensemble_shape has two or more elements, or n < 1.
         RuntimeError: (by the constructor) the module has buffers.
 
     Source: ``torch._functorch.make_functional.functional_init``.
@@ -568,19 +573,19 @@ def functional_init(model_class: type[nn.Module], ensemble_shape: tuple[int, ...
 
 
 def functional_init_with_buffers(
-    model_class: type[nn.Module], ensemble_shape: tuple[int, ...] = (), device: Any = "cpu"
+    model_class: type[nn.Module], ensemble_shape: tuple[int, ...] = (), device: torch.device | str = "cpu"
 ) -> Callable[..., Any]:
     """A constructor of an ensemble of functional modules with buffers.
 
     Args:
-        model_class, ensemble_shape, device: as ``functional_init``'s; with ``()`` it is ``functional_init``, as in functorch.
+        model_class, ensemble_shape, device: as in ``functional_init``; with ``()`` it is ``functional_init``, as in functorch.
 
     Returns:
         Callable: takes the constructor's arguments, returns (weights, buffers, func, weight_names, buffer_names); see
         ``make_functional_with_buffers_deprecated_v1``.
 
     Raises:
-        ValueError: (by the constructor) an ensemble_shape of two or more elements, or n < 1.
+        ValueError: (by the constructor) ensemble_shape has two or more elements, or n < 1.
         RuntimeError: (by the constructor) ``()`` and a module with buffers.
 
     Source: ``torch._functorch.make_functional.functional_init_with_buffers``.

@@ -1,12 +1,13 @@
-"""Values written on a command line: ``randn(4, 3)``, ``hidden=32``, ``{'x': ones(2)}``. Nothing but tensors' factories is called."""
+"""Values written on a command line: ``randn(4, 3)``, ``hidden=32``, ``{'x': ones(2)}``. Only factories of tensors are called."""
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Factories of tensors, and whether their numbers are random, and of the dtype asked for by --dtype
+# Factories of tensors: those that draw random numbers, and those that take the dtype given by --dtype
 _RANDOM = frozenset({"randn", "rand", "randint", "randperm", "normal"})
 _FLOATING = frozenset({"randn", "rand", "ones", "zeros", "full", "eye", "linspace", "logspace", "empty"})
 _FACTORIES = _RANDOM | _FLOATING | {"tensor", "arange"}
@@ -18,12 +19,12 @@ def value(text: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
     Args:
         text: a Python literal, a call of a tensor's factory (randn, rand, randint, randperm, normal, ones, zeros, full, eye, linspace,
             logspace, arange, tensor) as one writes it after ``torch.``, or tuples, lists and dicts of such.
-        generator: what random tensors are drawn from.
-        dtype: of randn, rand, ones, zeros, full, eye, linspace and logspace where the call names none.
-        words: take what is none of these as a string.
+        generator: random tensors are drawn from it.
+        dtype: of randn, rand, ones, zeros, full, eye, linspace and logspace if the call names none.
+        words: take any other text as a string.
 
     Raises:
-        ValueError: it is none of these, or PyTorch refuses the call.
+        ValueError: the text is none of these, or PyTorch refuses the call.
 
     Example:
         >>> import torch
@@ -42,7 +43,7 @@ def value(text: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
 
 
 def pair(text: str) -> tuple[str | None, str]:
-    """``hidden=32`` as its name and its spec; the name is None where there is none.
+    """The name and the spec of ``hidden=32``; the name is None if there is none.
 
     Example:
         >>> from torchfunc_jax.parity_specs import pair
@@ -74,8 +75,8 @@ def _value(node: ast.AST, generator: torch.Generator, dtype: torch.dtype, words:
     return ast.literal_eval(node)
 
 
-def _made(node: ast.Call, generator: torch.Generator, dtype: torch.dtype, below: Any) -> torch.Tensor:
-    """A tensor, by a call of its factory."""
+def _made(node: ast.Call, generator: torch.Generator, dtype: torch.dtype, below: Callable[[ast.AST], Any]) -> torch.Tensor:
+    """The tensor that a call of a factory makes."""
     called = ast.unparse(node.func).removeprefix("torch.")
     if called not in _FACTORIES:
         raise ValueError(f"{called!r} is none of {', '.join(sorted(_FACTORIES))}")

@@ -1,4 +1,4 @@
-"""Drop-in use: ``patch()`` puts this library's functions where programs look for torch.func's and functorch's."""
+"""Drop-in use: ``patch()`` replaces torch.func's and functorch's functions in all modules by this library's."""
 from __future__ import annotations
 
 import contextlib
@@ -20,14 +20,14 @@ _NAMES = (
 )
 _SOURCES = ("torch.func", "torch", "functorch", "functorch.experimental", "torch._functorch.make_functional")
 
-# Namespaces that other programs import from are changed; what else is torch's, and what is ours, is left alone.
+# Namespaces that other programs import from are changed; torch's other modules and ours are left alone.
 _CHANGED = frozenset({"torch", "torch.func", "functorch", "functorch.experimental"})
 _LEFT_ALONE = frozenset({"torch", "functorch", "bridge", "torchfunc_jax"})
 
 
 @functools.cache
 def _sources() -> list[ModuleType]:
-    """The modules that hold torch's functions, but those that this version of torch does not have."""
+    """The modules that have torch's functions, without those that this version of torch lacks."""
     found = []
     for name in _SOURCES:
         with contextlib.suppress(ImportError):
@@ -41,7 +41,7 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
     found: dict[int, tuple[Any, Any]] = {}
     for name in _NAMES:
         ours = getattr(OURS, name, None)
-        if ours is None:  # a later torch's, not known here
+        if ours is None:  # a name of a later torch that this library does not have
             continue
         for source in _sources():
             theirs = vars(source).get(name, ours)
@@ -93,12 +93,12 @@ def _release() -> None:
 def _restore() -> None:
     while process.patched:
         namespace, name, theirs, ours = process.patched.pop()
-        if namespace.get(name) is ours:  # a name bound to something else meanwhile keeps its new meaning
+        if namespace.get(name) is ours:  # a name that was bound to something else meanwhile keeps its new value
             namespace[name] = theirs
 
 
 class Patch:
-    """What ``patch()`` returns: in effect until ``undo()``, or the end of its ``with`` block."""
+    """The result of ``patch()``; it is in effect until ``undo()``, or until the end of its ``with`` block."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -111,7 +111,7 @@ class Patch:
             self._held = True
 
     def undo(self) -> None:
-        """Put everything back; does nothing the second time. Names stay patched while another patch is in effect."""
+        """Restore torch's functions; a second call does nothing. Names stay patched while another patch is in effect."""
         with _lock:
             if self._held:
                 self._held = False
@@ -131,15 +131,15 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Make ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` this library's, for a ``with`` block or until ``undo()``.
+    """Replace ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` by this library's, for a ``with`` block or until ``undo()``.
 
-    Modules that imported the names earlier (``from torch.func import vmap``) see the change too, torch's own excepted. Not seen are
-    copies that are no module's names: default arguments, class attributes, closures; a module that is imported while the patch is in
-    effect keeps what it imported. The change holds for the whole process, all threads; patches may be nested and overlap.
+    Modules that imported the names earlier (``from torch.func import vmap``) are changed too, except for torch's own. References that are
+    not names of a module are not changed: default arguments, class attributes, closures. A module that is imported while the patch is in
+    effect keeps the functions that it imported. The change holds for all threads of the process; patches may be nested and overlap.
     ``functorch.make_fx`` and ``functorch.compile`` stay torch's.
 
     Returns:
-        Patch: already in effect; a context manager, and ``undo()``.
+        Patch: it is already in effect; it is a context manager and has ``undo()``.
 
     Source: ``unittest.mock.patch``, https://docs.python.org/3/library/unittest.mock.html#patch-methods-start-and-stop
 

@@ -1,4 +1,4 @@
-"""The page of plots of an ensemble: losses, calibration, and the digits it is least sure of. Takes the report, draws with matplotlib."""
+"""A page of plots of an ensemble's report, drawn with matplotlib: losses, calibration, and the digits with the least certain vote."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,10 +15,10 @@ COLORS = {"torchfunc_jax": OURS, "torch.func": THEIRS}
 
 
 def page(report: dict[str, Any]) -> Figure:
-    """Everything on one page.
+    """All plots on one page.
 
     Args:
-        report: what `torchfunc_jax.ensemble.report` returns.
+        report: the result of `torchfunc_jax.ensemble.report`.
 
     Returns:
         matplotlib.figure.Figure: to show or to save.
@@ -38,7 +38,7 @@ def page(report: dict[str, Any]) -> Figure:
 
 
 def losses(axes: Axes, report: dict[str, Any]) -> None:
-    """The loss of every member at every step, smoothed, under each system; one dashed over the other."""
+    """The loss of every member at every step, smoothed, under each system; the second system is dashed."""
     for name, system in report["systems"].items():
         values = np.array(system["losses"])  # [members, steps]
         if not values.size:
@@ -62,7 +62,7 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
-    """How often the vote is right against how sure it is, and how many digits there are at each confidence."""
+    """The accuracy of the vote against its confidence, and the number of digits at each confidence."""
     parts = where.subgridspec(2, 1, height_ratios=[3, 1.1], hspace=0.02)
     axes = figure.add_subplot(parts[0])
     counts = figure.add_subplot(parts[1], sharex=axes)

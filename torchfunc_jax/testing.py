@@ -1,4 +1,4 @@
-"""Parity as a tool: run a function under torch.func and under this library, and say where the two differ."""
+"""Parity as a tool: run a function under torch.func and under this library, and report where the two differ."""
 from __future__ import annotations
 
 import dataclasses
@@ -44,12 +44,12 @@ class Check:
     Attributes:
         transform: its name.
         mode: "eager" or "jit".
-        difference: the first difference in words; None where there is none.
-        largest: the largest absolute difference of values seen; None where no values were compared.
-        agreed: what both did: "same values", "random, same numbers", "both raise RuntimeError", ...
-        details: the difference as data; None where there is none.
-        notes: what a reader should know of a comparison that did not fail.
-        compared: False where PyTorch ran on both sides, so that the comparison says nothing.
+        difference: the first difference in words; None if there is none.
+        largest: the largest absolute difference between values; None if no values were compared.
+        agreed: the common result: "same values", "random, same numbers", "both raise RuntimeError", ...
+        details: the difference as data; None if there is none.
+        notes: remarks on a comparison that did not fail.
+        compared: False if PyTorch ran on both sides, so that the comparison means nothing.
 
     Example:
         >>> import torch
@@ -86,42 +86,42 @@ def parity(
     seed: int = 0,
     progress: Callable[[float, float, str], None] | None = None,
 ) -> list[Check]:
-    """Run a function under torch.func's transforms and under ours, and compare what comes out.
+    """Run a function under torch.func's transforms and under ours, and compare the results.
 
-    Compared are the outputs (structure, dtypes, layouts, shapes, devices, requires_grad, values), their gradients if they require grad,
-    and what was changed in place: inputs, a module's parameters and buffers, captured tensors, ``.grad``.  Floating-point values may
-    differ by a tolerance, which shrinks with an output whose numbers are all smaller than 1; integers must be equal; NaN must meet NaN.
+    The comparison covers the outputs (structure, dtypes, layouts, shapes, devices, requires_grad, values), their gradients if they require
+    grad, and changes in place: of inputs, a module's parameters and buffers, captured tensors, ``.grad``.  Floating-point values may differ
+    by a tolerance, which is smaller for an output whose numbers are all smaller than 1.  Integers must be equal, and NaN equals only NaN.
     Each function is called twice, the second time with its floating-point inputs and its module's parameters multiplied by 0.75, so that
-    what the first call compiled is run on other numbers.
+    the program that the first call compiled runs on other numbers.
 
     A function is random if it draws from a generator of torch's, or if two runs from one seed differ.  If both libraries draw the same
-    numbers, these are compared; otherwise the distributions of many draws are, such that random functions that are alike are called
-    different in fewer than one of a million runs.  The check's ``agreed`` says which.
+    numbers, the numbers are compared.  Otherwise the distributions of many draws are compared, and equal distributions are reported as
+    different in fewer than one of a million runs.  The check's ``agreed`` tells which comparison was made.
 
-    It is a failure, too, if both sides raise without ``raises``, or if there is nothing to compare.
+    The check also fails if both sides raise without ``raises``, or if there is nothing to compare.
 
     Args:
         fn: a function of tensors, or an nn.Module (each side gets a copy of it).
         args, kwargs: its arguments, trees of tensors and other values; each call gets copies.
-        transforms: each a name from torch.func ("grad", "vmap", "jacrev", "vjp", ...), a nesting of names with options
-            ("vmap(grad, in_dims=(0, None))"), "call" for the function itself (ours then inside ``patch()``), or a function that takes
-            torch.func or torchfunc_jax and fn, and returns a function.
-        jit: compare ``jit`` of it too.
+        transforms: each is a name from torch.func ("grad", "vmap", "jacrev", "vjp", ...), a nesting of names with options
+            ("vmap(grad, in_dims=(0, None))"), "call" for the function itself (our side runs inside ``patch()``), or a function that
+            takes torch.func or torchfunc_jax and fn, and returns a function.
+        jit: compare ``jit`` of the transformed function too.
         rtol, atol: tolerances for floating-point values; by dtype if not given.
         check_values: False to compare only structure, shapes and types.
         check_strides: compare strides of outputs.
-        may_do_more: what torch.func refuses may work here.
-        raises: the class that both sides must raise, or several.
-        allow_empty: an output without tensors, of empty tensors or of NaN alone is enough.
-        draws: how many times a random function is called on each side if its numbers differ.
-        seed: for torch's generators before each run; what is drawn has nothing to do with ``torch.manual_seed(seed)``.
-        progress: called with how much is done, how much there is, and what comes next.
+        may_do_more: a call that torch.func refuses may work here.
+        raises: the exception class that both sides must raise, or several.
+        allow_empty: accept an output without tensors, with only empty tensors, or with only NaN.
+        draws: the number of calls of a random function on each side if its numbers differ.
+        seed: seeds torch's generators before each run; the numbers are not those of ``torch.manual_seed(seed)``.
+        progress: called with the amount done, the whole amount, and a description of the next step.
 
     Returns:
         list[Check]: one for each transform and mode.
 
     Raises:
-        ValueError: no transform, a transform that is no name of torch.func's, or fewer than 100 draws.
+        ValueError: there is no transform, a transform is not a name in torch.func, or draws < 100.
 
     Source: ``torch.testing.assert_close``, for the way differences are described.
 
@@ -150,14 +150,14 @@ def parity(
 
 
 def assert_parity(fn: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Assert that a function does the same under torch.func's transforms and under ours, eagerly and compiled.
+    """Assert that a function has the same results under torch.func's transforms and under ours, with and without ``jit``.
 
     Args:
-        fn, args, options: as ``parity``'s.
+        fn, args, options: as in ``parity``.
 
     Raises:
-        ParityError: an AssertionError whose message tells the transform, the place in the output and the first difference.
-        ValueError: as ``parity``'s.
+        ParityError: (an AssertionError) the results differ; the message has the transform, the place in the output and the difference.
+        ValueError: as in ``parity``.
 
     Source: ``torch.testing.assert_close``.
 
@@ -177,10 +177,10 @@ def assert_parity(fn: Callable[..., Any], *args: Any, **options: Any) -> None:
 
 
 def failed(checks: Sequence[Check]) -> str | None:
-    """What the checks found wrong, in sentences; None if all agree and at least one compared something.
+    """A description of the failed checks; None if all agree and at least one compared something.
 
     Args:
-        checks: ``parity``'s result.
+        checks: the result of ``parity``.
 
     Example:
         >>> import torch
@@ -222,7 +222,10 @@ class _Settings:
 class _Comparison:
     """One transform of a function, under both libraries."""
 
-    def __init__(self, name: str, make: Make, fn: Any, args: Any, kwargs: Any, settings: _Settings, number: int) -> None:
+    def __init__(
+        self, name: str, make: Make, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, settings: _Settings,
+        number: int,
+    ) -> None:
         self.name, self.make, self.fn, self.args, self.kwargs = name, make, fn, args, kwargs
         self.settings, self.number = settings, number
         self.seeds = [derived("run", settings.seed, i) for i in (0, 1)]
@@ -247,7 +250,7 @@ class _Comparison:
         return Side(OURS, self.make, self.fn, self.args, self.kwargs, compiled, patch if self.name == "call" else nullcontext)
 
     def _is_random(self, reference: Side) -> bool:
-        """Whether torch.func's side draws random numbers: from torch's generators, or from others, so that two runs differ."""
+        """Whether torch.func's side draws random numbers, from torch's generators or from others (then two runs differ)."""
         first = self.theirs[0]
         if first.error is not None:
             return False
@@ -277,7 +280,7 @@ class _Comparison:
         return Check(self.name, mode, text, found.largest, found.agreed, found.difference, notes)
 
     def _judge(self, ours: list[Outcome], side: Side) -> tuple[Found, tuple[str, ...]]:
-        """Both calls, one after the other."""
+        """Compare both calls, one after the other."""
         options = self.settings.judge
         found = compare(self.theirs[0], ours[0], options, lambda: self.exact(0), self.function)
         if found.difference is not None or self.theirs[0].error is not None or options.raises is not None:
@@ -309,7 +312,7 @@ class _Comparison:
         return any(has_derivatives(x) and bool(x.detach().any()) for x in trees.flatten((self.args, self.kwargs))[0])
 
     def _by_distribution(self, first: Outcome, side: Side, mode: str, number: int) -> Found:
-        """A random function whose numbers are not PyTorch's."""
+        """Compare the distributions of a random function whose numbers are not PyTorch's."""
         settings = self.settings
         theirs = self._draws_of_theirs()
         if isinstance(theirs, Difference):

@@ -12,7 +12,7 @@ from bridge.process import process
 
 def default() -> jax.Device | None:
     """The JAX device to which CPU tensors are sent; None: they stay where they are."""
-    return _default
+    return process.default_device
 
 
 def set_default(device: jax.Device | str | None) -> None:

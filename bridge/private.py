@@ -92,9 +92,14 @@ def torch_node_build(kind: type, children: list[Any], context: Any) -> Any:
 
 @contextlib.contextmanager
 def below_python() -> Iterator[None]:
-    """While entered, operators run PyTorch's own kernels even on wrapper tensors, for example to change a wrapper's shape in place."""
-    with torch._C._DisableTorchDispatch():
+    """While entered, operators run PyTorch's own kernels even on wrapper tensors, and no mode sees them."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+def forbid_reading(t: torch.Tensor) -> None:
+    """Make PyTorch raise if it is to read the memory of a tensor that has none; otherwise it would read whatever is there."""
+    torch._C._set_throw_on_mutable_data_ptr(t)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

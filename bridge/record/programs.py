@@ -152,36 +152,39 @@ class _Kept:
         self.often: OrderedDict[Any, list[_Program]] = OrderedDict()
         self.gone: OrderedDict[int, None] = OrderedDict()  # hashes of records whose programs have gone
         self.limit = _ONCE
+        self.lock = threading.RLock()
 
     def __contains__(self, key: Any) -> bool:
         return key in self.often or key in self.once
 
     def of(self, key: Any) -> list[_Program]:
         """The programs of a record, which differ in the numbers that are static in them."""
-        found = self.often.get(key)
-        if found is None:
-            found = self.once.pop(key, None)
+        with self.lock:
+            found = self.often.get(key)
             if found is None:
-                return []
-            self.often[key] = found
-            if len(self.often) > _OFTEN:
-                self.often.popitem(last=False)
-        self.often.move_to_end(key)
-        return found
+                found = self.once.pop(key, None)
+                if found is None:
+                    return []
+                self.often[key] = found
+                if len(self.often) > _OFTEN:
+                    self.often.popitem(last=False)
+            self.often.move_to_end(key)
+            return found
 
     def add(self, key: Any, program: _Program) -> None:
-        if key in self:
-            family = self.of(key)
-            family.append(program)
-            del family[:-_STATIC]
-            return
-        if self.gone.pop(hash(key), self) is None:
-            self.limit = min(2 * self.limit, _OFTEN)
-        self.once[key] = [program]
-        if len(self.once) > self.limit:
-            self.gone[hash(self.once.popitem(last=False)[0])] = None
-            if len(self.gone) > _OFTEN:
-                self.gone.popitem(last=False)
+        with self.lock:
+            if key in self:
+                family = self.of(key)
+                family.append(program)
+                del family[:-_STATIC]
+                return
+            if self.gone.pop(hash(key), self) is None:
+                self.limit = min(2 * self.limit, _OFTEN)
+            self.once[key] = [program]
+            if len(self.once) > self.limit:
+                self.gone[hash(self.once.popitem(last=False)[0])] = None
+                if len(self.gone) > _OFTEN:
+                    self.gone.popitem(last=False)
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:

@@ -44,3 +44,13 @@ def test_the_errors_on_their_page_are_raised() -> None:
     for message in quoted:
         for phrase in re.sub(r"^(Runtime|Type|NotImplemented)Error: ", "", message).split("..."):
             assert any(phrase.strip(" :") in text for text in texts), f"nothing raises {message!r}"
+
+
+def test_how_it_works_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    named = set(re.findall(r"`((?:bridge|torchfunc_jax)/[\w/.]*)`", page))
+    assert len(named) > 25
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert not missing
+    for room in (ROOT / "bridge").iterdir():  # no room is left out
+        assert not room.is_dir() or room.name == "__pycache__" or f"bridge/{room.name}" in page, room.name

@@ -1,4 +1,4 @@
-"""What two runs of a function left behind, compared leaf by leaf, for the parity tool. Random functions are judged in _parity_random.py."""
+"""Comparison of the outcomes of two runs, leaf by leaf, for the parity tool; _parity_random.py compares random functions."""
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +14,7 @@ from bridge.convert import trees
 from bridge.errors import is_users, shown_line
 from torchfunc_jax._parity_transforms import has_derivatives
 
-# How far two implementations of the same operators may be apart: (relative, absolute)
+# Tolerances between two implementations of the same operators: (relative, absolute)
 _TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 _SIDES = ("torch.func", "torchfunc_jax")
@@ -65,11 +65,11 @@ class Difference:
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What a run left: its output, its inputs, the module's state and captured tensors afterwards, gradients; or what it raised."""
+    """The outcome of a run: its output, inputs, module state and captured tensors afterwards, and gradients; or its exception."""
 
-    parts: dict[str, Any] = dataclasses.field(default_factory=dict)  # by what they are called in a report
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)  # by their names in a report
     error: BaseException | None = None
-    no_gradient: Exception | None = None  # why torch's autograd gave no gradients of the output
+    no_gradient: Exception | None = None  # the error of torch's autograd for the output's gradients
     drew: bool = False  # it drew from a generator of torch's
     changed: bool = False  # it changed an input, the module's state or a captured tensor
     in_ours: bool = True  # it ran code of this library
@@ -99,7 +99,7 @@ class Found:
 
 
 def compare(theirs: Outcome, ours: Outcome, options: Options, in_float64: Callable[[], Outcome], name: str) -> Found:
-    """The first difference of two outcomes; name: the function's; in_float64: runs torch.func's side in float64."""
+    """The first difference between two outcomes; name: the function's name; in_float64: runs torch.func's side in float64."""
     if theirs.error is not None or ours.error is not None or options.raises is not None:
         return _raised(theirs.error, ours.error, options, name)
     if theirs.no_gradient is not None or ours.no_gradient is not None:
@@ -162,7 +162,7 @@ def _raised(theirs: BaseException | None, ours: BaseException | None, options: O
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------------------
-Leaf = tuple[str, Any, Any, str, tuple[Any, ...]]  # its name, torch.func's and ours, the part that it belongs to and the way to it
+Leaf = tuple[str, Any, Any, str, tuple[Any, ...]]  # (name, torch.func's leaf, our leaf, its part, its path)
 
 
 def _leaves(theirs: Outcome, ours: Outcome) -> Iterator[Leaf | Difference]:
@@ -184,7 +184,7 @@ def _leaves(theirs: Outcome, ours: Outcome) -> Iterator[Leaf | Difference]:
 
 
 def sizes(outcome: Outcome) -> dict[str, float]:
-    """For each part the largest finite number in it and its like, at least 1: what is 0 beside it is rounded as it is."""
+    """For each part the largest finite number in it and in similar parts, at least 1; rounding errors are relative to it."""
     found: dict[str, float] = {}
     for _, x, _, part, _ in (leaf for leaf in _leaves(outcome, outcome) if not isinstance(leaf, Difference)):
         if has_derivatives(x) and x.numel():
@@ -195,7 +195,7 @@ def sizes(outcome: Outcome) -> dict[str, float]:
 
 
 def group(part: str) -> str:
-    """All gradients are compared as one group; another part is one of its own."""
+    """The group of a part: all gradients are one group, and every other part is a group of its own."""
     return "gradient" if part.startswith("gradient of ") else part
 
 
@@ -205,7 +205,7 @@ def tensors_of(outcome: Outcome) -> dict[str, torch.Tensor]:
 
 
 def _shown_path(path: tuple[Any, ...]) -> str:
-    """The way to a leaf as one would write it: [0]['weight'].field"""
+    """The path of a leaf in Python's syntax: [0]['weight'].field"""
     return "".join(f".{step}" if isinstance(step, trees.Field) else f"[{step!r}]" for step in path)
 
 
@@ -247,7 +247,7 @@ def _attribute(where: str, name: str, x: Any, y: Any) -> Difference:
 
 
 def _others(where: str, x: Any, y: Any) -> Difference:
-    """Leaves that are not both tensors."""
+    """The difference between leaves that are not both tensors."""
     if type(x) is not type(y):
         return _attribute(where, "type", type(x).__name__, type(y).__name__)
     if x is y:
@@ -280,12 +280,12 @@ def _comparable(x: Any, y: Any) -> bool:
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """How far each pair of elements is apart (0 where both are equal or NaN), and the largest of the finite ones."""
+    """The distance of each pair of elements (0 if both are equal or NaN), and the largest finite distance."""
     a, b = wide(x.detach()), wide(y.detach())
     same = a == b
     if has_derivatives(x):
         same |= a.isnan() & b.isnan()
-    else:  # a difference of two integers may not be one
+    else:  # the difference of two integers may overflow
         a, b = a.double(), b.double()
     apart = torch.where(same, 0, (a - b).abs()).double()
     if not has_derivatives(x):
@@ -376,7 +376,7 @@ def _as_near(
 
 # -- nothing to compare ------------------------------------------------------------------------------------------------------------
 def _nothing(outcome: Outcome) -> str | None:
-    """Why an agreement would mean nothing; None if something was compared."""
+    """The reason why an agreement would mean nothing; None if something was compared."""
     leaves, _ = trees.flatten(outcome.parts.get("output"))
     if outcome.changed or any(x is not None and not isinstance(x, torch.Tensor) for x in leaves):
         return None

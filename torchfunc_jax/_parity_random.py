@@ -1,4 +1,4 @@
-"""Random functions, for the parity tool: whether two libraries draw from the same distribution, judged by many draws of each."""
+"""Random functions, for the parity tool: many draws decide whether two libraries draw from the same distribution."""
 from __future__ import annotations
 
 import itertools
@@ -12,16 +12,16 @@ import torch
 from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, group, shown_error, tensors_of, tolerances, wide
 from torchfunc_jax._parity_transforms import has_derivatives
 
-#: How often, at most, parity finds two random functions different that are alike.
+#: The greatest probability with which parity reports equal distributions as different.
 FALSE_ALARM = 1e-6
-_ELEMENTS = 32  # of a tensor, that are looked at one by one
-_PAIRS = 10  # of tensors, that are looked at together
+_ELEMENTS = 32  # the number of elements of a tensor that are compared one by one
+_PAIRS = 10  # the number of pairs of tensors that are compared together
 
 Draws = list[dict[str, torch.Tensor]]
 
 
 def drawn(call: Callable[[], Outcome], count: int, side: str, step: Callable[[int], None]) -> Draws | Difference:
-    """The tensors that each of so many calls gives, or what to report if one raises."""
+    """The tensors that each of ``count`` calls returns, or the difference to report if a call raises."""
     draws: Draws = []
     for i in range(count):
         outcome = call()
@@ -103,7 +103,7 @@ def distance(x: np.ndarray, y: np.ndarray, tolerance: float = 0.0) -> float:
 
 
 def _finite(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Infinities and NaN as numbers farther out than the others."""
+    """The values, with infinities and NaN replaced by numbers beyond the others."""
     both = np.concatenate([x, y])
     far = 4 * float(np.abs(both[np.isfinite(both)]).max(initial=1.0))
     found = np.nan_to_num(both, nan=2 * far, posinf=far, neginf=-far)
@@ -142,7 +142,7 @@ def _array(t: torch.Tensor) -> np.ndarray:
 
 
 def _size(t: torch.Tensor) -> float:
-    """The largest of its finite elements, without sign."""
+    """The largest absolute value of the finite elements."""
     v = np.abs(_array(t))
     return float(v[np.isfinite(v)].max(initial=0.0))
 

@@ -1,4 +1,4 @@
-"""One side of a parity check: the function under torch.func or under this library, run on copies, and what each call left behind."""
+"""One side of a parity check: the function under torch.func or under this library, run on copies, and each call's outcome."""
 from __future__ import annotations
 
 import copy
@@ -20,12 +20,12 @@ from torchfunc_jax._parity_compare import Outcome
 from torchfunc_jax._parity_transforms import Make, direction, has_derivatives
 
 _BRIDGE = os.path.dirname(bridge.__file__)
-#: What a second call multiplies numbers by: the program that the first call compiled has to do for them.
+#: The factor of a second call's numbers, on which the program that the first call compiled has to run too.
 OTHER = 0.75
 
 
 def derived(*what: Any) -> int:
-    """A seed that no one else uses: a hash, so that seed 0 here draws other numbers than torch.manual_seed(0) does."""
+    """A seed made by a hash, so that seed 0 here draws other numbers than torch.manual_seed(0) does."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
 
 
@@ -43,7 +43,7 @@ class Side:
         self.start = _State(self.fn)
 
     def calls(self, seeds: list[int], watch: bool = False) -> list[Outcome]:
-        """A call on the inputs, then one on other numbers, the module's parameters too; as many of the two as there are seeds."""
+        """A call on the inputs and, with two seeds, a call with other numbers in the inputs and the module's parameters."""
         outcomes = []
         for i, seed in enumerate(seeds):
             if i:
@@ -52,7 +52,7 @@ class Side:
         return outcomes
 
     def call(self, seed: int | None, factor: float = 1.0, watch: bool = False) -> Outcome:
-        """One call on fresh copies of the inputs; None for seed: all generators go on; watch: note whether our code runs."""
+        """One call on fresh copies of the inputs; seed None: generators keep their state; watch: note whether our code runs."""
         outcome = Outcome()
         inputs = _fresh(self.inputs, factor, reseed=seed is None)
         before = _fresh(inputs)
@@ -88,7 +88,7 @@ class Side:
         return outcome
 
     def _note(self, outcome: Outcome, output: Any, inputs: Any) -> None:
-        """The output, and the gradients that torch's autograd takes of it."""
+        """Note the output, and its gradients by torch's autograd."""
         outcome.parts["output"] = _opened(output)
         outs = [x for x in trees.flatten(output)[0] if has_derivatives(x) and x.requires_grad]
         wanted = {f"input[{key!r}]{list(path) if path else ''}": x for key, tree in (*enumerate(inputs[0]), *inputs[1].items())
@@ -105,12 +105,12 @@ class Side:
         outcome.parts.update({f"gradient of {name}": g for name, g in zip(wanted, grads, strict=True)})
 
     def restore(self) -> None:
-        """Put the module and captured tensors back to what they were at first."""
+        """Restore the first values of the module and the captured tensors."""
         self.start.restore()
 
 
 def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: list[int]) -> Outcome:
-    """What PyTorch computes in the last of ``calls`` with all floating-point numbers in float64; has an error if that cannot be run."""
+    """PyTorch's outcome of the last of ``calls`` with all floating-point numbers in float64, or an outcome with its error."""
     widened = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
     def one(x: Any) -> Any:
@@ -138,7 +138,7 @@ def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: lis
 
 # -- the module's and captured tensors ---------------------------------------------------------------------------------------------
 def _captured(fn: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a function reaches without being given them, by a name for the report."""
+    """The tensors that a function captures, by a name for the report."""
     found: dict[str, torch.Tensor] = {}
     for t, place in closure_scan.scan(fn).tensors.values():
         key = place.key if isinstance(place.key, str) else f"of shape {tuple(t.shape)}"
@@ -165,18 +165,18 @@ class _State:
         return {name: t for name, _, _, t in self.places} if self.module is not None else _captured(self.fn)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there now, by name."""
+        """The present tensors, by name."""
         if self.module is None:
             return _captured(self.fn)
         return {name: x for name, m, key, _ in self.places if isinstance(x := getattr(m, key, None), torch.Tensor)}
 
     def changed(self) -> bool:
-        """Whether one of them is another or has other values than at first."""
+        """Whether a tensor was replaced or has other values than at first."""
         now = self.tensors()
         return now.keys() != self.first.keys() or any(not _identical(t, self.first[name]) for name, t in now.items())
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Copies of them as they are, and of their ``.grad``."""
+        """Copies of the present tensors and of their ``.grad``."""
         now = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in self.tensors().items()}
         grads = {f"{name}.grad": t.grad.clone() for name, t in self.tensors().items() if t.is_leaf and t.grad is not None}
         return now | grads
@@ -194,14 +194,14 @@ class _State:
 
     @torch.no_grad()
     def train(self) -> None:
-        """Other numbers in the module's parameters, as after an optimizer's step; captured tensors are the caller's and stay."""
+        """Change the module's parameters, as an optimizer's step would; captured tensors belong to the caller and are not changed."""
         for t in {id(t): t for *_, t in self.places if isinstance(t, nn.Parameter) and has_derivatives(t)}.values():
             t.mul_(OTHER)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------------------
 def _fresh(tree: Any, factor: float = 1.0, reseed: bool = False) -> Any:
-    """A copy of a tree, floating-point numbers multiplied by factor; reseed: generators in it get seeds from torch's default one.
+    """A copy of a tree with floating-point numbers multiplied by factor; reseed: its generators get seeds from torch's default one.
 
     The same leaf twice is the same copy twice, tensors that share memory share it in the copy, requires_grad and strides stay.
     """
@@ -244,7 +244,7 @@ def _opened(tree: Any) -> Any:
             return {"class": type(x).__name__, **_State(x).now()}
         if type(x) in (torch.Tensor, nn.Parameter):
             return x.detach().clone().requires_grad_(x.requires_grad)
-        return "a generator" if isinstance(x, torch.Generator) else x  # its state counts draws, and ours draws otherwise
+        return "a generator" if isinstance(x, torch.Generator) else x  # its state counts draws, and this library draws differently
 
     return trees.map_leaves(one, tree)
 
@@ -273,7 +273,7 @@ def _generator_states(given: list[torch.Generator]) -> list[torch.Tensor]:
 
 @contextmanager
 def _watched(ran: list[bool]) -> Iterator[None]:
-    """Appends to ran when code of the bridge is called in this thread; also if a profiler is on, because then nobody can look."""
+    """Append to ran when this thread calls code of the bridge, or if a profiler is on, because then that cannot be seen."""
     if sys.getprofile() is not None:
         ran.append(True)
         yield

@@ -16,7 +16,7 @@ Make = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
 
 def named(transform: Transform) -> tuple[str, Make]:
-    """A transform's name, and the function that applies it.
+    """The name of a transform, and the function that applies it.
 
     Raises:
         ValueError: a string that is no nesting of torch.func's transforms.
@@ -68,7 +68,7 @@ def _linearize(api: Any, f: Callable[..., Any]) -> Callable[..., Any]:
 def _of_floats(
     name: str, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """f as a function of the floating-point tensors in its arguments, and these tensors."""
+    """(f as a function of the floating-point tensors in its arguments, these tensors)."""
     leaves, spec = trees.flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if has_derivatives(x)]
     if not where:

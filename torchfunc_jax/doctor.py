@@ -1,7 +1,7 @@
-"""What is installed, what is known to be wrong with it, and a self-check of the transforms: what a bug report starts with.
+"""The beginning of a bug report: installed versions, their known problems, and a self-check of the transforms.
 
-``KNOWN`` is the one table of known problems and ``CHECKS`` the one table of checks.  ``examine`` runs them in a process of their own, so
-that a program that ends the process is a line of the report.
+``KNOWN`` is the table of known problems and ``CHECKS`` the table of checks.  ``examine`` runs the checks in a process of their own, so
+that a crash becomes a line of the report.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchfunc_jax._machine import machine
 TESTED = {"python": ("3.11", "3.13"), "torch": ("2.11.0", "2.15.0"), "jax": ("0.10.2", "0.12.0.1")}
 _PACKAGES = ("jaxlib", "flax", "numpy")
 _VARIABLES = re.compile(r"(JAX|XLA|LIBTPU|TPU|TORCH|PYTORCH|TORCHFUNC_JAX|CUDA|NVIDIA|OMP|MKL)_")
-_PATIENCE = 60.0  # seconds that one check may take
+_PATIENCE = 60.0  # the seconds that one check may take
 _PROGRAM = "from torchfunc_jax.doctor import _serve; _serve()"
 
 
@@ -42,9 +42,9 @@ class Known:
     """A known problem, or a setting that changes numbers.
 
     Attributes:
-        title: what it is about.
-        status: "worked around" if nothing is to be done; "untested", "unsupported"; "setting" for what the user has set.
-        what: what happens, and what to do.
+        title: a short name of the problem.
+        status: "worked around" if the user need not do anything; "untested", "unsupported"; "setting" for a setting of the user's.
+        what: the effect, and what to do.
     """
 
     title: str
@@ -57,9 +57,9 @@ class Checked:
     """The result of one check.
 
     Attributes:
-        name: what was checked.
-        difference: where torch.func and this library differ; None if they agree.
-        seconds: how long the check took, compiling included.
+        name: the name of the check.
+        difference: the difference between torch.func and this library; None if they agree.
+        seconds: the duration of the check, compilation included.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What ``examine`` found.
+    """The result of ``examine``.
 
     Attributes:
         versions: of Python, the operating system, and each package, by name.
-        cpu: its name, cores, architecture, and the widest instructions that torch uses.
-        devices: each as JAX or torch names it.
+        cpu: the processor's name, cores, architecture, and the widest instructions that torch uses.
+        devices: JAX's and torch's names of the devices.
         environment: the environment variables that JAX, XLA and torch read, by name.
-        settings: those of JAX and torch that change numbers, by name.
+        settings: JAX's and torch's settings that change numbers, by name.
         known: the known problems that this combination has.
         checks: the results of the self-check.
     """
@@ -96,7 +96,7 @@ class Report:
 
 
 def examine(checks: bool = True, on_check: Callable[[str, Checked | None], None] | None = None) -> Report:
-    """Say what is installed and known to be wrong with it, and compare the transforms with torch.func's.
+    """Report what is installed and its known problems, and compare the transforms with torch.func's.
 
     Args:
         checks: False leaves the self-check out, which takes a minute or two.
@@ -126,7 +126,7 @@ def examine(checks: bool = True, on_check: Callable[[str, Checked | None], None]
     return dataclasses.replace(facts, known=known, checks=done)
 
 
-# -- what is here ------------------------------------------------------------------------------------------------------------------
+# -- what is installed -------------------------------------------------------------------------------------------------------------
 def _facts() -> Report:
     here = machine()
     versions = {"python": here["python"], "torch": here["torch"], "jax": here["jax"]}
@@ -166,7 +166,7 @@ def _devices() -> list[str]:
     return found
 
 
-# -- what is known -----------------------------------------------------------------------------------------------------------------
+# -- known problems ----------------------------------------------------------------------------------------------------------------
 def _parts(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 15, 0) for "2.15.0+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version)[0]))

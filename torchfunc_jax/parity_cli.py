@@ -1,4 +1,4 @@
-"""The command `torchfunc-jax parity`: the same function under torch.func and under torchfunc_jax, as a table."""
+"""The command `torchfunc-jax parity` compares a function under torch.func and under torchfunc_jax, and prints a table."""
 from __future__ import annotations
 
 import builtins
@@ -161,7 +161,7 @@ def table(function: str, checks: list[Check]) -> Table:
 
 
 def _short(difference: Difference) -> str:
-    """What differs, in a few words; the sentences are printed below the table."""
+    """The difference in a few words; sentences about it are printed below the table."""
     at = f" in {difference.where}" if difference.where else ""
     return escape(f"{_KINDS.get(difference.kind, f'another {difference.kind}')}{at}")
 
@@ -187,7 +187,7 @@ def _bar(console: Console) -> Iterator[Callable[[float, float, str], None]]:
 
 
 def _finite(x: Any) -> Any:
-    """The report with infinities and NaN as strings: JSON has none."""
+    """The report with infinities and NaN as strings, because JSON lacks them."""
     if isinstance(x, dict):
         return {k: _finite(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
@@ -231,7 +231,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _called(what: str, where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn's result; what it raises ends the command, because nothing was compared."""
+    """fn's result; an exception ends the command, because nothing was compared."""
     try:
         return fn(*args, **kwargs)
     except (Exception, SystemExit) as error:
@@ -239,7 +239,7 @@ def _called(what: str, where: str, fn: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _made(fn: Any, init: Many, generator: torch.Generator, dtype: torch.dtype, name: str) -> Any:
-    """The function itself, or the instance of a class, or what a function makes that was given arguments by --init."""
+    """The function, or an instance of the class, or the result of a function that gets the arguments of --init."""
     if init is None and not inspect.isclass(fn):
         return fn
     from torchfunc_jax.parity_specs import pair

@@ -152,6 +152,7 @@ class _Kept:
         self.often: OrderedDict[Any, list[_Program]] = OrderedDict()
         self.gone: OrderedDict[int, None] = OrderedDict()  # hashes of records whose programs have gone
         self.limit = _ONCE
+        self.went = 0
         self.lock = threading.RLock()
 
     def __contains__(self, key: Any) -> bool:
@@ -183,6 +184,9 @@ class _Kept:
             self.once[key] = [program]
             if len(self.once) > self.limit:
                 self.gone[hash(self.once.popitem(last=False)[0])] = None
+                self.went += 1
+                if self.went % 16 == 0:
+                    pieces.trim()
                 if len(self.gone) > _OFTEN:
                     self.gone.popitem(last=False)
 

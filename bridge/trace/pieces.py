@@ -84,13 +84,13 @@ def _release(done: set[Shapes]) -> None:
                 family.pop(key, None)
                 piece.clear()
     if next(process.releases) % 16 == 15:
-        _trim()
+        trim()
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give back to the system what XLA's compiler has freed: glibc keeps 60 MB of it after 200 shapes.  Takes some milliseconds."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloctrim(0)
 
 
 class NotPure(Exception):

@@ -4,8 +4,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from bridge.trace import tracing
+from torchfunc_jax import grad, jit, vmap
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]]
@@ -51,6 +56,24 @@ def test_how_it_works_names_files_that_exist() -> None:
     named = set(re.findall(r"`((?:bridge|torchfunc_jax)/[\w/.]*)`", page))
     assert len(named) > 25
     missing = {name for name in named if not (ROOT / name).exists()}
+    files = {path.name for package in ("bridge", "torchfunc_jax") for path in (ROOT / package).rglob("*.py")}
+    missing |= {name for name in re.findall(r"`(\w+\.py)`", page) if name not in files}
     assert not missing
     for room in (ROOT / "bridge").iterdir():  # no room is left out
         assert not room.is_dir() or room.name == "__pycache__" or f"bridge/{room.name}" in page, room.name
+
+
+def test_how_it_works_names_operators_that_its_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    example = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    namespace: dict[str, Any] = {}
+    exec(example, namespace)
+    met: list[str] = []
+    dispatch = tracing.dispatch
+    monkeypatch.setattr(tracing, "dispatch", lambda func, args, kwargs: met.append(str(func)) or dispatch(func, args, kwargs))
+    jaxpr = jit(vmap(grad(namespace["loss"]), in_dims=(None, 0))).jaxpr(torch.ones(3), torch.ones(4, 3))
+    named = re.search(r"Here `(aten\.\w+)` becomes a `(\w+)`", page)
+    assert named is not None
+    operator, primitive = named.groups()
+    assert operator in {name.rpartition(".")[0] for name in met}
+    assert primitive in {equation.primitive.name for equation in jaxpr.eqns}

@@ -1,6 +1,7 @@
 """torch.utils.checkpoint as a part of a record."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from bridge.record.replay import TRANSFORMS
 from bridge.record.transforms import entered, transform
 
 
-def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.utils.checkpoint as a part of a record: its function's values are computed again in the backward pass."""
+def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write torch.utils.checkpoint down as a part of the record; its function's values are computed again in the backward pass."""
     options = ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
     kwargs = {name: x for name, x in kwargs.items() if name not in options}
 
@@ -33,7 +34,7 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return transform(function, leaves, record)
 
 
-def _checkpoint_again(body: Any, operands: list[Any], _: Any, __: Any) -> Any:
+def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:
     return list(torch.utils.checkpoint.checkpoint(body, *operands, use_reentrant=False)), None
 
 

@@ -1,7 +1,7 @@
-"""Compiled records in the user's cache folder: what one process has compiled, the next one loads.
+"""Compiled records in the user's cache folder: the next process loads the programs that this one has compiled.
 
-A file's name is a hash of the record in words and of everything else its program depends on: the versions, our own files, the
-processor.  What cannot be said in words that mean the same in another process is not stored.
+A file's name is a hash of the record in words and of everything else that its program depends on: the versions, our own files, the
+processor.  A record is not stored if it holds an object for which no words mean the same in another process.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from bridge.lowering.registry import OVERRIDDEN
 from bridge.record.recorder import Again, Begin, End, Input, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
 
-_BYTES = 256 * 2**20  # of all files together; those that were not used for longest go
+_BYTES = 256 * 2**20  # limit for all files together; the least recently used ones are removed first
 _PLAIN = frozenset({
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format,
 })  # fmt: skip
@@ -72,7 +72,7 @@ def _words(x: Any) -> str:
 
 
 @functools.lru_cache(4096)
-def _function(func: Any) -> str:
+def _function(func: Callable[..., Any]) -> str:
     owner = getattr(func, "__self__", None)
     module = getattr(func, "__module__", None) or getattr(getattr(func, "__objclass__", None), "__module__", "")
     if not str(module or getattr(owner, "__module__", "")).startswith("torch") and not isinstance(owner, type(torch.Tensor.T)):
@@ -82,7 +82,7 @@ def _function(func: Any) -> str:
 
 @functools.cache
 def _place() -> tuple[Path, str] | None:
-    """The folder, and what programs depend on beside their records; None where there is no folder to write to."""
+    """The folder, and in words what all programs depend on; None if the cache is off or no folder can be written to."""
     if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0":
         return None
     here = Path(__file__).resolve().parents[2]
@@ -103,8 +103,8 @@ def _place() -> tuple[Path, str] | None:
     return folder, repr(said)
 
 
-def path_of(trace: Sequence[Any], refs: Sequence[int], ambient: Any) -> Path | None:
-    """Where the program of a record is stored; None where it is not."""
+def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], ambient: tuple[Any, ...]) -> Path | None:
+    """The file for the program of a record; None if that program cannot be stored."""
     place = _place()
     if place is None or OVERRIDDEN or jax.default_backend() != "cpu":
         return None
@@ -119,30 +119,30 @@ def path_of(trace: Sequence[Any], refs: Sequence[int], ambient: Any) -> Path | N
 
 
 def load(path: Path) -> Any:
-    """What was saved there; None where nothing usable is."""
+    """The data that were saved there; None if there are none that can be used."""
     try:
         found = pickle.loads(path.read_bytes())
         os.utime(path)
         return found
-    except Exception:  # absent, cut off, or of another time: compiled anew
+    except Exception:  # the file is absent, cut off or from another version: the program is compiled anew
         return None
 
 
 def drop(path: Path) -> None:
-    """Remove what was saved there, which does not run."""
+    """Remove a file whose program does not run."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def save(path: Path, what: Any) -> None:
-    """Write it, all at once; the least recently used files go where there are too many."""
+    """Write the data in one step; then remove the least recently used files if all together are too large."""
     try:
         data = pickle.dumps(what)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
             f.write(data)
         os.replace(f.name, path)
         _limit(path.parent)
-    except Exception:  # a cache: without it everything works
+    except Exception:  # everything works without the cache
         return
 
 
@@ -157,12 +157,12 @@ def _limit(folder: Path) -> None:
         total -= size
 
 
-def packed(executable: Any) -> Any:
+def packed(executable: jax.stages.Compiled) -> tuple[Any, ...]:
     """A compiled function as data."""
     return serialize_executable.serialize(executable)
 
 
-def unpacked(data: Any) -> Any:
+def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*data)
 
 

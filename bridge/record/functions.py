@@ -1,4 +1,4 @@
-"""torch.autograd.Function as a part of a record: its forward is written down, with what its context keeps for its other rules."""
+"""torch.autograd.Function as a part of a record: its forward is written down, with the values that its context keeps."""
 from __future__ import annotations
 
 import dataclasses
@@ -19,18 +19,18 @@ from bridge.record.transforms import transform
 
 @dataclasses.dataclass(frozen=True)
 class _Ended:
-    """What the forward of an autograd.Function leaves beside tensors."""
+    """What the forward of an autograd.Function gives beside tensors: the trees of its outputs and of its context, and static leaves."""
 
-    outs: Any  # the tree of its outputs, and of what its context keeps; what in them is no tensor
+    outs: Any  # the treedef of its outputs; static: its leaves that are no tensors
     static: tuple[Any, ...]
-    kept: Any
+    kept: Any  # the treedef of the values that its context keeps; kept_static: its leaves that are no tensors
     kept_static: tuple[Any, ...]
-    constant: tuple[bool, ...]  # of the outputs that are tensors: marked as not differentiable
+    constant: tuple[bool, ...]  # for each output that is a tensor: whether it has no gradient
     materialize: bool
 
 
-def _function(cls: Any, recording: bool) -> Callable[..., Any]:
-    """What PyTorch runs in the place of an autograd.Function's forward: it is written down, and what its context keeps with it."""
+def _function(cls: type[torch.autograd.Function], recording: bool) -> Callable[..., Any]:
+    """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward down, with what its context keeps."""
     if cls.__module__.startswith("torch."):
         raise Unrecordable(cls.__name__)
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
@@ -47,8 +47,8 @@ def _function(cls: Any, recording: bool) -> Callable[..., Any]:
     return forward
 
 
-def _applied(recorder: Recorder, cls: Any, args: tuple[Any, ...], recording: bool, new_style: bool) -> list[Any]:
-    """[the outputs of a Function]"""
+def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, new_style: bool) -> list[Any]:
+    """Write down one call of a Function; a list with the tree of its outputs as the only entry."""
     where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     others = [a for a in args if not isinstance(a, torch.Tensor)]
     if any(isinstance(x, torch.Tensor) for x in trees.flatten(others)[0]):
@@ -61,14 +61,14 @@ def _applied(recorder: Recorder, cls: Any, args: tuple[Any, ...], recording: boo
     ctx = intercepted.Context(tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args]))
     attributes = set(vars(ctx))
     filled = list(args)
-    with torch.set_grad_enabled(recording):  # as it was around the call
+    with torch.set_grad_enabled(recording):  # the grad mode around the call
         arguments = recorder.begin("function", params, operands, avals)
     for i, t in zip(where, arguments, strict=True):
         filled[i] = t
     try:
         private.enter_function_mode(recorder)
         try:
-            with private.set_forward_mode_enabled(recorder.ambient.forward_mode):  # PyTorch has switched it off
+            with private.set_forward_mode_enabled(recorder.ambient.forward_mode):  # PyTorch has switched forward mode off
                 out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
                 if new_style:
                     cls.setup_context(ctx, tuple(filled), out)
@@ -98,26 +98,28 @@ def _applied(recorder: Recorder, cls: Any, args: tuple[Any, ...], recording: boo
 
 
 def _same(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What is no tensor among these, to be compared and kept."""
+    """The leaves as keys that can be compared; None for each tensor."""
     try:
         return tuple([None if isinstance(x, torch.Tensor) else Same(x) for x in leaves])
     except TypeError:
         raise Unrecordable("an argument of a Function that is not hashable") from None
 
 
-def _merged(spec: Any, leaves: Sequence[Any], found: Sequence[Any]) -> Any:
-    """A tree of the static leaves, and of the tensors found in the places of those that are None or tensors."""
+def _merged(spec: Any, leaves: Sequence[Any], found: Sequence[torch.Tensor]) -> Any:
+    """The tree of the leaves; each None or tensor among them is replaced by the next of the tensors found."""
     source = iter(found)
     return trees.unflatten(spec, [x.value if type(x) is Same else next(source) if x is None or isinstance(x, torch.Tensor) else x
                                   for x in leaves])
 
 
-def _function_again(body: Any, operands: list[Any], params: Any, end: _Ended) -> Any:
+def _function_again(
+    body: Callable[..., Any], operands: list[torch.Tensor], params: tuple[Any, ...], end: _Ended
+) -> tuple[list[torch.Tensor], None]:
     cls, where, count, static = params
     n = len(end.constant)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        # by way of the class: who looks for tensors from outside that the methods reach would find those of the whole record in body
+        # body comes from the class: as a closure variable it would be searched for tensors, and those of the whole record found
         found = vars(again)["body"](*[args[i] for i in where])
         saved, saved_forward, attributes = _merged(end.kept, end.kept_static, found[n:])
         ctx.save_for_backward(*saved)

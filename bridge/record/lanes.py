@@ -1,30 +1,30 @@
-"""Vmaps of any number of lanes by the programs of a few numbers: lanes are independent, so 17 of them run as 24.
+"""Runs vmaps of any number of lanes by programs for a few numbers of lanes: lanes are independent, so 17 of them run as 24.
 
 A program is compiled for one number of lanes, which takes up to a second; code whose batch size changes from call to call would wait
-at each new one.  From the second number of lanes on, the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... is compiled instead, and used for all
-numbers below it.  The lanes that fill up repeat the last one.  Its cotangent is shared among the copies: zeros for them would
-not do, because zero times an infinite derivative is NaN.
+at each new size.  From the second number of lanes on, a program is compiled for the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... instead,
+and serves the numbers below that too.  The added lanes are copies of the last one.  Its cotangent is shared among the copies: zeros for
+them would be wrong, because zero times an infinite derivative is NaN.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from bridge.boundary.autograd import Untransformed
 from bridge.record.recorder import Begin, End, Input, Recorder, interned, values_of
-from bridge.record.tensor import aval_of
+from bridge.record.tensor import Aval, aval_of
 
 _BYTES = 2**28  # mapped inputs larger than this are not copied
 _LIMIT = 256
 
 
 class Wide:
-    """A record that is a vmap and nothing else, with more lanes.
+    """A record that is one vmap and nothing else, and that can run with more lanes.
 
     Attributes:
-        family: what all records have in common that differ in the number of lanes alone.
+        family: a key that is equal for records that differ only in the number of lanes.
         lanes, size: the number of lanes in the record, and in the wider one.
     """
 
@@ -52,23 +52,24 @@ class Wide:
         return wide
 
     def narrow(self, refs: Sequence[int], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The wider record's results, with these numbers, without the lanes that fill up."""
+        """The wider record's results without the added lanes; refs: the results' numbers in the record."""
         return [t if (dim := self.placed[r]) is None else _narrowed(t, dim, self.lanes) for r, t in zip(refs, outs, strict=True)]
 
 
 class Widths:
-    """Which records run by a wider program: those of a family that was met with several numbers of lanes, until one pays for its own.
+    """Decides which records run by a wider program: those of a family that came with several numbers of lanes.
 
-    None of a family that writes to what it is given: it would write to a copy.
+    A record gets a program of its own when its added lanes have taken longer than the wider program took to make.  A family that writes
+    to its inputs never runs by a wider program, which would write to copies.
     """
 
     def __init__(self) -> None:
-        self.met: dict[Any, bool] = {}  # by family: whether it writes
-        self.cost: dict[Any, float] = {}  # by family and size: the seconds that the wider program took to be made
-        self.wasted: dict[Any, float] = {}  # by record: the seconds that lanes took which fill up
+        self.met: dict[Any, bool] = {}  # by family: whether it writes to its inputs
+        self.cost: dict[Any, float] = {}  # by family and size: the seconds that making the wider program took
+        self.wasted: dict[Any, float] = {}  # by record: the seconds that the added lanes took
 
-    def pays(self, wide: Wide, record: Any) -> bool:
-        """Whether the record, known by any hashable, is to run by the wider program."""
+    def pays(self, wide: Wide, record: Hashable) -> bool:
+        """Whether the record, given by a hashable key, should run by the wider program."""
         writes = self.met.get(wide.family)
         if writes is None:
             for kept in (self.met, self.cost, self.wasted):
@@ -80,8 +81,8 @@ class Widths:
         cost = self.cost.get((wide.family, wide.size))
         return cost is None or self.wasted.get(record, 0.0) < cost
 
-    def ran(self, wide: Wide, record: Any, seconds: float) -> None:
-        """The wider program has run for the record; the first time it was made."""
+    def ran(self, wide: Wide, record: Hashable, seconds: float) -> None:
+        """Note that the wider program has run for the record; its first run includes its compilation."""
         width = (wide.family, wide.size)
         if width in self.cost:
             self.wasted[record] = self.wasted.get(record, 0.0) + seconds * (wide.size - wide.lanes) / wide.size
@@ -90,7 +91,7 @@ class Widths:
 
 
 def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
-    """The record with more lanes; None if it is more than one vmap, draws, writes, or uses a mapped input in another way too."""
+    """The record with more lanes; None if it is more than one vmap, draws, writes, or also uses a mapped input otherwise."""
     if recorder.written or recorder.lasting:
         return None
     begin: Any = None
@@ -138,20 +139,20 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
     return Wide(recorder, mapped, placed, lanes.pop())
 
 
-def _numbered(trace: Sequence[Any]) -> Any:
-    """The entries of a record, each with the number of its first value."""
+def _numbered(trace: Sequence[tuple[Any, tuple[int, ...]]]) -> Iterator[tuple[int, Any, tuple[int, ...]]]:
+    """Yield the entries of a record, each with the number of its first value."""
     count = 0
     for what, refs in trace:
         yield count, what, refs
         count += values_of(what)
 
 
-def _without(aval: Any, dim: int) -> tuple[Any, ...]:
+def _without(aval: Aval, dim: int) -> tuple[Any, ...]:
     return (aval.shape[:dim], aval.shape[dim + 1 :], aval.dtype, aval.device, aval.requires_grad)
 
 
 def _size_for(lanes: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below."""
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least the number of lanes."""
     power = 1 << (lanes - 1).bit_length()
     return power * 3 // 4 if power >= 4 and lanes <= power * 3 // 4 else power
 
@@ -173,7 +174,7 @@ class _Narrowed(Untransformed):
         return t.narrow(dim, 0, lanes).clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         lanes = cotangent.shape[ctx.dim]
         last = cotangent.narrow(ctx.dim, lanes - 1, 1) / ctx.copies
         copies = last.expand([ctx.copies if d == ctx.dim else -1 for d in range(cotangent.dim())])

@@ -1,8 +1,8 @@
-"""Finds stretches of a record that repeat: as a loop, thirty equal steps are traced, and compiled, as one step.
+"""Finds parts of a record that repeat, and makes loops of them: thirty equal steps are traced and compiled as one step.
 
-A step is a sequence of operators that comes again, several times without a gap, with the same static arguments and shapes.  What it
-takes is the same tensor in all of its repetitions, or comes from the one before (it is carried), or from itself; Python numbers may be
-others each time.
+A step is a sequence of operators that repeats several times without a gap, with the same static arguments and shapes.  Each operand is
+the same tensor in all repetitions, or a value of the repetition before (it is carried), or a value of the same repetition.  Python numbers
+may differ between repetitions.
 """
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from bridge.record.recorder import Op, Out
 
 _TIMES, _ENTRIES = 4, 48  # fewer repetitions, or fewer operators in all of them, are not worth a loop
-_PERIODS = 6  # how many lengths of a step are tried for one beginning
+_PERIODS = 6  # how many step lengths are tried at one entry
 
 
 class Loop:
     """A step that repeats.
 
     Attributes:
-        entries: of the first repetition: (operator, operands, first number of its results); an operand is the number of a value that
-            all repetitions share, or ("carried", k), or ("own", number in the first repetition).
-        carried: (the number of the value that goes into the first repetition, the number of what the first gives to the second).
-        last: for each of these, the number of what the last repetition gives.
+        entries: those of the first repetition: (operator, operands, first number of its results); an operand is the number of a value
+            that all repetitions share, or ("carried", k), or ("own", number in the first repetition).
+        carried: for each carried value, its number before the first repetition, and its number after it.
+        last: for each carried value, its number after the last repetition.
         plain: the entries of all repetitions, as they stand in the record.
     """
 
@@ -33,10 +33,10 @@ class Loop:
 
 
 def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
-    """The entries of a block with loops in the place of what repeats.
+    """The entries of a block, with a loop in place of each part that repeats.
 
     Args:
-        entries: of the block.
+        entries: those of the block.
         uses: how often each value is used in the whole record.
         since: the number of the first value that may be made in a loop.
     """
@@ -57,8 +57,8 @@ def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
     return found
 
 
-def _simple(what: Any) -> bool:
-    """Whether it is an operator that only computes, and of which torch's autograd records all or nothing."""
+def _simple(what: object) -> bool:
+    """Whether it is an operator under grad mode that writes nothing and whose results are all tensors."""
     if type(what) is not Op or what.changed or not what.grad:
         return False
     outs = [what.outs] if type(what.outs) is Out else what.outs
@@ -74,7 +74,7 @@ def _loop_at(
         same = 0
         while place + same < len(marks) and marks[at + same] == marks[place + same]:
             same += 1
-        times = same // period  # without the last one, which runs by itself: others may use all that it computes
+        times = same // period  # without the last one, which stays outside: later entries may use any of its values
         if times >= _TIMES - 1 and (times + 1) * period >= _ENTRIES:
             loop = _made(entries[at : at + period * times], period, times, uses)
             if loop is not None:
@@ -83,7 +83,7 @@ def _loop_at(
 
 
 def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> Loop | None:
-    made: dict[int, tuple[int, int, int]] = {}  # by its number: the repetition, entry and result that gives a value
+    made: dict[int, tuple[int, int, int]] = {}  # by a value's number: the repetition, entry and result that makes it
     for at, (what, _, first) in enumerate(entries):
         count = 1 if type(what.outs) is Out else len(what.outs)
         made.update((first + k, (at // period, at % period, k)) for k in range(count))
@@ -100,14 +100,14 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
         for position, ref in enumerate(refs):
             again = [entries[at + r * period][1][position] for r in range(1, times)]
             where = [made.get(r) for r in again]
-            if ref in made:  # of its own repetition, in each
+            if ref in made:  # a value of the same repetition
                 _, entry, k = made[ref]
                 if where != [(r, entry, k) for r in range(1, times)]:
                     return None
                 operands.append(("own", ref))
             elif all(r == ref for r in again):
                 operands.append(ref)
-            else:  # of the one before
+            else:  # a value of the repetition before
                 if where[0] is None or where != [(r, *where[0][1:]) for r in range(times - 1)]:
                     return None
                 _, entry, k = where[0]
@@ -118,7 +118,7 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
             inside[ref] = inside.get(ref, 0) + 1
     ends = {own(entry, k, times - 1) for _, entry, k in carried}
     if any(inside.get(ref, 0) != uses.get(ref, 0) and ref not in ends for ref in made):
-        return None  # what a repetition computes is used after the loop
+        return None  # a value made in the loop is used after it
     return Loop(
         steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,
     )  # fmt: skip

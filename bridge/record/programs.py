@@ -1,4 +1,4 @@
-"""Records compiled: which programs are kept, which of them fits a record, and how one is made, stored and called."""
+"""Compiles records: makes, keeps, stores and calls their programs, and finds the program that fits a record."""
 from __future__ import annotations
 
 import dataclasses
@@ -6,8 +6,9 @@ import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 import torch
@@ -32,30 +33,30 @@ from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
 
-_ONCE, _OFTEN = 32, 256  # records whose programs are kept: of those that came once, at first, and of the others
-_STATIC = 8  # programs of one record, which differ in numbers that are no inputs
+_ONCE, _OFTEN = 32, 256  # how many records keep their programs: those that came once (at first), and those that came again
+_STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
 
 
 class _Program:
-    """A record compiled: which of its numbers are static, how the others become inputs."""
+    """A compiled record: its program, the numbers that are static in it, and the numbers that are inputs."""
 
     __slots__ = ("compiled", "guards", "numbers", "path", "static", "whole")
 
-    def __init__(self, compiled: Any, numbers: Inputs, static: list[tuple[int, Any]], whole: bool = True) -> None:
-        self.guards: list[guards.Guards] = []  # of what the rules of autograd.Functions use, which are not written down
+    def __init__(self, compiled: Compiled, numbers: Inputs, static: list[tuple[int, Any]], whole: bool = True) -> None:
+        self.guards: list[guards.Guards] = []  # for what the rules of autograd.Functions use; the record does not contain them
         self.compiled, self.numbers, self.static = compiled, numbers, static
-        self.whole = whole  # the program itself is there, not only what it was compiled to
-        self.path: Any = None
+        self.whole = whole  # whether its jaxpr is here, not only executables
+        self.path: Path | None = None
 
     def save(self) -> None:
-        """Keep what it is compiled to for the next process."""
+        """Store the executables for the next process."""
         c = self.compiled
         if self.path is None or not self.whole or c.program.generators or c.forward is None:
             return
         parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
         try:
             made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
-        except jax.errors.JaxRuntimeError:  # XLA cannot write down every program: one that sorts
+        except jax.errors.JaxRuntimeError:  # XLA cannot serialize every program, for example one that sorts
             self.path = None
             return
         fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
@@ -71,7 +72,7 @@ class _Program:
 
 
 class _Counts:
-    """In the place of a stored program's jaxpr: how many inputs and outputs it has."""
+    """Stands for a stored program's jaxpr, and tells only how many inputs and outputs it has."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         self.invars, self.outvars = range(inputs), range(outputs)
@@ -82,7 +83,7 @@ class _Counts:
 
 
 class _Stored(Program):
-    """A program that another process has stored; what is needed of it beside what it was compiled to is made again from the record."""
+    """A program that another process has stored; if more than its executables is needed, it is made again from the record."""
 
     whole: Callable[[], Program]
 
@@ -91,11 +92,11 @@ class _Stored(Program):
 
 
 class _NotStored(Exception):
-    """Of a stored program, something is needed that was not compiled when it was stored."""
+    """A stored program lacks a part that is needed: the part was not compiled when the program was stored."""
 
 
-def _loaded(path: Any, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
-    """The program that another process has stored, for these numbers."""
+def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
+    """The program that another process has stored; None if there is none for the numbers of this record."""
     found = disk.load(path)
     if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
         return None
@@ -123,12 +124,12 @@ def _loaded(path: Any, recorder: Recorder, refs: Sequence[int]) -> _Program | No
             if (k, 0) in made and (k, 1) in made:
                 compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
         return _Program(compiled, numbers, found["static"], whole=False)
-    except Exception:  # of another time
+    except Exception:  # another version has stored it
         return None
 
 
 class _StoredDerivatives(dict):
-    """The derivatives that were stored."""
+    """The derivatives of a stored program; asking for another one raises _NotStored."""
 
     def __contains__(self, key: object) -> bool:
         if not super().__contains__(key):
@@ -136,29 +137,29 @@ class _StoredDerivatives(dict):
         return True
 
 
-def _not_there(*_: Any) -> Any:
+def _not_there(*_: Any) -> NoReturn:
     raise _NotStored
 
 
 class _Kept:
-    """The programs of this process by their records; those used least recently go, first of all those used once.
+    """The programs of this process by their records; the least recently used ones go, those used once before the others.
 
-    At most ``_ONCE`` programs are kept that were used once, so that shapes that never come again do not fill the memory; more of
-    them if one comes again that has gone.
+    At first, at most ``_ONCE`` programs that were used once are kept, so that shapes that never come again do not fill the memory.  The
+    limit doubles if a record comes again whose program has gone.
     """
 
     def __init__(self) -> None:
-        self.once: OrderedDict[Any, list[_Program]] = OrderedDict()
-        self.often: OrderedDict[Any, list[_Program]] = OrderedDict()
+        self.once: OrderedDict[Hashable, list[_Program]] = OrderedDict()
+        self.often: OrderedDict[Hashable, list[_Program]] = OrderedDict()
         self.gone: OrderedDict[int, None] = OrderedDict()  # hashes of records whose programs have gone
         self.limit = _ONCE
         self.went = 0
         self.lock = threading.RLock()
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Hashable) -> bool:
         return key in self.often or key in self.once
 
-    def of(self, key: Any) -> list[_Program]:
+    def of(self, key: Hashable) -> list[_Program]:
         """The programs of a record, which differ in the numbers that are static in them."""
         with self.lock:
             found = self.often.get(key)
@@ -172,7 +173,7 @@ class _Kept:
             self.often.move_to_end(key)
             return found
 
-    def add(self, key: Any, program: _Program) -> None:
+    def add(self, key: Hashable, program: _Program) -> None:
         with self.lock:
             if key in self:
                 family = self.of(key)
@@ -192,7 +193,7 @@ class _Kept:
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
-    """The values of these numbers of the record; final: it has ended, and what it writes to is written."""
+    """Run the record; the values with these numbers.  final: the record has ended, and its writes reach the tensors from outside."""
     if recorder.broken is not None:
         raise Unrecordable(recorder.broken)
     key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), pieces.local_generation())
@@ -226,7 +227,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 return outs
             except (Misfit, _NotStored):
                 pass
-            except jax.errors.JaxRuntimeError:  # XLA has written down less than it needs; what raises for another reason raises again
+            except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
                 disk.drop(path)
     with _lock:
         program = _made_for(recorder, refs)
@@ -270,14 +271,14 @@ def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:
         program = _made(recorder, refs, frozenset())
         program.numbers.evaluated(recorder.numbers)
         return program
-    except Misfit:  # a number was asked for in a way that makes it static
+    except Misfit:  # a number was used in a way that makes it static
         return _made(recorder, refs, frozenset(range(len(recorder.numbers))))
 
 
 def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:
     whole, inputs = replay.parsed(recorder.trace, refs)
     numbers = recorder.numbers
-    size = len(numbers) + python_numbers.SLOTS  # one for each, and some for what lowerings compute of them
+    size = len(numbers) + python_numbers.SLOTS  # a slot for each, and some for numbers that lowerings compute from them
     numbers_in = Inputs(numbers, size)
     count = len(recorder.inputs)
 
@@ -307,8 +308,8 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     return made
 
 
-def _rules(cls: Any) -> list[Any]:
-    """The methods of a Function that run when a program is made, and no more when it is called."""
+def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:
+    """The methods of a Function that run when a program is made, but not when it is called."""
     found = [getattr(cls, name) for name in ("backward", "vjp", "jvp", "vmap")]
     return [rule for rule in found if not rule.__module__.startswith("torch.")]
 

@@ -1,4 +1,4 @@
-"""Doing again what a record says: on traced tensors, inside a program that JAX traces."""
+"""Runs the entries of a record again on traced tensors, inside a program that JAX traces."""
 from __future__ import annotations
 
 import collections
@@ -20,12 +20,13 @@ from bridge.record.tensor import Aval, aval_of
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
-#: How a transform is run again, by its kind: of (its function, operands, parameters of its begin, of its end), (results, what pulls back).
+#: By a transform's kind, the function that runs it again.  It takes the transform's function, the operands, and the params of the Begin and
+#: of the End; it returns the results and a function that pulls back, or None.
 TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 
 class Block:
-    """A transform of the record, or all of it: entries, and the numbers of what goes in and comes out."""
+    """A transform of the record, or the whole record: its entries, and the numbers of its operands, arguments and results."""
 
     __slots__ = ("arguments", "begin", "end", "entries", "first", "operands", "results")
 
@@ -37,17 +38,17 @@ class Block:
         self.results: tuple[int, ...] = ()
 
 
-def parsed(trace: Sequence[Any], results: Sequence[int]) -> tuple[Block, list[int]]:
-    """The record as a tree; and the numbers of its inputs.  A transform that has not ended is entered as if it were none.
+def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
+    """The record as a tree, and the numbers of its inputs.  The entries of a transform that has not ended run without the transform.
 
-    What stands before the last write to a tensor is in no loop: what comes out of one shares no memory with what goes in, as views do.
+    No loop begins before the last write to a tensor: the results of a loop share no memory with its operands, as views would.
 
     results: the numbers of the values that are wanted.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
     whole = Block(None, (), 0)
     stack, blocks, count, inputs = [whole], [whole], 0, []
-    written = 0  # the number that comes next after the last write
+    written = 0  # the next number after the last write
     for what, refs in trace:
         kind = type(what)
         if kind is Op:
@@ -84,9 +85,9 @@ class Run:
     """One run of a record: the values by their numbers."""
 
     def __init__(self, numbers: Sequence[Any]) -> None:
-        self.env: dict[Any, Any] = {}
+        self.env: dict[int, Any] = {}
         self.numbers, self.used = numbers, 0
-        self.pulls: dict[int, Any] = {}
+        self.pulls: dict[int, Callable[..., Any]] = {}
 
     def run(self, block: Block) -> None:
         for entry in block.entries:
@@ -104,7 +105,7 @@ class Run:
     def loop(self, loop: loops.Loop) -> None:
         try:
             self.scan(loop)
-        except Exception:  # it cannot be a loop, and nothing has changed; what raises for another reason raises again
+        except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
             for what, refs, first in loop.plain:
                 self.operator(what, [self.env[r] for r in refs], first)
 
@@ -114,7 +115,7 @@ class Run:
         given = [self.env[ref] for ref, _ in loop.carried]
         devices = [t.device for t in given]
 
-        def step(carry: Sequence[Any], repetition: Any) -> tuple[list[Any], None]:
+        def step(carry: Sequence[jax.Array], repetition: jax.Array) -> tuple[list[jax.Array], None]:
             with push("loop") as level:
                 arguments = [tracing.wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
                 inner = Run(python_numbers.in_repetition(numbers, loop.numbers, repetition))
@@ -135,7 +136,7 @@ class Run:
                 out.requires_grad_()
             self.env[ref] = autograd.computed(out) if t.requires_grad else out
 
-    def operator(self, op: Op, operands: list[Any], first: int) -> None:
+    def operator(self, op: Op, operands: list[torch.Tensor], first: int) -> None:
         count = op.numbers
         numbers = self.numbers[self.used : self.used + count]
         self.used += count
@@ -159,7 +160,7 @@ class Run:
         assert block.begin is not None
         start = self.used
 
-        def body(*arguments: Any) -> tuple[Any, ...]:
+        def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.used = start
             self.store(arguments, block.arguments.start)
             self.run(block)
@@ -180,11 +181,14 @@ def _made(outs: Any, out: Any, found: list[Any]) -> None:
             _made(o, v, found)
 
 
-def shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], numbers: Sequence[Any], avals: Sequence[Aval]) -> Any:
-    """What an operator makes of such operands, by tracing it, and whether it draws random numbers; PyTorch's error if it refuses them."""
+def shapes(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor], numbers: Sequence[float],
+    avals: Sequence[Aval],
+) -> tuple[Any, bool]:
+    """Trace an operator: its results' avals, and whether it draws random numbers.  Refused operands raise PyTorch's error."""
     found: list[Any] = []
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: jax.Array) -> list[Any]:
         with tracing.root() as root:
             root.staged = True
             with push("plain") as level:

@@ -1,7 +1,7 @@
-"""Writing down what a function does: operators, static arguments, operands, and the transforms inside it, in the order of the program.
+"""Records a function: its operators with static arguments and operands, and the transforms inside it, in the order of the program.
 
-Every value has a number, given out in order.  An entry of the record is (what, numbers of the operands); ``what`` is one object for
-each operator with the same static arguments and the same shapes, so that a record is known again by comparing objects.
+Every value gets the next number.  An entry of the record is (what, numbers of the operands).  Operators with the same static arguments and
+shapes share one object ``what``, so that equal records are found by comparing objects.
 """
 from __future__ import annotations
 
@@ -59,15 +59,16 @@ class Again:
 
 
 class Op:
-    """An operator with its static arguments and the shapes of its operands, and what comes out of it."""
+    """An operator with its static arguments, its operands' shapes, and a description of its results."""
 
     __slots__ = ("args", "changed", "draws", "func", "grad", "kwargs", "numbers", "outs", "single", "words")
 
     def __init__(
-        self, func: Any, args: Any, kwargs: Any, grad: bool, outs: Any, changed: tuple[tuple[int, Aval], ...], numbers: int, draws: bool
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, outs: Any,
+        changed: tuple[tuple[int, Aval], ...], numbers: int, draws: bool,
     ) -> None:
         self.numbers, self.draws = numbers, draws
-        self.words: str | None = None  # bridge/record/disk.py
+        self.words: str | None = None  # made and used by bridge/record/disk.py
         self.func, self.args, self.kwargs, self.grad, self.outs, self.changed = func, args, kwargs, grad, outs, changed
         self.single: Aval | None = outs.aval if type(outs) is Out and not changed else None
 
@@ -91,7 +92,7 @@ class End:
 
 
 class Pull:
-    """The function that a transform has given, of which the first result has that number: vjp's pulls back, linearize's pushes forward."""
+    """A call of the function that vjp or linearize has returned; node: the number of that transform's first result."""
 
     __slots__ = ("node", "outs")
 
@@ -126,7 +127,7 @@ def _tensors(outs: Any) -> int:
 
 @functools.cache
 def interned(kind: Any, *what: Any) -> Any:
-    """The one object of that kind made of these."""
+    """The one object of a kind (Begin, End, Pull or Input) with these fields."""
     return kind(*what)
 
 
@@ -144,8 +145,8 @@ class Level:
         self.before = (len(owner.trace), owner.count, len(owner.numbers), len(owner.inputs))
 
 
-#: What else is a part of a record than torch functions and our transforms, by its name: functions that write it down.  And "shapes", of
-#: replay.py.  Each file puts its function here when it is imported.
+#: Functions that record what is neither a torch function nor a transform of ours, by name; "shapes" is the function of that name in
+#: replay.py.  Each file enters its function here when it is imported.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
@@ -161,7 +162,7 @@ _grad_mode = torch.is_grad_enabled
 
 
 class _Ambient(NamedTuple):
-    """What changes an operator and is not written down with it: it has to be the same for the whole record."""
+    """State that changes what operators do and is not recorded with them; it must stay the same for the whole record."""
 
     dtype: torch.dtype
     autocast: bool
@@ -183,19 +184,19 @@ class Recorder(TorchFunctionMode):
     def __init__(self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]]) -> None:
         super().__init__()
         self.execute = execute
-        self.trace: list[Any] = []
+        self.trace: list[tuple[Any, tuple[int, ...]]] = []
         self.inputs: list[torch.Tensor] = []
         self.by_id: dict[int, int] = {}
         self.numbers: list[Any] = []
         self.count = 0
         self.level: Level | None = None
         self.written: set[int] = set()
-        self.writes = False  # to whatever tensor, which may share its memory with one from outside
-        self.lasting = False  # it will be repeated: it may neither draw random numbers nor write
-        self.copied = False  # its inputs are copies of those of another record, which it may not write to
-        self.broken: str | None = None  # why it does not say all that has happened
+        self.writes = False  # whether any tensor was written to; it may share memory with a tensor from outside
+        self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
+        self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
+        self.broken: str | None = None  # the reason if the record is incomplete
         self.ambient = _ambient()
-        self.watch: Watch | None = None  # of torch's generator, where random operators are written down
+        self.watch: Watch | None = None  # watches torch's generator; None until a random operator is recorded
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
@@ -216,7 +217,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def active(self) -> bool:
-        """Whether it is this thread's."""
+        """Whether this thread is recording into it."""
         return state.recorder is self
 
     def aval(self, t: torch.Tensor) -> Aval:
@@ -272,7 +273,7 @@ class Recorder(TorchFunctionMode):
             except _ByValue:
                 del self.numbers[numbers:]
                 return self.by_value(func, args, kwargs or {})
-            except Exception:  # PyTorch refuses the operands, which the caller may catch
+            except Exception:  # PyTorch refuses the operands; the caller may catch that
                 del self.numbers[numbers:]
                 raise
             process.recorded[whole] = op
@@ -286,14 +287,14 @@ class Recorder(TorchFunctionMode):
         return self._results(op, args, kwargs or {})
 
     def draw(self) -> None:
-        """A random operator is written down.  It advances the generator, so that it is noticed if the function sets the state back."""
+        """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""
         if self.watch is None:
             self.watch = Watch([])
         self.watch.draw(None)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """While it is entered, the function is recorded.  Afterwards torch's generator is as if nothing had been drawn yet."""
+        """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
         start = torch.default_generator.get_state()
         try:
             try:
@@ -302,7 +303,7 @@ class Recorder(TorchFunctionMode):
                     self.watch.check()
             except SeededInside as reason:
                 raise Unrecordable(str(reason)) from None
-        except Unrecordable:  # the function runs once more
+        except Unrecordable:  # the function runs again from the start
             torch.default_generator.set_state(start)
             raise
         except BaseException:
@@ -314,7 +315,7 @@ class Recorder(TorchFunctionMode):
         if self.watch is not None:
             self.watch.restore()
 
-    def _results(self, op: Op, args: Any, kwargs: Any) -> Any:
+    def _results(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Any] = []
         _collect((args, kwargs), tensors)
         self.writes |= bool(op.changed)
@@ -340,13 +341,13 @@ class Recorder(TorchFunctionMode):
             return kind([self._built(o, tensors) for o in outs])
         return outs
 
-    def _float(self, func: Any, x: float) -> Any:
+    def _float(self, func: Callable[..., Any], x: float) -> Any:
         if func in WITH_NUMBERS:
             self.numbers.append(x)
             return _FLOAT
         return (float, identical(x))
 
-    def _static(self, func: Any, x: Any, refs: list[int]) -> Any:
+    def _static(self, func: Callable[..., Any], x: Any, refs: list[int]) -> Any:
         kind = type(x)
         if kind is Recorded:
             refs.append(self.ref(x))
@@ -373,8 +374,8 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(str(kind))
         return identical(x)
 
-    def _infer(self, func: Any, args: Any, kwargs: Any) -> Op:
-        """What an operator makes of such operands, by PyTorch's own functions for shapes."""
+    def _infer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        """The entry for an operator on such operands; PyTorch's meta kernels give its results' shapes."""
         metas: list[torch.Tensor] = []
         template = _Template(self, func)
         given, kw = template.of(args), template.of(kwargs)
@@ -384,7 +385,7 @@ class Recorder(TorchFunctionMode):
         if where is not None and torch.device(where).type != "cpu":
             raise Unrecordable("a tensor on another device")
         if (metas and where is not None) or (not metas and func in FACTORIES):
-            values[1]["device"] = torch.device("meta")  # nothing is drawn, and no memory taken
+            values[1]["device"] = torch.device("meta")  # draws nothing and takes no memory
         before = [(m.shape, m.stride()) for m in metas]
         avals = [self.aval(t) for t in template.tensors]
         draws = _Draws()
@@ -398,7 +399,7 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable(f"{func}: changes its argument's shape")
         device = next((a.device for a in avals if a.shape), avals[0].device if avals else torch.device(where or "cpu"))
         outs = _outs(out, metas, device)
-        # in-place operators may have made what they wrote to require grad
+        # an in-place operator may have made its target require grad
         changed = []
         for k, (m, a) in enumerate(zip(metas, avals, strict=True)):
             if m._version != self._fresh_version(a):
@@ -410,8 +411,8 @@ class Recorder(TorchFunctionMode):
     def _fresh_version(self, a: Aval) -> int:
         return 1 if a.requires_grad else 0
 
-    def _staged(self, func: Any, given: Any, kw: Any, template: _Template, error: Exception) -> Op:
-        """The same by tracing the operator itself, where PyTorch has no function for shapes."""
+    def _staged(self, func: Callable[..., Any], given: tuple[Any, ...], kw: dict[str, Any], template: _Template, error: Exception) -> Op:
+        """As _infer, for an operator that has no meta kernel: it is traced."""
         if not template.tensors:
             raise error
         try:
@@ -430,8 +431,8 @@ class Recorder(TorchFunctionMode):
             level = level.parent
         return False
 
-    def by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function that looks at values, of the values that there are."""
+    def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that needs its operands' values: they are computed first."""
         tensors: list[Any] = []
         _collect((args, kwargs), tensors)
         if func in _TO_PYTHON and (not self.mapped() or all(type(t) is not Recorded for t in tensors)):
@@ -442,22 +443,22 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(str(func))
         return rule(self, func, args, kwargs)
 
-    def now(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """What these tensors are at this point of the program."""
+    def now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values of these tensors at this point of the program."""
         if not self.writes and all(type(t) is not Recorded for t in tensors):
             return list(tensors)
         return list(self.execute(self, [self.ref(t) for t in tensors], False))
 
     # -- transforms --------------------------------------------------------------------------------------------------------------------
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
-        """Enter a transform with these operands; its function's arguments."""
+        """Enter a transform with these operands; returns the arguments of its function."""
         refs = tuple([self.ref(t) for t in operands])
         self.level = Level(kind, self)
         self.trace.append((interned(Begin, kind, params, len(avals), _grad_mode()), refs))
         return [self.made(a) for a in avals]
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
-        """Leave the innermost transform; its results."""
+        """Leave the innermost transform; returns its results."""
         refs = tuple([self.ref(t) for t in results])
         self.trace.append((interned(End, params, len(avals)), refs))
         assert self.level is not None
@@ -466,13 +467,13 @@ class Recorder(TorchFunctionMode):
         return [self.made(a) for a in avals]
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
-        """Call the function that a transform has given; its results."""
+        """Call the function that vjp or linearize has returned (see ``Pull``); returns its results."""
         refs = tuple([self.ref(t) for t in operands])
         self.trace.append((interned(Pull, node, len(avals)), refs))
         return [self.made(a) for a in avals]
 
     def repeat(self, other: Recorder) -> dict[int, int]:
-        """Write down once more what another record says; the numbers that its values have here."""
+        """Write down the entries of another record again; returns the numbers that its values have here, by their numbers there."""
         found: dict[int, int] = {}
         inputs = iter(other.inputs)
         used = 0
@@ -493,7 +494,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def alike(self) -> Recorder:
-        """A record that says the same of other tensors: it holds none of this one's."""
+        """A record with the same entries and other tensors as inputs, so that it keeps none of this one's alive."""
         other = Recorder(self.execute)
         other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
         for t in self.inputs:
@@ -502,7 +503,7 @@ class Recorder(TorchFunctionMode):
         return other
 
     def leave(self) -> None:
-        """The innermost transform's function has raised: nothing of it is in the record, should the exception be caught."""
+        """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""
         assert self.level is not None
         self.level.open = False
         entries, values, numbers, inputs = self.level.before
@@ -531,7 +532,7 @@ class _Draws(private.DispatchMode):
 class _Template:
     """An operator's arguments with places for its operands and numbers."""
 
-    def __init__(self, recorder: Recorder, func: Any) -> None:
+    def __init__(self, recorder: Recorder, func: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.numeric = {float: func in WITH_NUMBERS, int: func in WITH_INTS}
         self.total = recorder
@@ -576,8 +577,8 @@ def _filled(x: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
 filled = _filled
 
 
-def _collect(x: Any, found: list[Any]) -> None:
-    """The tensors among an operator's arguments, in order."""
+def _collect(x: Any, found: list[torch.Tensor]) -> None:
+    """Append the tensors among an operator's arguments to found, in order."""
     kind = type(x)
     if isinstance(x, torch.Tensor):
         found.append(x)
@@ -602,7 +603,7 @@ def _replaced(x: Any, values: dict[int, Any]) -> Any:
     return x
 
 
-def _outs(out: Any, metas: list[torch.Tensor], device: Any) -> Any:
+def _outs(out: Any, metas: list[torch.Tensor], device: torch.device | None) -> Any:
     if isinstance(out, torch.Tensor):
         for k, m in enumerate(metas):
             if out is m:
@@ -618,21 +619,21 @@ def _outs(out: Any, metas: list[torch.Tensor], device: Any) -> Any:
     raise Unrecordable(f"a result of {type(out)}")
 
 
-# -- what is not written down ----------------------------------------------------------------------------------------------------------
-def _passed(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+# -- functions that are not recorded as operators --------------------------------------------------------------------------------------
+def _passed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _refused(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _refused(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise Unrecordable(str(func))
 
 
-def _valued(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _valued(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return recorder.by_value(func, args, kwargs)
 
 
-def _array(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """A tensor from outside as a numpy array, which is not to be written to: the record takes the tensor's values when it has ended."""
+def _array(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor from outside as a read-only numpy array: the record reads the tensor's values only at its end."""
     if type(args[0]) is Recorded or recorder.writes:
         raise Unrecordable(str(func))
     found = func(*args, **kwargs).view()
@@ -640,22 +641,22 @@ def _array(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def _iterated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _iterated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     if t.dim() == 0:
         raise TypeError("iteration over a 0-d tensor")
     return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
 
 
-def _formatted(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> str:
+def _formatted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     t, spec = args
     if t.dim() or (type(t) is Recorded and recorder.mapped()):
         return repr(t) if not spec else format(repr(t), spec)
     return format(recorder.now([t])[0].item(), spec)
 
 
-def _scalar(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch.tensor and torch.as_tensor: of a number the number as an input, of other data a tensor from outside."""
+def _scalar(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.tensor and torch.as_tensor: a float becomes an input of the program, other data a tensor from outside."""
     data = args[0] if args else kwargs.get("data")
     if type(data) is float and not args[1:] and not kwargs:
         return recorder.__torch_function__(torch.full, (), ((), data), {"dtype": torch.get_default_dtype()})
@@ -668,9 +669,9 @@ def _scalar(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-# -- shapes that depend on values, outside of vmap: the values are computed before the rest of the program ---------------------------------
-def _indices_of(recorder: Recorder, index: Any) -> Any:
-    """An index with the places of True in the place of each mask."""
+# -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
+def _indices_of(recorder: Recorder, index: Any) -> tuple[Any, ...]:
+    """An index in which each mask is replaced by the places where it is True."""
     if type(index) is not tuple and type(index) is not list:
         index = (index,)
     masks = [x for x in index if isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)]
@@ -683,11 +684,11 @@ def _indices_of(recorder: Recorder, index: Any) -> Any:
     return tuple(found)
 
 
-def _indexed(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _indexed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:]), kwargs)
 
 
-def _masked_select(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _masked_select(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
     if set(given) != {"input", "mask"}:
         raise Unrecordable(str(func))
@@ -695,7 +696,7 @@ def _masked_select(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any
     return recorder.__torch_function__(torch.Tensor.__getitem__, (), (t, _indices_of(recorder, mask)))
 
 
-def _repeated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _repeated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     t, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
     if not isinstance(repeats, torch.Tensor) or not isinstance(t, torch.Tensor) or repeats.dim() != 1 or "output_size" in given:
@@ -707,8 +708,8 @@ def _repeated(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return recorder.__torch_function__(torch.index_select, (), (t, dim, places))
 
 
-def _counted(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Of operands without a derivative, the result is a tensor from outside."""
+def _counted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function whose operands require no grad on their values; its result is a tensor from outside."""
     tensors: list[Any] = []
     _collect((args, kwargs), tensors)
     if "out" in kwargs or (func not in _PLACES and any(recorder.aval(t).requires_grad for t in tensors)):
@@ -717,7 +718,7 @@ def _counted(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*_replaced(args, values), **_replaced(kwargs, values))
 
 
-def _detached(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _detached(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return recorder.__torch_function__(torch.Tensor.detach, (), args)
 
 
@@ -760,7 +761,7 @@ RULES: dict[Any, Any] = {
     torch.as_tensor: _scalar, torch.Tensor.__format__: _formatted,
 }
 
-#: Functions whose Python numbers are inputs of the program: what they compute depends on these smoothly, and its shape not at all.
+#: Functions whose Python numbers are inputs of the program: their result depends smoothly on the numbers, its shape not at all.
 WITH_NUMBERS = frozenset([
     *_names(torch.Tensor, "add add_ sub sub_ mul mul_ div div_ true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
             "__rtruediv__ __iadd__ __isub__ __imul__ __itruediv__ __rdiv__ addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ clamp clamp_ "

@@ -1,4 +1,4 @@
-"""What a function gets while it is recorded: tensors that have a shape and a dtype, and no values."""
+"""The tensors that a function gets while it is recorded: they have a shape and a dtype, but no values."""
 from __future__ import annotations
 
 import functools
@@ -14,7 +14,7 @@ _make = private.make_wrapper
 
 
 class Unrecordable(BaseException):
-    """Something happens that a record cannot say; the transform starts again without one, also if the user's code catches this."""
+    """The function does something that cannot be recorded; the transform starts again unrecorded, even if the user's code catches this."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -30,11 +30,13 @@ def escaped() -> EscapedTensorError:
 
 
 class Aval:
-    """What is known of a recorded tensor: there is one object for each (shape, strides, offset, dtype, device, requires_grad)."""
+    """The metadata of a recorded tensor; there is one object for each (shape, strides, offset, dtype, device, requires_grad)."""
 
     __slots__ = ("device", "dtype", "offset", "requires_grad", "shape", "strides")
 
-    def __init__(self, shape: Any, strides: Any, offset: int, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> None:
         self.shape, self.strides, self.offset, self.dtype, self.device = shape, strides, offset, dtype, device
         self.requires_grad = requires_grad
 
@@ -42,19 +44,19 @@ class Aval:
         return f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} {self.device}{' grad' if self.requires_grad else ''}"
 
     def meta(self) -> torch.Tensor:
-        """A tensor of PyTorch's without values, for PyTorch to say what an operator makes of it."""
-        with torch.enable_grad():  # a view that is made without may not be written to with it
+        """A tensor on the meta device, on which PyTorch infers the shapes of an operator's results."""
+        with torch.enable_grad():  # PyTorch refuses writes under grad mode to a view made without it
             if self.offset:
                 span = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
                 t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(self.shape, self.strides, self.offset)
             else:
                 t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-            if self.requires_grad:  # and is no leaf
+            if self.requires_grad:  # such a tensor must be no leaf, or it could not be written to
                 t.mul_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
         return t
 
     def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
-        """A contiguous one of that shape."""
+        """The aval of a contiguous tensor of that shape, with this dtype and device."""
         return aval(shape, _contiguous(shape), 0, self.dtype, self.device, requires_grad)
 
     def with_grad(self, requires_grad: bool) -> Aval:
@@ -65,7 +67,7 @@ class Aval:
 
 @functools.cache
 def aval(*what: Any) -> Aval:
-    """The one Aval of these."""
+    """The one Aval with these fields."""
     return Aval(*what)
 
 
@@ -78,7 +80,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def aval_of(t: torch.Tensor) -> Aval:
-    """Of a tensor of PyTorch's."""
+    """The aval of a tensor of PyTorch's."""
     return aval(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Compiling a program twice: at once without optimization, and later, in a thread, as well as XLA can."""
+"""Compiles a program twice: at once without optimization, and later, in a thread, with all of XLA's optimizations."""
 from __future__ import annotations
 
 import atexit
@@ -13,8 +13,8 @@ import jax
 from bridge import compiling
 from bridge.process import process
 
-#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  One that this
-#: jaxlib lacks is left out from when it says so.
+#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
+#: that this jaxlib refuses is left out from then on.
 _FAST = {
     "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
     "xla_llvm_disable_expensive_passes": True,
@@ -22,18 +22,18 @@ _FAST = {
 
 
 class Tiered:
-    """A function of arrays of fixed shapes, compiled when it is first called; again, and well, when it has run for as long as that took."""
+    """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
 
     __slots__ = ("_changed", "_function", "_lock", "_lowered", "_ran", "_run", "_took", "_traced")
 
     def __init__(
-        self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: Any = None,
+        self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: jax.stages.Compiled | None = None,
         traced: Callable[[Any], None] = lambda jaxpr: None,
     ) -> None:
-        """changed: called when it has been compiled; run: what it was compiled to by another process; traced: called with its jaxpr."""
+        """changed: called after each compilation; run: an executable of another process; traced: called with the jaxpr."""
         self._function, self._changed, self._traced = function, changed, traced
-        self._lowered: Any = None
-        self._run: Any = run
+        self._lowered: Any = None  # a jax.stages.Lowered, whose compile() does not declare all option types that it takes
+        self._run: jax.stages.Compiled | None = run
         self._lock = threading.Lock()
         self._ran = self._took = 0.0
 
@@ -56,7 +56,7 @@ class Tiered:
         return self._run(*args)
 
     def ran(self, seconds: float) -> None:
-        """It has run for so long."""
+        """Note that it has run for so many seconds."""
         self._ran += seconds
         if self._lowered is not None and self._ran > self._took:
             lowered, self._lowered = self._lowered, None
@@ -68,15 +68,15 @@ class Tiered:
         self._changed()
 
     @property
-    def executable(self) -> Any:
-        """What it is compiled to by now; None: nothing."""
+    def executable(self) -> jax.stages.Compiled | None:
+        """The current executable; None if it is not compiled yet."""
         return self._run
 
     def clear_cache(self) -> None:
         self._run = self._lowered = None
 
 
-def _quickly(lowered: Any) -> Any:
+def _quickly(lowered: Any) -> jax.stages.Compiled:
     while True:
         try:
             fast = {option: value for option, value in _FAST.items() if option not in process.unknown_options}
@@ -89,7 +89,7 @@ def _quickly(lowered: Any) -> Any:
 
 
 class _Worker:
-    """A thread that compiles what waits, one program after the other, and ends when nothing has come for a while."""
+    """A thread that compiles the waiting programs one after the other, and ends if none has come for a while."""
 
     def __init__(self) -> None:
         self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class _Worker:
         atexit.register(self.end)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do this after what waits already."""
+        """Do this work after the work that waits already."""
         with self.starting:
             if self.ended:
                 return
@@ -117,7 +117,7 @@ class _Worker:
             work()
 
     def end(self) -> None:
-        """What waits is not compiled any more; what is being compiled is waited for: XLA does not bear to be left in the middle."""
+        """Drop the waiting work and wait for the compilation in progress: XLA may crash if the process exits during one."""
         self.ended = True
         if self.thread is not None:
             self.thread.join()

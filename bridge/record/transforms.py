@@ -1,4 +1,4 @@
-"""Transforms as parts of a record: when one is recorded, how its function runs meanwhile, and what it leaves to be called later."""
+"""Records transforms: decides whether one is recorded, runs its function meanwhile, and keeps records for later calls (vjp, linearize)."""
 from __future__ import annotations
 
 import contextlib
@@ -27,18 +27,19 @@ _log = logging.getLogger("torchfunc_jax")
 
 
 def transform(
-    func: Any, leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]], lasting: bool = False
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
+    lasting: bool = False,
 ) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
     Args:
         func: the user's function.
-        leaves: of its arguments.
-        record: writes the transform down; gives the tensors among its results, and what builds the results of tensors.
-        lasting: the record, if one is made, will be repeated.
+        leaves: those of its arguments.
+        record: writes the transform down; returns the tensors among its results, and a function that builds the results from tensors.
+        lasting: whether the record, if one is made, will be repeated.
 
     Returns:
-        What is built; NOT_RECORDED if JAX has to run the function operator by operator.
+        The results; NOT_RECORDED if JAX has to run the function operator by operator.
     """
     if state.level is not None or state.unrecorded:
         return NOT_RECORDED
@@ -48,7 +49,7 @@ def transform(
         return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
     if in_jax:
         raise Unrecordable("a jax.Array")
-    mode = private.leave_function_mode()  # the checks of a transform are not written down, its function is
+    mode = private.leave_function_mode()  # only the transform's function is recorded, not its checks
     try:
         if mode is not recorder:
             raise Unrecordable("a torch function mode of the user's")
@@ -58,7 +59,10 @@ def transform(
         private.enter_function_mode(mode)
 
 
-def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> Any:
+def _outermost(
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
+    lasting: bool,
+) -> Any:
     refuse_recording()
     key = (code_of(func), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
@@ -81,14 +85,14 @@ def _outermost(func: Any, leaves: Sequence[Any], record: Any, lasting: bool) -> 
 
 
 def _ambient() -> bool:
-    """Whether modes are entered that change what torch functions do."""
+    """Whether a mode is entered that changes what torch functions do."""
     modes = private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled()
     return modes or private.saved_tensor_pack() is not None
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """While entered, the record in progress, if there is one, does not write down what is done."""
+    """While entered, torch functions are not written down in the record in progress."""
     if state.recorder is None:
         yield
         return
@@ -113,12 +117,13 @@ def entered(
     recorder: Recorder, func: Callable[..., Any], kind: str, params: Any, leaves: Sequence[Any], spec: Any, avals: Sequence[Aval],
     more: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]],
 ) -> tuple[list[Any], Any]:
-    """Run func on the arguments of a transform that begins; the tensors among its results, and finish's other result.
+    """Begin a transform and run func on its arguments; returns what finish makes of func's result.
 
     Args:
         leaves, spec: the flattened (args, kwargs).
-        avals: of the tensors among them, as the function sees them.
+        avals: those of the tensors among them, as the function sees them.
         more: further operands of the transform.
+        finish: takes func's result; returns the tensors in it, and something else for the caller.
     """
     where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     arguments = recorder.begin(kind, params, [*[leaves[i] for i in where], *more], avals)
@@ -143,26 +148,25 @@ def entered(
 
 
 class Kept:
-    """A transform whose record has a function of it that is called later: that of vjp pulls back, that of linearize pushes forward.
+    """A recorded vjp or linearize, whose returned function is called later: that of vjp pulls back, that of linearize pushes forward.
 
     Args:
         func: the user's function.
-        recorder: the record, in which the transform has just ended.
+        recorder: the record in which the transform has just ended.
         first: the number of the transform's first result.
-        outermost: whether the record ends with it, and has to be repeated for each call.
     """
 
-    def __init__(self, func: Any, recorder: Recorder, first: int) -> None:
+    def __init__(self, func: Callable[..., Any], recorder: Recorder, first: int) -> None:
         self.func = func
         self.recorder, self.first, self.level = recorder, first, recorder.level
-        self.outermost = recorder.lasting and recorder.level is None
+        self.outermost = recorder.lasting and recorder.level is None  # the record ends with it, and is repeated for each call
         self.versions = []
-        if self.outermost:  # what is written to a tensor after the call changes no later one, unless torch's autograd has to see it
+        if self.outermost:  # copies, so that later writes change no result; a write to one that requires grad raises
             self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
 
-    def call(self, operands: Sequence[Any], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
-        """Its results; NOT_RECORDED if they cannot be written down."""
+    def call(self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
+        """Call the returned function; its results, or NOT_RECORDED if the call cannot be recorded."""
 
         def record(recorder: Recorder) -> Any:
             if recorder is self.recorder:
@@ -182,7 +186,7 @@ class Kept:
 
 
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The flattened (args, kwargs); and which of the tensors among the leaves belong to the arguments at these positions."""
+    """The leaves and treedef of (args, kwargs), and which of the tensors among the leaves belong to the arguments at these positions."""
     leaves, spec = trees.flatten((args, kwargs))
     starts = [0]
     for a in args:
@@ -196,7 +200,7 @@ def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequ
 
 
 def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
-    """Of the tensors among the leaves, those that are differentiated requiring grad."""
+    """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
     found = [recorder.aval(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
     for k in active:
         found[k] = found[k].with_grad(True)

@@ -1,1 +1,1 @@
-"""What all compiled programs share: keys, guards, what a function captures."""
+"""For all compiled programs: their keys, their guards, and the search for captured tensors."""

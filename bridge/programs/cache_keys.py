@@ -1,4 +1,4 @@
-"""Keys for what has been compiled: two values have one key only if no program can tell them apart.
+"""Keys for compiled programs: two values have one key only if no program can tell them apart.
 
 Python's own equality is not enough for that: ``0.0 == -0.0`` and ``1 == True == 1.0`` hold, and NaN is not equal to itself.
 """
@@ -20,9 +20,9 @@ _EXACT = frozenset({int, bool, str, bytes, type(None)})
 
 
 def identical(x: Any) -> Any:
-    """A hashable key of a value; equal for two values only if they have one type and the same content, bit by bit.
+    """A hashable key of a value; two keys are equal only if the values have the same type and the same content, bit by bit.
 
-    What is compared by its identity (modules, functions, most objects) is referred to weakly: a key keeps no such object alive.
+    The key refers only weakly to an object that is compared by identity (a module, a function, most objects): it does not keep it alive.
 
     Args:
         x: a hashable value.
@@ -56,7 +56,7 @@ def _tuple(x: tuple[Any, ...]) -> Any:
 
 
 def _other(x: Any) -> Any:
-    hash(x)  # raises where it must
+    hash(x)  # raises TypeError if x is not hashable
     params = getattr(type(x), "__dataclass_params__", None)
     if params is not None and params.eq and params.frozen:
         return [identical(getattr(x, f.name)) for f in dataclasses.fields(x) if f.compare]
@@ -64,7 +64,7 @@ def _other(x: Any) -> Any:
 
 
 def weak(x: Any) -> Any:
-    """x itself, or a weak reference to it if it is compared by identity and can be referred to so."""
+    """A weak reference to x if x is compared by identity and allows weak references; otherwise x itself."""
     if not by_identity(x):
         return x
     try:
@@ -74,7 +74,7 @@ def weak(x: Any) -> Any:
 
 
 def by_identity(x: Any) -> bool:
-    """Whether x equals nothing but itself, and is no function or class of a module, which live as long as the program."""
+    """Whether x is equal only to itself; False for classes, which mostly live as long as the process."""
     kind = type(x)
     return kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__ and not isinstance(x, type)
 
@@ -92,7 +92,7 @@ _RULES: dict[type, Any] = {
 
 
 class Same:
-    """A value as a key: equal to another one if the two are ``identical``."""
+    """A value as a key; two are equal if ``identical`` gives one key for both values."""
 
     __slots__ = ("key", "value")
 

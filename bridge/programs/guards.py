@@ -1,7 +1,7 @@
-"""What a compiled program depends on beside its arguments, looked at before each call: PyTorch's ambient state, modules, objects.
+"""Checks before each call what a compiled program depends on beside its arguments: PyTorch's ambient state, modules, objects.
 
-``ambient`` is part of the key under which programs are kept.  ``Guards`` belong to one program: the tree of modules, their modes and
-hooks, and which objects, functions and Python numbers are found where.
+``ambient`` is part of the key under which programs are kept.  ``Guards`` belong to one program: they check the tree of modules, their
+modes and hooks, and the objects, functions and Python numbers at their places.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge import private
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
 
-#: What the entries of ``ambient`` are called.
+#: The names of the entries of ``ambient``.
 AMBIENT = (
     "the default dtype", "the precision of float32 matrix products", "deterministic algorithms", "inference mode", "anomaly mode",
     "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors",
@@ -30,7 +30,7 @@ def ambient() -> tuple[Any, ...]:
     """The state of PyTorch that a program depends on, as part of its key; see ``AMBIENT``.
 
     Returns:
-        tuple: hashable.
+        a hashable tuple.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ def ambient() -> tuple[Any, ...]:
     found = (
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
-        _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # a function may enter it
+        _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
         _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
     )  # fmt: skip
     if found[3:5] == (False, False) and found[6:] == (None, None, False):
@@ -63,24 +63,26 @@ def _never() -> bool:
     return False
 
 
-#: Without grad mode and with it: what was found where nothing was entered that takes several questions, and whether the rest is as then.
+#: For grad mode off and on: (whether the state is as it was, float32 precision, autocast dtype, the answer of ``ambient``), as they were
+#: when no mode or hook was entered.
 _usual: list[tuple[Any, ...]] = [(_never, None, None, ()), (_never, None, None, ())]
 
 
-def _autocast() -> Any:
+def _autocast() -> tuple[Any, ...]:
     found = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES)
     return found, torch.is_autocast_cache_enabled()
 
 
-def _modes() -> Any:
+def _modes() -> tuple[Any, ...]:
     modes = private.function_mode_stack()
     return tuple([private.default_device_of(m) or identical(m) for m in modes])
 
 
 @contextlib.contextmanager
 def without_cast_weights() -> Iterator[None]:
-    """While entered, autocast keeps no copies of weights, and no parametrized ones are kept: those of before would be constants in here,
-    those of a trace useless after it.
+    """While entered, autocast keeps no copies of weights, and no parametrized weights are kept.
+
+    Copies from before would be constants in the trace, and copies from the trace would be useless after it.
     """
     enabled = torch.is_autocast_cache_enabled()
     if private.any_autocast():
@@ -100,22 +102,22 @@ _MODULE = ("training", "_modules", "_parameters", "_buffers", *closure_scan.HOOK
 
 
 def _hooks(d: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([tuple(d[name]) for name in closure_scan.HOOKS])  # their keys are numbers that PyTorch gives out once
+    return tuple([tuple(d[name]) for name in closure_scan.HOOKS])  # their keys are numbers that PyTorch uses only once
 
 
 class Guards:
-    """What a function reached when it was traced, to be compared with what is there now.
+    """The objects that a function reached when it was traced, to be compared with those that are there now.
 
     Args:
-        found: what ``capture.scan`` found before the function was traced.  What is another one after it was changed by the function
-            itself, and is not looked at: a jitted function's Python runs when it is traced.
+        found: the result of ``closure_scan.scan`` before the function was traced.  Places that the trace has changed are not checked: the
+            function itself has changed them, and a jitted function's Python runs only when it is traced.
     """
 
     __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
 
     def __init__(self, found: closure_scan.Found) -> None:
         self.names: dict[int, str] = {}
-        self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without children and hooks
+        self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without submodules and hooks
         self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...], Any]] = []
         for m in found.modules.values():
             d = m.__dict__
@@ -137,7 +139,7 @@ class Guards:
         self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
 
     def hold(self) -> bool:
-        """Whether everything is as it was; always, where nothing is ``needed``."""
+        """Whether everything is as it was; always True if not ``needed``."""
         for d, training in self.plain:
             if (
                 d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
@@ -172,13 +174,13 @@ class Guards:
         for container, size in self.sizes:
             if len(container) != size:
                 return False
-        for d, names in self.absent:  # noqa: SIM110  # half as fast by all()
+        for d, names in self.absent:  # noqa: SIM110  # all() takes twice as long
             if not d.keys().isdisjoint(names):
                 return False
         return True
 
     def differences(self) -> Iterator[str]:
-        """What is not as it was, each as a sentence."""
+        """Yield a sentence for each thing that is not as it was."""
         plain: list[Any] = [(d, training, {}, [], ((),) * len(closure_scan.HOOKS), None) for d, training in self.plain]
         for d, training, children, order, hooks, forward in [*plain, *self.others]:
             name = self.names[id(d)]
@@ -217,7 +219,7 @@ class Guards:
 
 
 class _Gone:
-    """Stands for what is no longer where it was."""
+    """Stands for an object that is no longer at its place."""
 
     def __repr__(self) -> str:
         return "gone"
@@ -227,7 +229,7 @@ _GONE = _Gone()
 
 
 _GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
-#: Types of which two are the same if their content is.
+#: Types whose values are compared by content.
 _BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
 
 
@@ -241,12 +243,12 @@ def _now(place: closure_scan.Place) -> Any:
 def _same(now: Any, before: Any) -> bool:
     try:
         return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
-    except TypeError:  # a tuple of what has no key
+    except TypeError:  # a tuple with an entry that is not hashable
         return False
 
 
 def _with_entries(container: Any) -> tuple[Any, Any]:
-    """A container and its entries, if they tell whether it is as it was; else it is not kept alive."""
+    """A container and its entries, if comparing these is enough to see a change; otherwise (None, None), so that it is not kept alive."""
     entries = closure_scan.entries(container)
     return (None, None) if entries is None else (container, entries)
 
@@ -261,7 +263,7 @@ def _is_code(place: closure_scan.Place) -> bool:
 
 
 def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[tuple[closure_scan.Place, Any]]]:
-    """(container, what gets several entries of it, these entries) of the places in containers; and the others."""
+    """Group the places by container: [(container, getter of several entries, these entries)], and the places in no container."""
     groups: dict[int, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
@@ -284,7 +286,7 @@ def _kind(x: Any) -> str:
 
 
 def describe(state: Sequence[Any]) -> list[tuple[str, str]]:
-    """The entries of ``ambient`` with their names, to be read."""
+    """(name, value in words) for each entry of ``ambient``."""
     return [(name, _words(name, value)) for name, value in zip(AMBIENT, state, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a function reaches without being given it: tensors and modules in its closure, globals, defaults, bound object.
+"""Finds the tensors and modules that a function reaches beside its arguments: by its closure, globals, defaults and bound object.
 
 A tensor is found together with its place (a dict or cell and the key in it), so that a compiled function can look at the place
 again at each call: after ``model.weight = new`` it sees the new tensor.  The containers and objects on the way to it, and the Python
@@ -21,20 +21,20 @@ import torch
 
 from bridge.programs.cache_keys import identical
 
-_DEPTH, _DEEPER = 4, 16  # objects within objects that are looked into, and where a tensor was used that is not among what was found
+_DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
 _FUNCTION = type(torch.autograd.Function)
-#: What they hold is no deeper than they are.
+#: Objects whose contents count as just as deep as they themselves.
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
 _SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-_DATA, _BYTES = 4096, 1 << 20  # entries of containers of numbers, and bytes of numpy arrays, up to which they are compared at each call
+_DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
-#: Names that give access to attributes that the code names as strings, and to any attribute.
+#: Names by which code reads an attribute that it names as a string, and any attribute.
 _BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
 _GLOBAL = "the global variable"
-#: In the place of "grad" where it is read, as a tensor's is, and not called, as torch.func.grad is.
+#: Replaces "grad" if the attribute is read, as a tensor's is, and not called, as torch.func.grad is.
 _GRAD = ".grad"
-#: Methods that Python calls without their names in the code that uses them; those that only make or show an object are not among them.
+#: Methods that Python calls although the code does not name them; methods that only make or show an object are left out.
 _IMPLICIT = frozenset({
     "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
     "__getattr__",
@@ -44,11 +44,11 @@ _IMPLICIT = frozenset({
 
 
 class Place:
-    """Where something was found; ``get()`` is what is there now.
+    """The place of an object; ``get()`` returns the object that is there now.
 
     Attributes:
-        container, key: a dict, list or tuple and the key in it; key None: a cell, or the thing itself.
-        owner: what the container belongs to, to be read in messages.
+        container, key: a dict, list or tuple and the key in it; if key is None, the container is a cell, or the object itself.
+        owner: the name, for messages, of the object that the container belongs to.
     """
 
     __slots__ = ("container", "key", "owner")
@@ -79,7 +79,7 @@ class _OfTensor(Place):
 
 
 class Slots:
-    """The attributes of an object without a ``__dict__``, as a container that does not keep the object alive if it can do without."""
+    """The attributes of an object without a ``__dict__``, as a container; it refers to the object weakly if the object allows that."""
 
     def __init__(self, owner: Any) -> None:
         try:
@@ -105,7 +105,7 @@ class _Asked(Place):
 
 
 class _Referent(Place):
-    """What a weak reference refers to; the place does not keep it alive."""
+    """The object that a weak reference refers to; the place does not keep it alive."""
 
     __slots__ = ()
 
@@ -117,13 +117,13 @@ class _Referent(Place):
 
 
 class _Edge:
-    """A step from a container to what it holds."""
+    """A step from a container to an object in it."""
 
     __slots__ = ("attribute", "child", "parent", "place")
 
     def __init__(self, place: Place, child: Any, parent: _Edge | None, attribute: bool) -> None:
         self.place, self.child, self.parent = place, child, parent
-        self.attribute = attribute  # of an object: of interest only if the function's code names it
+        self.attribute = attribute  # whether place is an attribute of an object, which counts only if the function's code names it
 
     def named(self, names: set[str] | None) -> bool:
         edge: _Edge | None = self
@@ -135,27 +135,27 @@ class _Edge:
 
 
 class Found:
-    """Tensors (by id, with their places) and modules that a function reaches, and the way to them."""
+    """The tensors (by id, with their places) and modules that a function reaches, and the path to them."""
 
     def __init__(self, depth: int = _DEPTH) -> None:
         self.depth = depth
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
-        self._holds: dict[int, bool] = {}  # by the id of what was visited: whether there is a tensor or a module in it
+        self._holds: dict[int, bool] = {}  # by the id of a visited object: whether it holds a tensor or a module
         self._edges: list[_Edge] = []
         self._leaves: list[_Edge] = []
         self._data: list[tuple[Place, Any, _Edge | None]] = []
         self._sizes: list[tuple[Any, int, _Edge | None]] = []
         self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
         self._names: set[str] = set(_IMPLICIT)
-        self._optional: set[str] = set()  # those that the code asks for by getattr and hasattr
-        self._spaces: dict[Any, None] = {}  # classes and Python modules, whose attributes are looked at if they are named
-        self._inherited: dict[type, set[str]] = {}  # names that a class has of its bases
-        self._alive: list[Any] = []  # what was visited: no id may be given to another object meanwhile
+        self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
+        self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
+        self._inherited: dict[type, set[str]] = {}  # names that a class inherits
+        self._alive: list[Any] = []  # the visited objects, so that no other object gets one of their ids
 
     def visit_named(self) -> None:
-        """Look into what classes and Python modules have under names that the function uses, methods too, and into what those reach."""
+        """Search the attributes and methods of classes and Python modules that the function names, and the objects that those reach."""
         done: set[tuple[Any, str]] = set()
         while True:
             new = [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]
@@ -188,7 +188,7 @@ class Found:
                         self._leaves.append(edge)
                         _visit(function, Place(function, None), self, self.depth, None)
 
-    def _names_in(self, space: Any) -> list[str]:
+    def _names_in(self, space: type | types.ModuleType) -> list[str]:
         """The names of a class, or of a Python module, that the function uses."""
         if isinstance(space, types.ModuleType):
             return [n for n in self._names if n in space.__dict__]
@@ -197,7 +197,7 @@ class Found:
         return [*self._names, *[n for c in space.__mro__ if not _of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
 
     def visit_tensors(self) -> None:
-        """Look at what the function may ask of the tensors beside their values, and into it."""
+        """Search the attributes of the tensors that the function may read beside their values."""
         for t, place in list(self.tensors.values()):
             if type(t) not in (torch.Tensor, torch.nn.Parameter):
                 continue
@@ -212,7 +212,7 @@ class Found:
 
     @property
     def _named(self) -> set[str] | None:
-        """Names of attributes that the function, and the methods that it calls, may read; None: any."""
+        """Names of attributes that the function, and the methods that it calls, may read; None if it may read any."""
         return None if not _ANY_NAME.isdisjoint(self._names) else self._names
 
     def names(self, name: str) -> bool:
@@ -220,19 +220,19 @@ class Found:
         return self._named is None or name in self._named
 
     def edges(self) -> list[tuple[Place, Any]]:
-        """What is found where: containers and objects on the way to tensors and modules, and numbers, functions and other objects."""
+        """(place, object) for containers and objects on the way to tensors and modules, and for numbers, functions and other objects."""
         return [(e.place, e.child) for e in [*self._edges, *self._leaves] if e.named(self._named)]
 
     def data(self) -> list[tuple[Place, Any]]:
-        """Containers of numbers and the like, and numpy arrays, ``frozen``."""
+        """(place, ``frozen`` key) for each numpy array and each container of numbers, strings and the like."""
         return [(p, x) for p, x, e in self._data if e is None or e.named(self._named)]
 
     def sizes(self) -> list[tuple[Any, int]]:
-        """Other containers, with how much they hold."""
+        """(container, number of its entries) for the other containers."""
         return [(c, n) for c, n, e in self._sizes if e is None or e.named(self._named)]
 
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
-        """The attributes of objects and classes, with names that the function uses and that others have in their place, or nobody."""
+        """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""
         found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
         for cls, attributes, edge in self._objects:
             if edge is None or edge.named(self._named):
@@ -247,7 +247,7 @@ class Found:
 
 
 def scan(*roots: Any, deeper: bool = False) -> Found:
-    """Everything reachable from these functions, modules and objects, to a small depth; or to one that is not small."""
+    """Search everything that these functions, modules and objects reach; deeper: to a depth of 16 instead of 4."""
     found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
         _visit(r, Place(r, None), found, found.depth, None)
@@ -258,7 +258,7 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
 
 
 def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> bool:
-    """Whether there is a tensor, a module or a generator in x."""
+    """Search x; whether it holds a tensor, a module or a generator."""
     if isinstance(x, torch.Generator):
         found.generators.append(x)
         if edge is not None:
@@ -266,7 +266,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
         return True
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
-        if first is not place:  # one tensor at two places: as long as it is at both, the first is read
+        if first is not place:  # one tensor at two places: the first is read while it is at both
             found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
         return True
     if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
@@ -308,21 +308,21 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
     return holds
 
 
-def frozen(x: Any) -> Any:
-    """A container of numbers, strings and such containers, or a numpy array, as a key of its content; None for what is large or else."""
+def frozen(x: object) -> Any:
+    """The content of a numpy array, or of a container of numbers, strings and such containers, as a key; None for all other objects."""
     try:
         return _frozen(x, iter(range(_DATA)))
     except TypeError:
         return None
 
 
-def entries(x: Any) -> Any:
-    """The keys and values of a container, to be compared by their identity; None where that does not tell whether it is as it was."""
+def entries(x: object) -> tuple[Any, ...] | None:
+    """The keys and values of a container, to be compared by identity; None if that comparison cannot see every change."""
     found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else None
     return found if found is not None and all(isinstance(v, _PLAIN) for v in found) else None
 
 
-def _hashable(x: Any) -> bool:
+def _hashable(x: object) -> bool:
     try:
         hash(x)
     except TypeError:
@@ -330,7 +330,7 @@ def _hashable(x: Any) -> bool:
     return True
 
 
-def _frozen(x: Any, room: Iterator[int]) -> Any:
+def _frozen(x: object, room: Iterator[int]) -> Any:
     if isinstance(x, _PLAIN):
         if next(room, None) is None:
             raise TypeError
@@ -346,13 +346,13 @@ def _frozen(x: Any, room: Iterator[int]) -> Any:
     raise TypeError
 
 
-#: What is told by its content.
+#: Types that are compared by content.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
 
 
 class _Together(Place):
-    """Two places; ``get()`` is whether one thing is at both."""
+    """Two places; ``get()`` returns whether the same object is at both."""
 
     __slots__ = ("first", "other")
 
@@ -428,7 +428,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                 _visit(value, place, found, depth - 1, _Edge(place, value, edge, True))
 
 
-#: Where a module keeps the hooks that run with its forward and its backward.
+#: Attributes in which a module keeps the hooks of its forward and backward.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Attributes that every module has.
 _OWN = frozenset(torch.nn.Module().__dict__)
@@ -442,8 +442,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                 content = cell.cell_contents
             except ValueError:  # a variable not yet bound
                 continue
-            yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # ours are bound once
-        inside = ours or _of_library(x.__module__)  # what its own module holds is none of the user's
+            yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # our own variables are bound once
+        inside = ours or _of_library(x.__module__)  # globals of its module are not the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
@@ -471,7 +471,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")
-    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: not what it has compiled; it keeps its function for good
+    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: its programs are skipped, and its function never changes
         yield x.__wrapped__, Place(x.__wrapped__, None)
     elif isinstance(x, dict):
         for key, value in x.items():
@@ -500,12 +500,12 @@ def _ours(module: str | None) -> bool:
 
 
 def _defined_in(function: types.FunctionType) -> str | None:
-    """The name of the Python module with a function's code, where ``__module__`` is that of what it wraps."""
+    """The name of the Python module that defines a function; ``__module__`` names that of the function it wraps."""
     return function.__globals__.get("__name__")
 
 
 def _of_user(module: types.ModuleType) -> bool:
-    """Whether a Python module is one that the user writes, rather than one of an installed package."""
+    """Whether the user has written a Python module; False for installed packages."""
     name, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or ""
     installed = "site-packages" in file or "dist-packages" in file or name in sys.stdlib_module_names
     return not installed and not _of_library(name) and not _ours(name)
@@ -522,7 +522,7 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
 
 
 class _Read(NamedTuple):
-    """The names that a function, or a function inside it, may read: of globals and attributes, of globals, and of those by getattr."""
+    """Names that a function, or a function inside it, may read: all of them, those of globals, and those that it passes to getattr."""
 
     names: tuple[str, ...]
     globals: tuple[str, ...]
@@ -541,7 +541,7 @@ def _read_by(code: types.CodeType) -> _Read:
             name = _second_argument(steps[i + 1 :])
             if name is not None:
                 optional.append(name)
-            elif code.co_name != "__getattr__":  # which hands on a name that other code names
+            elif code.co_name != "__getattr__":  # which passes on a name that other code contains
                 names.append("__dict__")
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -553,7 +553,7 @@ def _read_by(code: types.CodeType) -> _Read:
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:
-    """The second argument of the call whose function was just put on the stack, if it is a string that stands there."""
+    """The second argument of the call whose function was just put on the stack, if it is a string constant."""
     depth, second = 0, None
     for step in steps:
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:

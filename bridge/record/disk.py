@@ -76,13 +76,13 @@ def _function(func: Callable[..., Any]) -> str:
     owner = getattr(func, "__self__", None)
     module = getattr(func, "__module__", None) or getattr(getattr(func, "__objclass__", None), "__module__", "")
     if not str(module or getattr(owner, "__module__", "")).startswith("torch") and not isinstance(owner, type(torch.Tensor.T)):
-        raise _Unsaid  # a function of the user's may change without its name
+        raise _Unsaid  # a user's function may change and keep its name
     return f"{type(func).__name__}:{module}:{getattr(func, '__qualname__', '')}:{getattr(owner, '__name__', '')}"
 
 
 @functools.cache
 def _place() -> tuple[Path, str] | None:
-    """The folder, and in words what all programs depend on; None if the cache is off or no folder can be written to."""
+    """The folder, and a text of the state that all programs depend on; None if the cache is off or no folder can be written to."""
     if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0":
         return None
     here = Path(__file__).resolve().parents[2]
@@ -108,7 +108,7 @@ def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], a
     place = _place()
     if place is None or OVERRIDDEN or jax.default_backend() != "cpu":
         return None
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # XLA cannot write down what JAX has loaded from there
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # XLA cannot serialize a program that JAX has loaded from there
         return None
     try:
         words = "\n".join([f"{_words(what)}{numbers}" for what, numbers in trace])
@@ -118,7 +118,7 @@ def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], a
     return place[0] / hashlib.sha256(said.encode()).hexdigest()
 
 
-def load(path: Path) -> Any:
+def load(path: Path) -> dict[str, Any] | None:
     """The data that were saved there; None if there are none that can be used."""
     try:
         found = pickle.loads(path.read_bytes())
@@ -134,7 +134,7 @@ def drop(path: Path) -> None:
         path.unlink()
 
 
-def save(path: Path, what: Any) -> None:
+def save(path: Path, what: dict[str, Any]) -> None:
     """Write the data in one step; then remove the least recently used files if all together are too large."""
     try:
         data = pickle.dumps(what)

@@ -149,7 +149,7 @@ class Run:
             _made(op.outs, out, found)
             self.store(found, first)
 
-    def store(self, values: Sequence[Any], first: int) -> None:
+    def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))
 
     def enter(self, block: Block) -> None:
@@ -173,7 +173,7 @@ class Run:
         self.store(outs, block.first)
 
 
-def _made(outs: Any, out: Any, found: list[Any]) -> None:
+def _made(outs: Any, out: Any, found: list[torch.Tensor]) -> None:
     if type(outs) is Out:
         found.append(out)
     elif isinstance(outs, tuple | list):

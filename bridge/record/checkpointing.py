@@ -1,7 +1,7 @@
 """torch.utils.checkpoint as a part of a record."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
     leaves, spec = trees.flatten((args, kwargs))
 
-    def record(recorder: Recorder) -> Any:
+    def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         avals = [recorder.aval(x) for x in leaves if isinstance(x, torch.Tensor)]
         out, _ = entered(recorder, function, "checkpoint", (), leaves, spec, avals, (), lambda out: (out, None))
         outs, out_spec = trees.flatten(out)

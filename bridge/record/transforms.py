@@ -168,7 +168,7 @@ class Kept:
     def call(self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
         """Call the returned function; its results, or NOT_RECORDED if the call cannot be recorded."""
 
-        def record(recorder: Recorder) -> Any:
+        def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
             if recorder is self.recorder:
                 if self.level is not None and not self.level.open:
                     raise escaped()

@@ -41,7 +41,7 @@ class Number:
 
 
 class Out:
-    """The place of a tensor among an operator's results."""
+    """The place of a new tensor among an operator's results."""
 
     __slots__ = ("aval",)
 
@@ -229,7 +229,9 @@ class Recorder(TorchFunctionMode):
         return t
 
     # -- operators ---------------------------------------------------------------------------------------------------------------------
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs or {})
@@ -524,7 +526,9 @@ class _Draws(private.DispatchMode):
 
     found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **kwargs or {})
 
@@ -709,7 +713,7 @@ def _repeated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...
 
 
 def _counted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function whose operands require no grad on their values; its result is a tensor from outside."""
+    """Call a function on its operands' values; its result has no derivative and is a tensor from outside."""
     tensors: list[Any] = []
     _collect((args, kwargs), tensors)
     if "out" in kwargs or (func not in _PLACES and any(recorder.aval(t).requires_grad for t in tensors)):

@@ -1,22 +1,26 @@
-"""Reading and writing values of a trace through views: writing to a view rewrites its root by the inverse of each view operator on the
-way; reading a view after its root has changed computes it again.
+"""Reads and writes values of a trace through views.
+
+A write to a view rewrites its root by the inverse of each view operator between them.  A view is computed again if it is read after its
+root has changed.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.lowering.tensors.copies import revalue
 from bridge.trace import pieces
+from bridge.trace.levels import Level
 from bridge.trace.storage import Node
 
 
 class View:
-    """A view operator with its arguments: forward gives the view of a base, inverse the base with the view replaced."""
+    """A view operator with its arguments: forward returns the view of a base, inverse returns the base with the view replaced."""
 
     __slots__ = ("args", "func", "kwargs", "lowering")
 
@@ -24,7 +28,7 @@ class View:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.lowering = lowering or LOWERINGS[func].lowering
 
-    def forward(self, base: Any) -> Any:
+    def forward(self, base: jax.Array) -> jax.Array:
         return pieces.run(self.func, self.lowering, (base, *self.args), self.kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -33,23 +37,23 @@ class View:
     def __hash__(self) -> int:
         return hash((self.func, _hashable(self.args)))
 
-    def inverse(self, base: Any, value: Any) -> Any:
+    def inverse(self, base: jax.Array, value: jax.Array) -> jax.Array:
         rule = LOWERINGS[self.func].view_inverse or self._scattered
         return pieces.run(("inverse", self.func), rule, (base, value, *self.args), self.kwargs)
 
-    def _scattered(self, base: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Any view that only selects elements: where they come from tells where they go."""
+    def _scattered(self, base: jax.Array, value: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """The inverse of any view that only selects elements: each element goes back to the index that it came from."""
         index = self.lowering(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape), *args, **kwargs)
         flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
         return flat.reshape(base.shape)
 
 
-def _hashable(x: Any) -> Any:
+def _hashable(x: object) -> object:
     return tuple(_hashable(v) for v in x) if isinstance(x, list | tuple) else x
 
 
-def read(node: Node, level: Any) -> Any:
-    """The node's value now, as seen from a trace level."""
+def read(node: Node, level: Level) -> Any:
+    """The node's current value, as a trace level sees it."""
     if node.parent is None:
         return node.value
     if node.seen == node.root.version:
@@ -60,10 +64,10 @@ def read(node: Node, level: Any) -> Any:
     return value
 
 
-def write(node: Node, value: Any, level: Any, detached: bool = False, keep: bool = False) -> None:
+def write(node: Node, value: jax.Array, level: Level, detached: bool = False, keep: bool = False) -> None:
     """Replace a node's value, in its root and so in every view of it.
 
-    detached: torch's autograd does not record the write.  keep: the new value keeps the derivative of the old one, too.
+    detached: torch's autograd does not record the write.  keep: the new value keeps the derivative of the old one.
     """
     root = node.root
     if node.parent is None:

@@ -1,6 +1,6 @@
-"""The one place where a trace's state lives: a stack of levels, one per active transform, per thread.
+"""The state of a trace: each thread has a stack of levels, one per active transform.
 
-A level knows what it may write to, how it draws random numbers and which tensors it met from outside.
+A level knows which tensors it may write to, how it draws random numbers and which tensors from outside it has met.
 """
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import torch
 
 from bridge.errors import NotInLoopError
@@ -28,15 +29,15 @@ class Level:
         kind: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step
             that runs several times) or "plain".
         randomness: for vmap: "error", "same" or "different".
-        key: the JAX key random operators of this level draw from; None: the parent's.
-        writes: nodes of outer levels written to in here, with the values they had before.
-        staged: in the root: the trace is of a whole program to be compiled.
-        captured: in the root: plain torch tensors met while tracing, by id, with the node that stands for each.
-        live: in the root: ids of those among them that were used while torch's grad mode was on.
-        with_history: in the root: ids of those that required grad when they were met.
-        behind: in the root: ids of those that rules for derivatives use, and maybe nothing else.
-        recorded: in the root: torch's autograd may go back through what is traced.
-        lasting: in the root: values are used after the call has returned, so they share no memory with torch tensors.
+        key: the JAX key that random operators of this level draw from; None: they draw from the parent's.
+        writes: nodes of outer levels that this level has written to, with their earlier values.
+        staged: in the root: whether the trace is of a whole program that will be compiled.
+        captured: in the root: the plain torch tensors met while tracing, by id, each with the node that stands for it.
+        live: in the root: ids of the captured tensors that were used while torch's grad mode was on.
+        with_history: in the root: ids of the captured tensors that required grad when they were met.
+        behind: in the root: ids of the captured tensors that derivative rules use; the function itself may not use them.
+        recorded: in the root: whether torch's autograd may go back through the traced values.
+        lasting: in the root: whether values are used after the call has returned; such values share no memory with torch tensors.
     """
 
     __slots__ = (
@@ -66,15 +67,15 @@ class Level:
         self.lasting = False
         self.lane: Any = None  # in a vmap with randomness="different": the number of the lane
         self.operator: Any = None
-        self.outer: dict[int, Any] = {}  # tensors of levels around this one that require grad and were read in here
-        self.met: dict[int, Any] = {}  # tensors from around this level that were read or written to in here
+        self.outer: dict[int, Any] = {}  # tensors of outer levels that require grad and that this level has read
+        self.met: dict[int, Any] = {}  # tensors of outer levels that this level has read or written to
         self.probe: Any = None
 
     def before_write(self, node: Node) -> None:
-        """Called before a root node changes: refuses what may not change here, remembers what must be undone or passed out."""
+        """Called before a root node changes: refuses a write that is not allowed here, and remembers the earlier value of an outer node."""
         if node.level is self:
             return
-        if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func lets out= pass
+        if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func allows out=
             raise RuntimeError(_CAPTURED_WRITE.format(op=self.operator))
         if node not in self.writes:
             self.writes[node] = (node.value, node.version)
@@ -86,15 +87,15 @@ class Level:
 
 
 class _State(threading.local):
-    """What a thread is at; all that bridge keeps for each thread."""
+    """All the state that bridge keeps for each thread."""
 
     level: Level | None = None  # the innermost level of the trace in progress
     late: Level | None = None  # the level of Python that runs after its trace has closed
     recorder: Any = None  # the record.recorder.Recorder of the un-jitted call in progress
-    unrecorded = False  # un-jitted calls run without a record for now
+    unrecorded = False  # whether un-jitted calls currently run without a record
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
-    checks = 0  # how many checks of values it has met: whether a function has any is seen by tracing it
-    replaying = False  # a record's program is being traced: other calls, from other lines, will run it
+    checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
+    replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
     shapes: Any = None  # the eager.Shapes of the un-jitted call in progress
 
@@ -103,7 +104,7 @@ state = _State()
 
 
 @contextlib.contextmanager
-def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[Level]:
+def push(kind: str, randomness: str | None = None, key: jax.Array | Callable[[], jax.Array] | None = None) -> Iterator[Level]:
     """Enter a level.  On exit, writes to outer levels' tensors are undone; the caller repeats them one level up with the new values."""
     parent = state.level
     level = Level(kind, parent, randomness, key)
@@ -120,7 +121,7 @@ def push(kind: str, randomness: str | None = None, key: Any = None) -> Iterator[
 
 
 def refuse_in_loop(what: str) -> None:
-    """Raise NotInLoopError in a step of a loop: its values are not known outside of it."""
+    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop."""
     level = state.level
     while level is not None:
         if level.kind == "loop":
@@ -129,7 +130,7 @@ def refuse_in_loop(what: str) -> None:
 
 
 def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:
-    """Those of the tensors whose level has not closed; one from outside has none."""
+    """The tensors whose level has not closed; a tensor from outside has no level and stays."""
     found = {}
     for key, t in tensors.items():
         node = getattr(t, "node", None)

@@ -1,8 +1,8 @@
-"""Running lowerings outside of compilation and of records: each as one compiled piece.
+"""Runs each lowering as one compiled piece, outside of compilation and of records.
 
 Without jit, JAX differentiates and batches primitive by primitive, in Python.  A lowering of five primitives under grad then costs
-five rules; as one jitted piece, whose derivative and batched form JAX keeps, it costs one.  The first time an operator is met
-with certain static arguments it runs as it is, so that a program run once compiles nothing more.
+five rules.  As one jitted piece, whose derivative and batched form JAX keeps, it costs one.  An operator runs uncompiled the first time
+it is called with certain static arguments, so that a program that runs only once compiles nothing more.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,37 +23,36 @@ from bridge.programs.cache_keys import Same
 from bridge.trace import python_numbers, value_checks
 from bridge.trace.levels import state
 
-_LIMIT = 8192  # remembered (operator, static arguments): scalars that change at every call must not fill memory
-_WINDOW, _NEWEST = 16, 2  # calls with other shapes in which shapes are expected to come again, and how many are kept of those that do not
+_LIMIT = 8192  # how many (operator, static arguments) are kept: scalars that change at every call must not fill memory
+_WINDOW, _NEWEST = 16, 2  # shapes that do not return within this many other shapes are forgotten, but for the newest ones
 
 
 def forget() -> None:
-    """Compile every piece anew from now on: a lowering has changed."""
+    """Compile every piece anew from now on, because a lowering has changed."""
     process.lowerings_changed += 1
     process.pieces.clear()
     process.no_pieces.clear()
 
 
 def local_generation() -> int:
-    """How often a lowering has changed in this process."""
+    """How many times a lowering has changed in this process."""
     return process.lowerings_changed
 
 
 class Shapes:
-    """The shapes of one call of a function; when they are forgotten, so are the pieces that were last used for them."""
+    """The shapes of one call of a function; the pieces that were last used for them are forgotten together with them."""
 
     __slots__ = ("again", "released")
 
     def __init__(self) -> None:
-        self.again = False  # they came again soon
+        self.again = False  # whether a later call had them again soon
         self.released = False
 
 
 def called(code: Any, leaves: Sequence[Any]) -> None:
-    """Note an un-jitted call of a function, and forget the pieces compiled for shapes that seem to be over.
+    """Note an un-jitted call of a function, and forget the pieces of shapes that do not seem to come again.
 
-    A compiled piece takes a megabyte and a half.  A function whose shapes change at each call would fill the memory with pieces that are
-    never used again.
+    A compiled piece takes 1.5 MB.  A function whose shapes change at each call would fill the memory with pieces that are never used again.
     """
     key = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array) or (isinstance(x, torch.Tensor) and not x.is_nested)])
     known = process.piece_calls.get(code)
@@ -88,20 +87,20 @@ def _release(done: set[Shapes]) -> None:
 
 
 def trim() -> None:
-    """Give back to the system what XLA's compiler has freed: glibc keeps 60 MB of it after 200 shapes.  Takes some milliseconds."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+    """Return the memory that XLA's compiler has freed to the system: glibc keeps 60 MB after 200 shapes.  It takes milliseconds."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # the C library is not glibc
         ctypes.CDLL(None).malloctrim(0)
 
 
 class NotPure(Exception):
-    """Raised inside a compiled piece by what must not be compiled into it (drawing a random key)."""
+    """Raised inside a compiled piece by an operation that must not be compiled into it, such as drawing a random key."""
 
 
 class _Array:
     """Marks the place of an array among static arguments."""
 
 
-def _static(x: Any, arrays: list[Any]) -> Any:
+def _static(x: Any, arrays: list[jax.Array]) -> Any:
     if isinstance(x, jax.Array):
         arrays.append(x)
         return _Array
@@ -114,7 +113,7 @@ def _static(x: Any, arrays: list[Any]) -> Any:
 _EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, np.dtype, torch.Size, torch.layout, torch.memory_format})
 
 
-def _fill(s: Any, source: Any) -> Any:
+def _fill(s: Any, source: Iterator[jax.Array]) -> Any:
     if s is _Array:
         return next(source)
     if s[0] is list or s[0] is tuple:
@@ -123,12 +122,12 @@ def _fill(s: Any, source: Any) -> Any:
 
 
 class Piece:
-    """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until it was met twice."""
+    """A lowering with its static arguments, as a jitted function of its arrays; ``jitted`` is None until the second call."""
 
     __slots__ = ("fn", "jitted", "shapes", "small")
 
     def __init__(self, lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str, ...]) -> None:
-        """names: those of the lowering's keyword arguments, the last ones among the static arguments."""
+        """names: the names of the lowering's keyword arguments, which come last among the static arguments."""
         positional = len(static) - len(names)
 
         def fn(*arrays: Any) -> Any:
@@ -138,15 +137,15 @@ class Piece:
 
         self.fn = fn
         self.jitted: Any = None
-        self.small = False  # a single primitive: nothing is won by compiling it under JAX's own transforms
-        self.shapes: Shapes | None = None  # of the call that used it last
+        self.small = False  # whether it is a single primitive, which gains nothing from compilation under JAX's own transforms
+        self.shapes: Shapes | None = None  # the shapes of the call that used it last
 
     def clear(self) -> None:
-        """Free what was compiled; a later call of the piece compiles it again."""
+        """Free the compiled program; a later call of the piece compiles it again."""
         if self.jitted is not None:
             self.jitted.clear_cache()
 
-    def __call__(self, arrays: list[Any]) -> Any:
+    def __call__(self, arrays: list[jax.Array]) -> Any:
         try:
             state.compiling = True
             if self.jitted is None:
@@ -157,10 +156,10 @@ class Piece:
             state.compiling = False
 
 
-def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """lower(*args, **kwargs), compiled as one piece where that is possible and pays.
+def run(func: Any, lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """lower(*args, **kwargs), compiled as one piece if that is possible and pays.
 
-    func: what the piece is known by: the operator, or any hashable that stands for ``lower``.
+    func: the key of the piece: the operator, or any hashable that stands for ``lower``.
     """
     if state.level.root.staged:
         return _folded(lower, args, kwargs)
@@ -169,7 +168,7 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         static = tuple([_static(x, arrays) for x in args])
         if kwargs:
             static += tuple([_static(x, arrays) for x in kwargs.values()])
-        # settings a lowering may read while it is traced
+        # the key includes the settings that a lowering may read while it is traced
         key = (func, static, tuple(kwargs), torch.get_default_dtype(), private.float32_precision())
         family = process.pieces.get(key)
     except TypeError:  # an unhashable argument
@@ -197,25 +196,25 @@ def run(func: Any, lower: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         return lower(*args, **kwargs)
     try:
         return piece(arrays)
-    except (NotPure, jax.errors.JAXTypeError):  # it looks at values, or draws random numbers
+    except (NotPure, jax.errors.JAXTypeError):  # the lowering looks at values or draws random numbers
         _bar(func, arrays)
         return lower(*args, **kwargs)
 
 
-def _kinds(arrays: list[Any]) -> tuple[Any, ...]:
-    """The key of operands for which an operator cannot be a piece: indexing by a mask looks at values, indexing by integers does not."""
+def _kinds(arrays: list[jax.Array]) -> tuple[Any, ...]:
+    """The key of operands with which an operator cannot be a piece: indexing by a mask looks at values, indexing by integers does not."""
     return tuple([(a.dtype, a.ndim) for a in arrays])
 
 
-def _bar(func: Any, arrays: list[Any]) -> None:
+def _bar(func: Any, arrays: list[jax.Array]) -> None:
     process.no_pieces.setdefault(func, set()).add(_kinds(arrays))
 
 
-_FOLDED = 4096  # elements; larger constants are left to XLA rather than held in the program
+_FOLDED = 4096  # elements; XLA computes larger constants, so that the program need not hold them
 
 
-def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """In a program to be compiled: a small computation on constants is done now: its values are known (``torch.tensor(3).item()``)."""
+def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a lowering in a program to be compiled; a small computation on constants is done now (``torch.tensor(3).item()``)."""
     size = 0
     for x in args:
         if isinstance(x, jax.Array):
@@ -236,5 +235,5 @@ def _folded(lower: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     try:
         with jax.ensure_compile_time_eval():
             return lower(*args, **kwargs)
-    except jax.errors.JAXTypeError:  # a random key is an input of the program
+    except jax.errors.JAXTypeError:  # the lowering draws a random key, which is an input of the program
         return lower(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Python's numbers as inputs of a compiled program: what stands for one while a function is traced, and what is computed at each call.
+"""Python numbers as inputs of a compiled program: the objects that stand for them while a function is traced, and their values at a call.
 
-``Float`` and ``Int`` go wherever PyTorch takes a number (it knows them as SymFloat and SymInt).  Arithmetic among them is written down
-and done again at each call, by Python itself: ``1 - lr`` or ``n // 2`` is exact, whatever the number.  Where an operator meets one, it
-becomes an input of the program.  Whoever asks for the value (a comparison, ``int()``, a shape, a hash, a format) gets it, and it is noted:
-the program is then right for that value alone.
+PyTorch takes ``Float`` and ``Int`` wherever it takes a number, because they are a SymFloat and a SymInt.  Arithmetic among them is written
+down, and Python itself repeats it at each call, so ``1 - lr`` or ``n // 2`` is exact for every number.  A number that an operator takes
+becomes an input of the program.  Code that asks for the value (a comparison, ``int()``, a shape, a hash, a format) gets it, and that is
+noted: the program is then right for that value alone.
 """
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from bridge.lowering.common.promotion import cast
 from bridge.programs.cache_keys import identical
 from bridge.trace.levels import state
 
-SLOTS = 64  # numbers of one kind that a program can take
+SLOTS = 64  # how many numbers of one kind a program can take
 _INT = np.iinfo(np.int64)
 _DTYPES: dict[type, Any] = {float: np.float64, int: np.int64}
 
 
 class Misfit(Exception):
-    """These numbers cannot be inputs of the program: too large for a dtype, or an operation gave another type than when it was traced."""
+    """The numbers cannot be inputs of the program: one is too large for a dtype, or an operation gave another type than in the trace."""
 
 
 class Inputs:
     """The numbers of one call, as inputs of the program that is traced with them.
 
     Args:
-        values: the numbers, floats and ints; those that stay static among them too.
-        size: how many of one kind the program can take.
+        values: the numbers, floats and ints, including those that stay static.
+        size: how many numbers of one kind the program can take.
     """
 
     def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
@@ -53,12 +53,12 @@ class Inputs:
         self._where: dict[Any, int] = {}
 
     def number(self, k: int) -> Any:
-        """What stands for the number at that position while the function is traced."""
+        """The Float or Int that stands for the number at that position while the function is traced."""
         return _made(_Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
 
     @contextmanager
     def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
-        """While entered, the function is traced, and these are the inputs that the numbers are taken from; value_of: of a tensor there."""
+        """While entered, the function is traced; floats and ints hold the numbers, and value_of gives a tensor's JAX value."""
         self._vectors, self._value_of = {float: floats, int: ints}, value_of
         before, state.numbers = state.numbers, self
         try:
@@ -67,8 +67,8 @@ class Inputs:
             state.numbers = before
             self.closed, self._vectors, self._value_of = True, {}, None
 
-    def array(self, number: _Number, dtype: Any = None) -> Any:
-        """The number as a 0-dim JAX value: of a dtype that takes it, else float64 or int64."""
+    def array(self, number: _Number, dtype: Any = None) -> jax.Array:
+        """The number as a 0-dim JAX value of the given dtype; None: of float64 or int64."""
         if type(number) is _Row:
             value = self._row(number, dtype)
         else:
@@ -78,7 +78,7 @@ class Inputs:
             value = lax.index_in_dim(self._value_of(self._vectors[number.kind]), at, 0, keepdims=False)
         return value if dtype is None else cast(value, dtype)
 
-    def _row(self, row: _Row, dtype: Any) -> Any:
+    def _row(self, row: _Row, dtype: Any) -> jax.Array:
         """The number of the repetition in progress."""
         places = [self._slot(n, dtype) for n in row.numbers]
         if None in places:
@@ -87,7 +87,7 @@ class Inputs:
         return lax.dynamic_index_in_dim(self._value_of(self._vectors[row.kind]), at, 0, keepdims=False)
 
     def _slot(self, number: _Number, dtype: Any) -> int | None:
-        """Where in the inputs of its kind the number is, put there if it is not; None if it does not fit."""
+        """The number's slot among the inputs of its kind, taken now if it has none; None if the number does not fit."""
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
         if not number.takes(number.value, dtype) or at == self.size:
@@ -100,7 +100,7 @@ class Inputs:
         return at
 
     def evaluated(self, values: Sequence[float | int]) -> tuple[np.ndarray, np.ndarray]:
-        """The program's inputs for these numbers; Misfit where there are none."""
+        """The program's inputs for these numbers; raises Misfit if a number does not fit."""
         out = []
         for kind, dtype in _DTYPES.items():
             vector = np.zeros(self.size, dtype)
@@ -114,22 +114,22 @@ class Inputs:
 
 
 class _Number:
-    """A number as a rule: ("input", k) or (function, operands).  PyTorch knows it as the node of a SymFloat or SymInt."""
+    """A number as a rule: ("input", k) or (function, operands).  For PyTorch it is the node of a SymFloat or SymInt."""
 
     __slots__ = ("inputs", "kind", "limits", "origin", "rule", "value")
 
     def __init__(self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int]) -> None:
         self.inputs, self.kind, self.rule, self.value, self.origin = inputs, kind, rule, value, origin
-        self.limits: set[Any] = set()  # dtypes that it is cast to
+        self.limits: set[Any] = set()  # the dtypes that it is cast to
 
     def asked(self) -> Any:
-        """The value; while the function is traced, that is noted."""
+        """The value; the question is noted while the function is traced."""
         if not self.inputs.closed:
             self.inputs.asked |= self.origin
         return self.value
 
     def takes(self, value: Any, cast_to: Any = None) -> bool:
-        """Whether a number can be in its place: PyTorch refuses some that are out of a dtype's range, and wraps others around."""
+        """Whether a value can take this number's place: PyTorch refuses some values outside of a dtype's range, and wraps others around."""
         if self.kind is int and not _INT.min <= value <= _INT.max:
             return False
         for dtype in self.limits if cast_to is None else (np.dtype(cast_to),):
@@ -152,7 +152,7 @@ class _Number:
             raise Misfit
         return value
 
-    # -- what PyTorch's C++ asks of a node -------------------------------------------------------------------------------------------
+    # -- methods that PyTorch's C++ calls on a node -----------------------------------------------------------------------------------
     def is_int(self) -> bool:
         return self.kind is int
 
@@ -187,11 +187,11 @@ class _Number:
 
 
 class _Row(_Number):
-    """A number of a step that repeats, another input in each repetition."""
+    """A number of a repeated step, which is another input in each repetition."""
 
     __slots__ = ("numbers", "repetition")
 
-    def __init__(self, numbers: Sequence[_Number], repetition: Any) -> None:
+    def __init__(self, numbers: Sequence[_Number], repetition: jax.Array) -> None:
         first = numbers[0]
         super().__init__(first.inputs, first.kind, ("row",), None, frozenset())
         self.numbers, self.repetition = numbers, repetition
@@ -200,13 +200,13 @@ class _Row(_Number):
         raise NotInLoopError("a number whose value is asked for, in a loop")
 
 
-def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[Any]:
-    """What stands for the numbers of one step in a loop, of those of all its repetitions one after the other.
+def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> list[Any]:
+    """The numbers of one step of a loop, made from the numbers of all its repetitions.
 
     Args:
-        numbers: Python numbers, or what stands for them, for the repetitions one after the other.
+        numbers: Python numbers, or the objects that stand for them, of one repetition after the other.
         step: how many numbers one repetition has.
-        repetition: which one it is, a JAX value.
+        repetition: the index of the current repetition, a JAX value.
     """
     found = []
     for k in range(step):
@@ -221,7 +221,7 @@ def in_repetition(numbers: Sequence[Any], step: int, repetition: Any) -> list[An
 
 
 def stored(inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: set[Any]) -> _Number:
-    """A number that another process has taken as an input of the same program."""
+    """A number that another process took as an input of the same program."""
     number = _Number(inputs, kind, rule, value, origin)
     number.limits = limits
     return number
@@ -241,7 +241,7 @@ def _plain(x: Any) -> Any:
 
 
 def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
-    """An operation on numbers: written down; done at once when the trace is over."""
+    """An operation on numbers: it is written down during the trace, and done at once after it."""
     if any(type(o) is _Row for o in operands):
         raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
     numbers = [o for o in operands if type(o) is _Number]
@@ -324,7 +324,7 @@ def is_input(x: Any) -> bool:
 
 
 def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An operator's arguments as PyTorch hands them on, with our own numbers in place of PyTorch's view of them."""
+    """An operator's arguments with our own Float and Int in place of the SymFloat and SymInt that PyTorch passes for them."""
     if state.numbers is None:
         return args, kwargs
     return tuple(map(_own, args)), {name: _own(x) for name, x in kwargs.items()}

@@ -1,7 +1,7 @@
-"""torch's generators and JAX's keys: where a trace's random numbers come from.
+"""The source of a trace's random numbers: torch's generators and JAX's keys.
 
 Outside a compiled function the root key is drawn from torch's generator at each call, so ``torch.manual_seed`` repeats a run.  A
-vmap with randomness="different" gives every lane a key of its own, with "same" one key to all.
+vmap with randomness="different" gives every lane its own key; with "same" all lanes share one key.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ERROR = (
 
 
 def seed_from(generator: torch.Generator | None) -> int:
-    """A seed drawn from torch's (default) generator, which moves on by one draw."""
+    """A seed drawn from a torch generator, which advances by one draw; None: from torch's default generator."""
     device = "cpu" if generator is None else generator.device
     with private.below_python():
         return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
 
 
 def next_key(generator: torch.Generator | None = None) -> jax.Array:
-    """The next JAX key of the trace in progress; each call gives another.
+    """The next JAX key of the trace in progress; each call returns another key.
 
     Args:
         generator: the torch generator the operator was given; None for torch's default.
@@ -55,14 +55,14 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
 
 
 class SeededInside(RuntimeError):
-    """A function that is being compiled sets the state of a generator, which its program would not do."""
+    """A function that is being compiled sets the state of a generator; its compiled program would not repeat that."""
 
 
 class Watch:
-    """Notices that the Python of a function that is being compiled changes torch's generators: the program would not do it again.
+    """Notices if the Python of a function that is being compiled changes torch's generators, because the program would not repeat that.
 
     Args:
-        generators: those that the function reaches, beside the default one.
+        generators: the generators that the function reaches besides the default one.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -71,7 +71,7 @@ class Watch:
         self.now = dict(self.before)
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """Called before the program takes a seed from a generator: it advances the generator, so that resetting it is noticed."""
+        """Called before the program takes a seed from a generator; it advances the generator, so that a later reset is noticed."""
         g = torch.default_generator if generator is None else generator
         which = private.which_generator(g)
         if which not in self.before:
@@ -87,8 +87,8 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
-        """Watch while entered; afterwards the generators are as they were before."""
-        for which, (g, _) in self.before.items():  # so that setting them to the state that they are in is noticed too
+        """Watch while entered; on exit, the generators get their earlier states back."""
+        for which, (g, _) in self.before.items():  # advanced, so that setting a generator to the state that it had is noticed too
             seed_from(g)
             self.now[which] = g, _state_of(g)
         try:
@@ -98,14 +98,14 @@ class Watch:
             self.restore()
 
     def restore(self) -> None:
-        """Leave the generators as they were before."""
+        """Give the generators their earlier states back."""
         with private.below_python():
             for g, state in self.before.values():
                 g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class Unwatched:
-    """In the place of a ``Watch`` where no Python of the user's runs: nothing is drawn, and nothing looked at."""
+    """Takes the place of a ``Watch`` if none of the user's Python runs: it draws nothing and looks at nothing."""
 
     def draw(self, generator: torch.Generator | None) -> None:
         pass
@@ -124,7 +124,7 @@ _SEEDED = "it {}, where a program would draw other numbers and leave the generat
 
 
 class NoKeyError(RuntimeError):
-    """A random operator draws, and the function that gives the key raised ``reason``: another class than torch's operators raise."""
+    """The function that gives the key of a random operator raised ``reason``; torch's operators do not raise this class."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -133,10 +133,10 @@ class NoKeyError(RuntimeError):
 
 @contextlib.contextmanager
 def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
-    """Random operators of the level in progress draw from this key, or from what the function returns when one draws.
+    """While entered, random operators of the current level draw from this key, or from the key that the function returns at a draw.
 
-    Those that are given a torch generator do so too: drawn outside of a compiled program, its numbers would be the same for ever. What the
-    function raises comes out as ``NoKeyError``.
+    Operators that are given a torch generator do so too, because the numbers of a generator that is read while a program is compiled would
+    never change.  An exception of the function is raised as ``NoKeyError``.
     """
     def asked(*_: Any) -> jax.Array:
         if not callable(key):
@@ -150,7 +150,7 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
     assert level is not None
     before = level.root.seeds
     level.key = asked
-    if before is None:  # a whole program that is being staged has seeds for each call
+    if before is None:  # a whole program that is being staged has its own seeds for each call
         level.root.seeds = asked
     try:
         yield
@@ -159,13 +159,13 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
 
 
 def source(level: Level) -> Level:
-    """The level whose key random operators of this level draw from."""
+    """The level whose key this level's random operators draw from: the nearest one with a key, else the root."""
     while level.parent is not None and level.key is None:
         level = level.parent
     return level
 
 
-def _draw(level: Level, generator: torch.Generator | None) -> Any:
+def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     refuse_in_loop("a random number")
     level.draws += 1
     if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
@@ -184,15 +184,15 @@ def _draw(level: Level, generator: torch.Generator | None) -> Any:
     return jax.random.fold_in(key, level.draws)
 
 
-def lane_key(parent: Level, lane: Any) -> Any:
+def lane_key(parent: Level, lane: jax.Array) -> jax.Array:
     """A lane's own key under vmap(randomness="different"): the parent's next key with the lane's number folded in."""
     return jax.random.fold_in(_draw(source(parent), None), lane)
 
 
-def _root_key(root: Level, generator: torch.Generator | None) -> Any:
+def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
     if root.seeds is not None:
         return root.seeds(generator)
-    if generator is not None:  # one seed a call, also where a transform has to start again
+    if generator is not None:  # one seed per call, even if a transform has to start again
         which = private.which_generator(generator)
         if which not in root.generators:
             root.generators[which] = (generator, jax.random.key(seed_from(generator)))

@@ -1,7 +1,7 @@
-"""Whether an output requires grad as in PyTorch, which is another question than whether its derivative can differ from zero.
+"""Decides whether an output requires grad as in PyTorch, even if its derivative is always zero.
 
-PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  Outside of compilation, where outputs
-are asked after the run whether they depend on what requires grad, such an operator's outputs are tied to its inputs again.
+PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  Outside of compilation, outputs are
+checked after the run for a dependence on inputs that require grad, so the outputs of such an operator are tied to its inputs again.
 """
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from bridge import private
 from bridge.trace.levels import state
 
 
 @jax.jit
-def stopped_by_torch(value: Any) -> Any:
-    """``lax.stop_gradient`` with a name, to be told in a compiled program from those inside of lowerings."""
+def stopped_by_torch(value: jax.Array) -> jax.Array:
+    """``lax.stop_gradient`` with a name, which tells it apart from a lowering's own stop_gradient in a compiled program."""
     return lax.stop_gradient(value)
 
 
-def stopped_outside(value: Any) -> Any:
-    """In a program that is being traced: the value without its derivative at the border, which keeps its tangents."""
+def stopped_outside(value: jax.Array) -> jax.Array:
+    """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
     times = private.times_differentiated(value)
     return _stopped_outside(value, times) if times else stopped_by_torch(value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _stopped_outside(value: Any, times: int) -> Any:
+def _stopped_outside(value: jax.Array, times: int) -> jax.Array:
     return value
 
 
@@ -44,8 +44,8 @@ def _stopped_outside_jvp(times: int, primals: Any, tangents: Any) -> Any:
     return stopped_by_torch(primals[0]), stopped_by_torch(tangents[0])
 
 
-def depends(value: Any) -> bool:
-    """Whether an array is one that JAX differentiates, at whatever level."""
+def depends(value: jax.Array) -> bool:
+    """Whether JAX differentiates the array at any level."""
     while isinstance(value, jax.core.Tracer):
         below = private.batched_value(value)
         if below is None:
@@ -55,11 +55,11 @@ def depends(value: Any) -> bool:
 
 
 def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
-    """The outputs of an operator, each depending on the inputs that torch would go back to, with a derivative of zero if it has none.
+    """The outputs of an operator, each tied to the inputs that torch would go back to; a missing derivative becomes zero.
 
-    no_grad: the places of those that never require grad.
+    no_grad: the positions of the outputs that never require grad.
     """
-    if state.level.root.staged:  # the question is asked of the program
+    if state.level.root.staged:  # the whole program is checked later
         return out
     linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
     if not linked:
@@ -69,8 +69,8 @@ def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
     return type(out)(v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
 
 
-def tie_tangents(tangents: list[Any], primals: list[Any]) -> list[Any]:
-    """The tangents of outputs: PyTorch's require grad where their primals do, constant ones too."""
+def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[jax.Array]:
+    """The tangents of outputs; as in PyTorch, each requires grad if its primal does, even a constant one."""
     if not (state.level.root.recorded and torch.is_grad_enabled()):
         return tangents
     staged = state.level.root.staged
@@ -83,7 +83,7 @@ def _inexact(v: Any) -> bool:
 
 
 @jax.custom_jvp
-def _tied(value: Any, inputs: Any) -> Any:
+def _tied(value: jax.Array, inputs: list[jax.Array]) -> jax.Array:
     return value
 
 
@@ -94,13 +94,13 @@ def _tied_jvp(primals: Any, tangents: Any) -> Any:
     return _tied(value, inputs), tangents[0] + jnp.broadcast_to(zero, value.shape)
 
 
-def _nothing(t: Any) -> Any:
-    """A sum of none of t's elements: zero, whatever they are, and yet a linear function of t that JAX keeps."""
+def _nothing(t: jax.Array) -> jax.Array:
+    """The sum of none of t's elements: always zero, but a linear function of t that JAX keeps."""
     return jnp.sum(jnp.real(t).reshape(-1)[:0])
 
 
 def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
-    """For each output of a jaxpr the inputs, as the bits given for them, that it depends on; behind: see ``bridge.jit.program.Program``."""
+    """For each output of a jaxpr, the given bits of the inputs that it depends on; behind: see ``bridge.jit.program.Program``."""
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def sources(variables: Sequence[Any]) -> list[int]:
@@ -113,7 +113,7 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
         if inner is not None:
             every = functools.reduce(operator.or_, sources(eqn.invars), 0)
             flows = flow(inner, sources(eqn.invars), behind)
-            # of an empty array JAX drops operands that PyTorch goes back to
+            # for an empty array, JAX drops operands that PyTorch goes back to
             found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
             continue
         if eqn.primitive.name == "scan":
@@ -130,8 +130,8 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
 _MOVING = frozenset({lax.broadcast_in_dim_p, lax.reshape_p, lax.slice_p, lax.squeeze_p, lax.transpose_p})
 
 
-def moved(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
-    """For each output of a jaxpr which input, of those given, it is, be it in another shape or a part of it; None: it is computed."""
+def moved(jaxpr: Jaxpr, given: Sequence[int | None]) -> list[int | None]:
+    """For each output of a jaxpr, the given input that it holds, perhaps in another shape or a part of it; None: it is computed."""
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def inputs(variables: Sequence[Any]) -> list[int | None]:
@@ -145,8 +145,8 @@ def moved(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
     return inputs(jaxpr.outvars)
 
 
-def _scanned(eqn: Any, given: list[int], behind: bool) -> list[int]:
-    """The same for a loop: what it carries may take several steps to depend on an input."""
+def _scanned(eqn: JaxprEqn, given: list[int], behind: bool) -> list[int]:
+    """``flow`` of a loop, whose carry may take several steps to depend on an input."""
     jaxpr, consts, carried = private.scanned(eqn)
     while True:
         outs = flow(jaxpr, given, behind)
@@ -156,12 +156,12 @@ def _scanned(eqn: Any, given: list[int], behind: bool) -> list[int]:
         given = [*given[:consts], *carry, *given[consts + carried :]]
 
 
-def _followed(eqn: Any) -> Any:
-    """The jaxpr inside an equation that is looked into: a checkpoint's, a jitted function's, and the outputs of an autograd.Function.
+def _followed(eqn: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr inside a checkpoint, a jitted function or the outputs of an autograd.Function; None for other equations.
 
-    JAX 0.12 leaves in a derivative the calls of jitted functions that earlier versions put in line, in that of jax.vjp as "vjp_node[jit]".
+    JAX 0.12 keeps the calls of jitted functions in a derivative (that of jax.vjp calls them "vjp_node[jit]"); earlier versions inline them.
     """
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in versions of JAX
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in different versions of JAX
         return eqn.params["jaxpr"]
     if eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]") and eqn.params["name"] != "of_inputs_alone":
         inner = eqn.params["jaxpr"]

@@ -15,7 +15,7 @@ _REFUSED = (
 
 
 def refuse_hooks() -> None:
-    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; those of PyTorch's own change no values."""
+    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks change no values, so they pass."""
     pack = private.saved_tensor_pack()
     if pack is not None and not (getattr(pack, "__module__", None) or "").startswith("torch."):
         raise RuntimeError(_REFUSED)
@@ -24,7 +24,7 @@ def refuse_hooks() -> None:
 @contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
     """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused, as by torch.func."""
-    if private.saved_tensor_pack() is not None:  # PyTorch's own are entered already, and cannot be refused any more
+    if private.saved_tensor_pack() is not None:  # PyTorch's own hooks are already entered and can no longer be refused
         yield
         return
     with torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED):

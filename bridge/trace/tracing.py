@@ -1,7 +1,7 @@
-"""Running torch code on JAX values: the traced tensor, and what happens to each operator that reaches it.
+"""Runs torch code on JAX values: the traced tensor, and the dispatch of the operators that reach it.
 
 ``Traced`` is a torch.Tensor without storage whose values live in a ``Node``.  While a trace is open, a dispatch mode hands every
-ATen operator, factories included, to ``dispatch``; what is done with one is decided once per operator (bridge/operators/plan.py).
+ATen operator, factories included, to ``dispatch``.  bridge/operators/plan.py decides once per operator how it is run.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Traced(torch.Tensor):
     @private.opaque
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
-            return NotImplemented  # another class has rules of its own (functorch's dims)
+            return NotImplemented  # another class has its own rules (functorch's dims)
         rule = PYTHON_RULES.get(func)
         with private.without_torch_function():
             if rule is not None:
@@ -47,7 +47,7 @@ class Traced(torch.Tensor):
 
     @classmethod
     @private.opaque
-    def __torch_dispatch__(  # type: ignore[override]  # torch documents it so, and has typed something else
+    def __torch_dispatch__(  # type: ignore[override]  # torch's documentation has this signature, its types another
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
@@ -67,16 +67,16 @@ class Traced(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory, without derivatives (torch's own getter looks to the dispatcher like autograd's own use of detach)."""
+        """The same memory, without derivatives (the dispatcher cannot tell torch's own getter from autograd's use of detach)."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self.set_(value)  # type: ignore[call-overload]  # torch has typed storages alone
+            self.set_(value)  # type: ignore[call-overload]  # torch's types allow only storages
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]  # torch has typed an attribute that can be written
+    def grad_fn(self) -> Any:  # type: ignore[override]  # torch's types declare a writable attribute
         return HANDED_IN["graph_node"](torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
 
     def tolist(self) -> Any:
@@ -96,16 +96,16 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
-#: What stands on this file and is needed here: "plan" of an operator, "intercepted" for as long as a trace is open, "graph_node" of a
-#: tensor.  The file that has such a function puts it here when it is imported.
+#: Functions of files that import this one: "plan" makes an operator's plan, "intercepted" is entered while a trace is open, "graph_node"
+#: gives a tensor's grad_fn.  The file that defines such a function puts it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
-#: Public functions that are looked at before PyTorch's own code for them; filled by bridge/intercepted/torch_functions.py.
+#: Rules that run instead of PyTorch's own code for a public function; bridge/intercepted/torch_functions.py fills the table.
 PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def wrap(value: Any, device: torch.device = _CPU, level: Level | None = None) -> Traced:
-    """A traced tensor of that value, a root of its own."""
+def wrap(value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None) -> Traced:
+    """A traced tensor with that value and a new root node."""
     try:
         dtype = _torch_dtype[value.dtype]
     except KeyError:
@@ -125,7 +125,7 @@ def alias(t: Traced) -> Traced:
 
 
 def value_of(t: torch.Tensor) -> Any:
-    """The JAX value of a tensor: a traced one's own, any other's by crossing the border."""
+    """The JAX value of a tensor: a traced tensor's own, or another tensor's values converted to JAX."""
     level = state.level
     if type(t) is Traced:
         node = t.node
@@ -151,7 +151,7 @@ def value_of(t: torch.Tensor) -> Any:
 
 
 def lift(t: torch.Tensor) -> Node:
-    """The node that stands for a torch tensor met from outside the trace; one per tensor and trace."""
+    """The node that stands for a torch tensor from outside the trace; each tensor has one per trace."""
     root = state.level.root
     if torch.is_grad_enabled():
         root.live.add(id(t))
@@ -161,7 +161,7 @@ def lift(t: torch.Tensor) -> Node:
         if value is None:
             value = tensors.to_jax(t)
             if root.lasting:
-                with jax.ensure_compile_time_eval():  # also where a checkpoint or a rule meets the tensor first
+                with jax.ensure_compile_time_eval():  # even if a checkpoint or a rule meets the tensor first
                     value = jax.numpy.copy(value)
         if t.requires_grad:
             root.with_history.add(id(t))
@@ -171,7 +171,7 @@ def lift(t: torch.Tensor) -> Node:
 
 
 def node_of(t: torch.Tensor) -> Node:
-    """The node behind a tensor, traced or met from outside."""
+    """The node of a traced tensor, or the node that stands for a tensor from outside."""
     if type(t) is Traced:
         value_of(t) if t.node.level.closed else None
         return t.node
@@ -181,7 +181,7 @@ def node_of(t: torch.Tensor) -> Node:
 def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool = False) -> None:
     """Write a value of t's shape and dtype into t, and so into every tensor that shares its memory.
 
-    detached: torch's autograd does not record the write; None: as the grad mode says.  keep: see ``nodes.write``.
+    detached: torch's autograd does not record the write; None: the grad mode decides.  keep: see ``aliasing.write``.
     """
     if type(t) is not Traced and torch.is_grad_enabled():
         node_of(t)
@@ -196,7 +196,7 @@ def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool
 
 
 def concrete(t: torch.Tensor, what: str) -> np.ndarray:
-    """The tensor's values now; DataDependentError where they are not known (under vmap and jit)."""
+    """The tensor's current values; raises DataDependentError if they are not known (under vmap and jit)."""
     value = value_of(t)
     try:
         return np.asarray(jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value)
@@ -205,7 +205,7 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 
 
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
-    """The tensor; RuntimeError in torch's words if a transform differentiates it: an array of numbers would end the derivative."""
+    """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)
     if t.requires_grad or private.differentiates(value):
         raise RuntimeError(
@@ -250,13 +250,13 @@ class _Mode(private.DispatchMode):
     """Hands every operator called while a trace is open to ``dispatch``."""
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # a wrapper around each call that keeps torch.compile out: there is nothing to keep out of
+    def _should_skip_dynamo(cls) -> bool:  # spares a wrapper around each call, which would only keep torch.compile out
         return False
 
     @private.opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = dispatch(func, args, kwargs or {})
-        if func is _DETACH and type(out) is Traced is not type(args[0]):  # what PyTorch's numpy() does, to read the memory
+        if func is _DETACH and type(out) is Traced is not type(args[0]):  # PyTorch's numpy() calls detach to read the memory
             private.forbid_reading(out)
         return out
 
@@ -281,19 +281,19 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def plan_of(func: Any) -> Any:
-    """The function (args, kwargs) -> result that runs an operator, made when it is first asked for."""
+    """The function (args, kwargs) -> result that runs an operator, made at the operator's first use."""
     found = process.plans.get(func)
     if found is None:
         found = process.plans[func] = HANDED_IN["plan"](func)
     return found
 
 
-#: Operators that need more than their values, filled by ``own_rule``: they read values, exchange memory, or make none.
+#: Plans of operators that read values, exchange memory or return no tensor; ``own_rule`` fills the table.
 OWN_RULES: dict[Any, Any] = {}
 
 
 def own_rule(*names: str) -> Any:
-    """Decorator: the function (args, kwargs) -> result is the plan of these operators, whatever lowering they have."""
+    """Decorator: makes the function (args, kwargs) -> result the plan of these operators, whether or not they have a lowering."""
 
     def register(plan: Any) -> Any:
         OWN_RULES.update(of_this_torch(dict.fromkeys(names, plan)))
@@ -304,7 +304,7 @@ def own_rule(*names: str) -> Any:
 
 @contextlib.contextmanager
 def root() -> Iterator[Level]:
-    """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Leaves everything as it was, also on errors."""
+    """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Everything is restored on exit, even after an error."""
     with (
         jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
         push("root") as level, _Mode(),
@@ -316,9 +316,9 @@ def root() -> Iterator[Level]:
 
 
 def forget_captured(root: Level) -> None:
-    """Forget what a trace knows of tensors from outside.
+    """Remove the autograd history that a trace has left on tensors from outside.
 
-    PyTorch's C++ has made a history for one that was changed in place to a value with a derivative, out of nodes of the trace.
+    PyTorch's C++ gives a tensor such a history, made of the trace's nodes, if it was changed in place to a value with a derivative.
     """
     for t, node in root.captured.values():
         if node.version and id(t) not in root.with_history:
@@ -329,7 +329,7 @@ def forget_captured(root: Level) -> None:
 
 @contextlib.contextmanager
 def resumed() -> Iterator[Level]:
-    """The level for Python that runs when a compiled program is differentiated, after its own trace has closed; one per thread."""
+    """The thread's level for Python that runs while a compiled program is differentiated, after its trace has closed."""
     if state.late is None:
         state.late = Level("plain", None)
         state.late.staged = True
@@ -343,17 +343,17 @@ def resumed() -> Iterator[Level]:
 
 @contextlib.contextmanager
 def traced_python() -> Iterator[None]:
-    """Inside an operator's own handler: operators called from Python are traced again (for decompositions)."""
+    """While entered in an operator's handler, operators called from Python are traced again, for decompositions."""
     with _Mode():
         yield
 
 
 def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
-    """A traced tensor's values as a plain tensor, mapped dimensions in front; any other tensor as it is."""
+    """A traced tensor's values as a plain tensor with mapped dimensions in front; any other tensor unchanged."""
     if type(t) is not Traced:
         return t
     value = private.innermost_removed(value_of(t), recurse)
     if isinstance(value, jax.core.Tracer):
         return wrap(value, t.device)
-    with private.below_python():  # a tensor to look at, not one of the trace
+    with private.below_python():  # a tensor to look at, which is not part of the trace
         return tensors.to_torch(value, t.device)

@@ -1,8 +1,8 @@
-"""What PyTorch refuses by values that are known only when a program runs: an index out of range.
+"""Checks of values that are known only when a program runs, such as an index out of range, which PyTorch refuses.
 
-A check is an operation that gives its operand back.  Outside of compilation it looks at the values, through vmap and derivatives, and
-raises.  Inside of it, it costs nothing by itself: who compiles takes the checked operands out of the program and looks at them when
-it has run.
+A check is an operation that returns its operand.  Outside of compilation it looks at the values, through vmap and derivatives, and
+raises.  Inside of compilation it costs nothing by itself: the checked operands become outputs of the program, and are looked at after
+the program has run.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge.errors import HERE, at_line
@@ -29,15 +29,15 @@ mlir.register_lowering(_check_p, lambda _, x, **__: [x])
 
 
 @_check_p.def_impl
-def _look(x: Any, *, where: Range) -> Any:
+def _look(x: jax.Array, *, where: Range) -> jax.Array:
     values = np.asarray(x)
     if values.size:
         where.judge(values.min(), values.max())
     return x
 
 
-def check(x: Any, where: Range) -> Any:
-    """What ``bridge.lowering.common.provided.check`` does."""
+def check(x: jax.Array, where: Range) -> jax.Array:
+    """Implements ``bridge.lowering.common.provided.check``."""
     refuse_in_loop("a check of values")
     state.checks += 1
     if state.level is not None and state.level.root.staged:
@@ -49,13 +49,13 @@ def check(x: Any, where: Range) -> Any:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["where"])
 @dataclasses.dataclass(slots=True)
 class Found:
-    """A checked operand, out of the compiled function that computed it."""
+    """A checked operand, returned by the compiled function that computed it."""
 
-    value: Any
+    value: jax.Array
     where: Range
 
     def verify(self) -> None:
-        """Raise if it lies outside of its range; inside of a transform, leave that to it."""
+        """Raise if the operand is outside of its range; inside of a transform, pass the check on to the transform."""
         if isinstance(self.value, jax.core.Tracer):
             check(self.value, self.where)
         else:
@@ -63,7 +63,7 @@ class Found:
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit(fn)``, whose checks are made after each call."""
+    """``jax.jit(fn)`` that makes fn's checks after each call."""
 
     @jax.jit
     def run(*arrays: Any) -> tuple[Any, list[Found]]:
@@ -90,7 +90,7 @@ def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, 
 
 
 def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
-    """The jaxpr with the operands of its checks as outputs, after those it has; and their ranges."""
+    """The jaxpr with the operands of its checks appended to its outputs, and the ranges of these operands."""
     eqns = [e for e in jaxpr.eqns if e.primitive is _check_p and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
     if not eqns:
         return jaxpr, []
@@ -98,8 +98,8 @@ def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
     return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [e.params["where"] for e in eqns]
 
 
-def ends(operands: Sequence[Any]) -> list[Any]:
-    """What ``Bounds`` judges, as a list: the least and the greatest number of each operand, in one array; of none, none."""
+def ends(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The least and the greatest number of each operand, as a list of one array for ``Bounds``; without operands, an empty list."""
     return [jnp.stack([jnp.stack([jnp.min(v), jnp.max(v)]).astype(np.int64) for v in operands])] if operands else []
 
 
@@ -113,16 +113,16 @@ class Bounds:
         self.low, self.high = np.array([r.low for r in ranges]), np.array([r.high for r in ranges])
 
     @classmethod
-    def of(cls, closed: Any) -> tuple[Any, Bounds | None]:
-        """A closed jaxpr with the operands as its last outputs, and their ranges; as it is and None where nothing is checked.
+    def of(cls, closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Bounds | None]:
+        """A closed jaxpr with the checked operands as its last outputs, and their ranges; unchanged, and None, if it checks nothing.
 
-        What is checked inside of a loop or a branch is not seen.
+        Checks inside of a loop or a branch are not seen.
         """
         taken, ranges = _taken(closed.jaxpr)
         return (closed.replace(jaxpr=taken), cls(ranges)) if ranges else (closed, None)
 
-    def judge(self, found: Any) -> None:
-        """Raise for the first operand whose ``ends`` lie outside of its range."""
+    def judge(self, found: np.ndarray | jax.Array) -> None:
+        """Raise for the first operand whose ``ends`` are outside of its range."""
         found = np.asarray(found)
         wrong = (found[:, 0] < self.low) | (found[:, 1] >= self.high)
         if wrong.any():

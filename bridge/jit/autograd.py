@@ -24,9 +24,9 @@ class ProgramNode(torch.autograd.Function):
     @staticmethod
     @opaque
     def forward(
-        ctx: Any, compiled: Any, arguments: list[Any], captured: list[torch.Tensor], active: Any, active_captured: Any,
-        *diff: torch.Tensor,
-    ) -> Any:
+        ctx: Any, compiled: Any, arguments: list[Any], captured: list[torch.Tensor], active: tuple[int, ...],
+        active_captured: tuple[int, ...], *diff: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         run, _, kinds, copied = compiled.pair(active, active_captured)
         seeds = compiled.program.seeds()
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -54,14 +54,14 @@ class ProgramNode(torch.autograd.Function):
 
     @staticmethod
     @opaque
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        diff = ctx.saved_tensors  # raises where one was changed in place since
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        diff = ctx.saved_tensors  # raises if one was changed in place since
         autograd.check_unchanged(ctx.versions)
         given = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
         direct = ctx.compiled.program.direct(ctx.active, ctx.active_captured, [c is not None for c in cotangents])
         cts = autograd.materialized(given, ctx.like)
         if torch.is_grad_enabled() or any(type(c) is Traced for c in cts):
-            autograd.check_unchanged(ctx.every_version)  # the program is run again, on the tensors as they are now
+            autograd.check_unchanged(ctx.every_version)  # the program runs again on the current tensors
             grads = _again(ctx, diff, cts)
             if any(c is None for c in given):
                 grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
@@ -78,15 +78,15 @@ class ProgramNode(torch.autograd.Function):
         return (None, None, None, None, None, *grads)
 
 
-def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:
-    """The backward pass as a computation that torch's autograd can go back through (double backward)."""
+def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The backward pass as a computation that torch's autograd can differentiate (double backward)."""
     run = differentiated(ctx.compiled.program, ctx.active, ctx.active_captured)
     n = len(diff)
     split = len(ctx.active)
     arguments = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in ctx.arguments]
     captured = [tensors.to_jax(t) for t in ctx.captured]
 
-    def backward(values: list[Any]) -> Result:
+    def backward(values: list[jax.Array]) -> Result:
         args, caps = list(arguments), list(captured)
         for i, v in zip(ctx.active, values[:split], strict=True):
             args[i] = v

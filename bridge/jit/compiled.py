@@ -1,4 +1,4 @@
-"""A program with what a call of it needs: its compiled forms, where its captured tensors are, how its results come apart."""
+"""A program with everything that a call needs: its compiled forms, the places of its captured tensors, the tree of its results."""
 from __future__ import annotations
 
 import dataclasses
@@ -30,11 +30,11 @@ class ProgramInfo:
     """One program that a jitted function keeps.
 
     Attributes:
-        arguments: each argument leaf with its shape and dtype, its value, or "input" for a Python number that is one.
-        why: why it was compiled, in sentences.
-        operations: how many operations the program had before XLA optimized it.
-        seconds: what it took to trace, to compile and to run it for the first time.
-        calls: how often it has been called.
+        arguments: each argument leaf with its shape and dtype, its value, or "input" for a Python number that is an input.
+        why: why the program was compiled, in sentences.
+        operations: the number of operations before XLA optimized the program.
+        seconds: the time that tracing, compiling and the first run took.
+        calls: how often the program has been called.
     """
 
     arguments: tuple[str, ...]
@@ -50,8 +50,8 @@ class Pair(NamedTuple):
     Attributes:
         run: the forward pass, which keeps what the backward pass needs.
         back: the backward pass.
-        kinds: of each output, whether it requires grad.
-        inputs: which of the arguments and then captured tensors the backward pass needs as they were, and has copies of.
+        kinds: whether each output requires grad.
+        inputs: positions in (*arguments, *captured) of the tensors whose earlier values the backward pass needs, and has copies of.
     """
 
     run: Callable[..., Any]
@@ -65,7 +65,7 @@ class Changed(Exception):
 
 
 class Compiled:
-    """One staged program with what a call needs: its compiled forms, where its captured tensors are, how results come apart."""
+    """One staged program with everything that a call needs."""
 
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
@@ -73,9 +73,9 @@ class Compiled:
     ) -> None:
         self.tiered = tiered
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
-        self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs, and where all numbers are among the leaves
-        self.changing = changing  # which of those are inputs
-        self.traced: Any = None  # the function that was traced, if nothing else keeps it: its code is looked at
+        self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
+        self.changing = changing  # which of these numbers are inputs
+        self.traced: Any = None  # the traced function, if nothing else keeps it alive: its code is looked at
         self.sharing = Sharing(program.written)
         self.facts: list[tuple[str, str]] = []
         self.why = ""
@@ -85,13 +85,13 @@ class Compiled:
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = Packing.of(avals) if torch_out and len(avals) >= 8 else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
-        # jax.Arrays are computed while the caller goes on, and what they hold is checked no more than JAX does
+        # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.forward = self._jit(forward(self.checked, self.packing))
         self.recorded: dict[Any, Pair] = {}
         self.active: dict[Any, Any] = {}
         self.device = self._device(call)
-        self.one_out = (  # and it is a tensor on the CPU
+        self.one_out = (  # the only output is a tensor on the CPU
             all(program.is_tensor) and program.out_spec is None and not program.written and self.packing is None
             and self.device is not None and self.device.type == "cpu"
         )
@@ -111,7 +111,7 @@ class Compiled:
         )
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
-        # jax.Arrays may be those of a user's own jax.jit, inside of which JAX takes no options: a scope at each call says the same
+        # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
         jitted: Any
         if self.tiered:
             jitted = Tiered(function, self._changed, **options)
@@ -127,7 +127,7 @@ class Compiled:
             self.changed()
 
     def clear(self) -> None:
-        """Give back what was compiled; who still holds the program compiles it anew."""
+        """Free the compiled code; a later call through a reference to this program compiles it anew."""
         for jitted in self.jitted:
             jitted.clear_cache()
 
@@ -140,7 +140,7 @@ class Compiled:
         return torch_device(call.arrays) if self.torch_out else None
 
     def captured(self) -> list[torch.Tensor] | None:
-        """The captured tensors as they are now; None where this program does not fit any more."""
+        """The current captured tensors; None if this program no longer fits."""
         program = self.program
         if program.guards.needed and not program.guards.hold():
             return None
@@ -156,7 +156,7 @@ class Compiled:
         return found
 
     def unfit(self, leaves: list[Any], captured: list[torch.Tensor]) -> str:
-        """Why no program can be run on these tensors; "" where there is no reason."""
+        """Why no program can be run on these tensors; "" if one can."""
         arguments = [leaves[i] for i in self.where if i < len(leaves)]
         if self.program.written and self.sharing.overlap(arguments, captured):
             return "two of its inputs share memory, and it writes to one of them"
@@ -167,7 +167,7 @@ class Compiled:
         return ""
 
     def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[torch.Tensor]) -> bool:
-        """Whether this program, which takes numbers as inputs, gives what another one does that was made for these numbers."""
+        """Whether this program, which takes numbers as inputs, gives the same results as a program that was made for these numbers."""
         mine, theirs = self.program, other.program
         assert self.numbers is not None
         avals = [[(v.aval.shape, v.aval.dtype) for v in p.jaxpr.jaxpr.outvars] for p in (mine, theirs)]
@@ -185,7 +185,7 @@ class Compiled:
         return all(map(_close, self._tried([*inputs, floats, ints], own), other._tried(inputs, captured)))
 
     def _tried(self, inputs: list[Any], captured: list[torch.Tensor]) -> list[np.ndarray]:
-        """The program's results, with nothing written anywhere."""
+        """The program's results; its writes are not carried out."""
         values = [tensors.to_jax(t) for t in captured]
         if self.donated:
             inputs = [np.array(x) for x in inputs]
@@ -194,7 +194,7 @@ class Compiled:
         return [np.asarray(v) for v in outs]
 
     def static(self, numbers: Sequence[Any]) -> list[Any]:
-        """The leaves of the result that are no tensors, for these numbers."""
+        """The leaves of the result that are not tensors, for these numbers."""
         return [x.node.evaluate(numbers) if python_numbers.is_input(x) else x for x in self.program.static]
 
     def call(self, leaves: list[Any], inputs: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
@@ -232,7 +232,7 @@ class Compiled:
         if self.packing:
             results = self.packing.unpack(outs, self.device, total)
         else:
-            for v in outs:  # looking at them while the program runs takes a core from it, and longer than it saves
+            for v in outs:  # converting them while the program runs takes a core from it, and costs more than it saves
                 v.block_until_ready()
             results = tensors.views(outs, self.layouts, self.device)
         if program.written:
@@ -254,7 +254,7 @@ class Compiled:
         static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
         return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
 
-    def _finish_jax(self, outs: list[Any], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+    def _finish_jax(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
         pairs = [(captured[i], v) for (kind, i), v in zip(program.written, outs[program.count :], strict=True) if kind == "captured"]
         write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if is_local(v)])
@@ -263,7 +263,7 @@ class Compiled:
         return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
 
     def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which arguments and which captured tensors torch's autograd goes back to."""
+        """The arguments and the captured tensors that torch's autograd goes back to."""
         arguments = [leaves[i] for i in self.where]
         given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in arguments])
         wanted = tuple([x.requires_grad and inexact_dtype(x.dtype) for x in captured])
@@ -279,12 +279,12 @@ class Compiled:
         arguments = [leaves[i] for i in self.where]
         written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in self.program.written}
         diff = [arguments[i] for i in active] + [captured[i] for i in active_captured]
-        # what is written keeps its values of before for the backward pass, as a tensor of its own
+        # the backward pass needs the earlier values of the written tensors, so these are cloned
         outs = ProgramNode.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
         return self._finish(list(outs), leaves, captured)
 
     def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> Pair:
-        """Forward pass and backward pass for these arguments and captured tensors, compiled when they are first called."""
+        """The forward and backward passes for these arguments and captured tensors; each is compiled at its first call."""
         key = (active, active_captured)
         if key not in self.recorded:
             inputs: list[int] = []
@@ -293,7 +293,7 @@ class Compiled:
                 run = self._kept(run, traced=lambda jaxpr: inputs.extend(inputs_in(jaxpr)))
             else:
                 run = self._kept(differentiated(self.checked, active, active_captured))
-                back = functools.partial(pull_back)  # its own: JAX keeps what one function was compiled to
+                back = functools.partial(pull_back)  # a new function, because JAX caches compiled programs per function
             self.recorded[key] = Pair(run, self._kept(back), self.program.kinds_for(active, active_captured), inputs)
         return self.recorded[key]
 

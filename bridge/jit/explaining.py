@@ -1,4 +1,4 @@
-"""Why jitted functions compile: each new program is compared with those that were there and did not fit, in sentences."""
+"""Says in sentences why jitted functions compile: each new program is compared with the earlier programs, which did not fit."""
 from __future__ import annotations
 
 import os
@@ -19,7 +19,7 @@ from bridge.programs.guards import Guards, describe
 
 @contextmanager
 def explain(file: TextIO | None = None) -> Iterator[list[str]]:
-    """While entered, say why ``jit`` compiles each program: which argument, module, attribute or state was another one.
+    """While entered, say why ``jit`` compiles each program: which argument, module, attribute or state has changed.
 
     The environment variable ``TORCHFUNC_JAX_EXPLAIN=1`` does the same for a whole process, on standard error.
 
@@ -50,7 +50,7 @@ def explain(file: TextIO | None = None) -> Iterator[list[str]]:
 
 
 def say(jitted: Any, sentence: str) -> None:
-    """Tell everybody who listens."""
+    """Append a sentence to the log of each entered ``explain``, and print it."""
     said = f"jit of {name_of(jitted)}: {sentence}"
     for log, file in list(process.explanations):
         log.append(said)
@@ -60,12 +60,12 @@ def say(jitted: Any, sentence: str) -> None:
 
 
 def name_of(jitted: Any) -> str:
-    """What messages call a jitted function: its name, or the class of a module."""
+    """The name of a jitted function in messages: its own name, or the class of a module."""
     return getattr(jitted, "__name__", type(getattr(jitted, "__wrapped__", jitted)).__name__)
 
 
 def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tuple[str, str]], Guards]]) -> str:
-    """How a new program's facts, and what the guards of the others find changed, differ from the most similar of the others."""
+    """How a new program differs from the most similar earlier one, by its facts and by the changes that the earlier one's guards find."""
     if not others:
         return "it is the first one"
     found = min((_differences(old, facts) + list(guards.differences()) for old, guards in reversed(others)), key=len)
@@ -84,7 +84,7 @@ def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]])
 
 
 def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
-    """What a program is for, in words: names of arguments and states, and what they are."""
+    """The conditions of a program in words: the names of arguments and states, each with its description."""
     found = []
     numbered = dict(zip(entry.numbered, range(len(entry.numbered)), strict=True))
     recording = key[-2]

@@ -1,4 +1,4 @@
-"""Jitted functions: which programs one keeps, which of them a call runs, and when it makes a new one."""
+"""Jitted functions: each keeps compiled programs, chooses one of them for a call, and compiles a new one if none fits."""
 from __future__ import annotations
 
 import copyreg
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import torch
+from jax.extend.core import ClosedJaxpr
 
 from bridge import compiling
 from bridge.boundary.calls import Call, refuse_recording
@@ -36,13 +37,13 @@ from bridge.trace.tracing import value_of
 
 
 class _Family:
-    """The programs for calls that differ in nothing but Python numbers."""
+    """The programs for calls that differ only in Python numbers."""
 
     __slots__ = ("by_value", "changing", "first", "programs", "watched")
 
     def __init__(self) -> None:
         self.changing: frozenset[int] = frozenset()  # which of the numbers are inputs
-        self.by_value: set[int] = set()  # which ones the function asks the value of
+        self.by_value: set[int] = set()  # the numbers whose values the function asks for
         self.first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
         self.programs: dict[Any, list[Compiled]] = {}
         self.watched: list[Any] = []
@@ -51,7 +52,7 @@ class _Family:
         return tuple([None if k in self.changing else identical(x) for k, x in enumerate(numbers)])
 
     def find(self, numbers: Sequence[Any]) -> list[Compiled]:
-        """The programs for these numbers, those first that take them as inputs."""
+        """The programs for these numbers; programs that take them as inputs come first."""
         found = self.programs.get(self.key(numbers), [])
         return [*found, *self.programs.get(tuple(map(identical, numbers)), ())] if self.changing else found
 
@@ -64,9 +65,9 @@ class _Family:
 
 
 class Jitted:
-    """What ``jit`` returns: callable as the function, with a look at what XLA made of it.
+    """The object that ``jit`` returns: it is called like the function, and shows the function's programs.
 
-    Copies and pickles of it hold the function and no programs.
+    Copies and pickles of it hold the function, but no programs.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Jitted:
         found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
         for part in (name or "").split("."):
             found = getattr(found, part, None)
-        if found is self:  # a decorated function of a module: by its name, as Python does with functions
+        if found is self:  # a decorated function of a module is pickled by its name, as Python pickles functions
             return name
         state = {k: v for k, v in self.__dict__.items() if k not in ("_families", "_clock", "_lock", "_warned")}
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # typeshed leaves it out
@@ -101,7 +102,7 @@ class Jitted:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if state.level is not None or state.recorder is not None:  # inside a transform or another jit: part of its program
+        if state.level is not None or state.recorder is not None:  # the call is part of the outer transform's or jit's program
             return self._func(*args, **kwargs)
         refuse_recording()
         if self._static:
@@ -181,7 +182,7 @@ class Jitted:
         return entry.call(leaves, inputs, captured, grads)
 
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
-        """The function itself, where no program can do what it does with its arguments' memory."""
+        """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""
         if not torch_out:
             raise RuntimeError(
                 f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of it, "
@@ -193,12 +194,12 @@ class Jitted:
     def _compile(
         self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]
     ) -> Compiled:
-        with SWAPPING, self._lock:  # in this order everywhere: what is traced may call functional_call
+        with SWAPPING, self._lock:  # always in this order: a traced function may call functional_call
             family = self._families.get(key)
             if family is None:
                 family = self._families[key] = _Family()
                 family.watched = [weakref.ref(x, functools.partial(_drop, self._families, key)) for x in _mortal(call.leaves)]
-            for made in family.find(numbers):  # by another thread, while this one waited
+            for made in family.find(numbers):  # another thread may have made it while this one waited
                 if not any(made is t for t in tried) and made.captured() is not None:
                     return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
@@ -213,14 +214,14 @@ class Jitted:
             sub = family.key(numbers) if entry.numbers is not None else tuple(map(identical, numbers))
             self._describe(entry, family, key, call)
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
-            self._families.setdefault(key, family)  # it may have been dropped meanwhile
+            self._families.setdefault(key, family)  # it may have been dropped in the meantime
             self._limit()
             return entry
 
     def _with_inputs(
         self, family: _Family, call: Call, inputs: list[Any], numbers: list[Any], torch_out: bool
     ) -> Compiled | None:
-        """A program that takes the numbers that change as inputs, but those whose values the function asks for; None if there are none."""
+        """A program whose inputs include the changing numbers, except those whose values the function asks for; None if there is none."""
         changing = family.to_change(numbers)
         if not changing or family.first is None or any(isinstance(x, jax.core.Tracer) for x in inputs):
             return None
@@ -249,10 +250,10 @@ class Jitted:
             entry = Compiled(program, inner, torch_out, self._donated(call), numbers_in, numbered, changing)
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
-                right = not program.types_matter  # no program is there to be compared with
+                right = not program.types_matter  # there is no program to compare it with
             else:
                 right = entry.agrees(first, values, inputs, captured)
-        except Exception:  # whatever it is, with static numbers it is seen as it is
+        except Exception:  # whatever it is, the trace with static numbers shows it to the user
             right = False
         family.by_value |= numbers_in.asked if right else changing
         if not right:
@@ -262,14 +263,14 @@ class Jitted:
         return entry
 
     def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call) -> None:
-        """Write down what the program is for, and why none of those that are there would do."""
+        """Write down the conditions of the program, and why none of the existing programs fits."""
         every = [e for f in self._families.values() for es in f.programs.values() for e in es]
         entry.facts = explaining.facts(call, key, entry)
         entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
         explaining.say(self, f"a program was compiled: {entry.why}")
 
     def _limit(self) -> None:
-        """Forget the programs that were not used for longest."""
+        """Forget the least recently used programs."""
         while True:
             every = [(e.used, k, sub, e) for k, f in self._families.items() for sub, es in f.programs.items() for e in es]
             if len(every) <= self._most:
@@ -295,7 +296,7 @@ class Jitted:
             entry.clear()
 
     def programs(self) -> list[ProgramInfo]:
-        """The programs that are kept, those first that were used last.
+        """The programs that are kept; the most recently used one comes first.
 
         Returns:
             list of ProgramInfo
@@ -344,8 +345,8 @@ class Jitted:
             return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], ANY_SEEDS)
 
     @opaque
-    def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
-        """The program for these arguments as a jaxpr, to be read.
+    def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
+        """The program for these arguments as a jaxpr.
 
         Args:
             args, kwargs: as for a call; only shapes, dtypes and static values matter.
@@ -371,7 +372,7 @@ def _unhashable(error: TypeError) -> TypeError:
 
 
 def _mortal(leaves: Sequence[Any]) -> Iterator[Any]:
-    """Objects among the arguments that are compared by identity: with one of them, the programs made for it go."""
+    """The arguments that are compared by identity; when one of them is collected, its programs are dropped."""
     for x in leaves:
         x = x.value if type(x) is Same else x
         x = getattr(x, "__self__", x)

@@ -1,7 +1,7 @@
-"""Outer products written in the order in which they are wanted.
+"""Rewrites outer products so that their dimensions are computed in the order of the result.
 
-JAX writes the gradient of a weight as an outer product and a transpose. Where lanes and rows of a Jacobian stand before it, XLA lays the
-product out as it is computed and copies it into the order of the result, which costs a small program a sixth of its time.
+JAX writes the gradient of a weight as an outer product and a transpose. If dimensions of lanes and Jacobian rows come before it, XLA stores
+the product in the order of its computation and copies it into the order of the result, which takes a sixth of a small program's time.
 """
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jax.extend.core import Literal
 
 
 def in_order(jaxpr: Any) -> Any:
-    """The jaxpr with each outer product that is only transposed written as a product of broadcasts, in the transposed order.
+    """The jaxpr, in which each outer product that is only transposed becomes a product of broadcasts, in the transposed order.
 
-    Values are the same to the bit: an outer product sums nothing.
+    Values are the same to the bit, because an outer product sums nothing.
     """
     uses = collections.Counter(v for e in jaxpr.eqns for v in e.invars if not isinstance(v, Literal))
     uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    chains: dict[Any, tuple[Any, tuple[int, ...], list[int]]] = {}  # by the last variable: product, order, the equations on the way
+    chains: dict[Any, tuple[Any, tuple[int, ...], list[int]]] = {}  # by the last variable: the product, its order, the equations between
     for i, e in enumerate(jaxpr.eqns):
         if e.primitive is lax.dot_general_p and _outer(e):
             chains[e.outvars[0]] = e, tuple(range(e.outvars[0].aval.ndim)), [i]
@@ -47,17 +47,17 @@ def _outer(e: Any) -> bool:
 
 
 def _written(e: Any, order: tuple[int, ...], out: Any) -> list[Any]:
-    """Equations for what the product e and then the transposes give, into the variable out."""
+    """Equations that compute the product e, transposed into the given order, into the variable out."""
     _, (batch_a, batch_b) = e.params["dimension_numbers"]
     shape = tuple(np.take(e.outvars[0].aval.shape, order).tolist())
 
-    def spread(x: Any, batch: tuple[int, ...], first: int) -> Any:
+    def spread(x: jax.Array, batch: tuple[int, ...], first: int) -> jax.Array:
         free = [d for d in range(x.ndim) if d not in batch]
         at = {d: order.index(k) for k, d in enumerate(batch)} | {d: order.index(first + k) for k, d in enumerate(free)}
         dims = sorted(at, key=at.__getitem__)
         return lax.broadcast_in_dim(lax.transpose(x, dims), shape, [at[d] for d in dims])
 
-    def product(a: Any, b: Any) -> Any:
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.mul(spread(a, batch_a, len(batch_a)), spread(b, batch_b, a.ndim))
 
     small = jax.make_jaxpr(product)(*[v.aval for v in e.invars]).jaxpr

@@ -1,6 +1,6 @@
-"""A torch function as one JAX program: traced once, compiled by XLA, its captured tensors inputs like any other.
+"""A torch function as one JAX program: it is traced once and compiled by XLA, and its captured tensors are inputs like any other.
 
-Knows how to trace, what the program needs beside its arguments (captured tensors, seeds), and how its results come apart again.
+This file traces the function, finds the program's other inputs (captured tensors, seeds), and splits the program's results.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
@@ -29,10 +30,10 @@ from bridge.trace.levels import push
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.value_checks import Bounds, ends
 
-_TRACES = 8  # how often a function is traced to find what it captures: what one trace meets may lead the next to more
-_SEEDS = 8  # torch generators one program may draw from, the default one included
+_TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
+_SEEDS = 8  # how many torch generators a program may draw from, including the default one
 ANY_SEEDS = np.zeros(_SEEDS, np.int64)
-_PACK_FROM, _PACK_SIZE = 4, 4096  # outputs of one shape from how many on, and up to which size, cross as one array
+_PACK_FROM, _PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,23 +41,23 @@ class Program:
     """A staged function.
 
     Attributes:
-        jaxpr: of (arguments, captured, seeds) -> outputs, then written values.
-        places: where each captured tensor is to be looked for at each call.
-        guards: what else must be as it was for the program to be right.
-        out_spec, static, is_tensor: the output tree and its leaves that are no tensors.
-        written: for each written value, the index of the argument or ("captured", index).
-        generators: explicit torch generators drawn from, by seed slot.
-        draws: whether the default generator is drawn from.
+        jaxpr: (arguments, captured, seeds) -> outputs, then written values.
+        places: where each call looks for the captured tensors.
+        guards: the other conditions under which the program is right.
+        out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and which of its leaves are tensors.
+        written: for each written value, ("argument", index) or ("captured", index).
+        generators: the explicit torch generators that the program draws from, by seed slot.
+        draws: whether the program draws from the default generator.
         used: which of the candidates for capture are captured.
-        candidates: how many there were.
-        strided: which arguments, and which captured tensors, the function takes by ``as_strided``, which counts from where memory begins.
-        types_matter: whether the function may have asked for the type of something by ``type``.
+        candidates: the number of candidates.
+        strided: the arguments and captured tensors that the function passes to ``as_strided``, which counts from where the memory begins.
+        types_matter: whether the function may have called ``type``.
         kinds: for each output and written value, whether torch's autograd can go back through it.
-        sources: for each of them, the inputs of the jaxpr that it goes back to, as bits of a number.
-        behind: the same with inputs that only the rules of autograd.Functions use: a second derivative goes back to them.
+        sources: for each output and written value, the inputs of the jaxpr that autograd goes back to, as bits of a number.
+        behind: ``sources``, and the inputs that only rules of autograd.Functions use: a second derivative goes back to them.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     places: list[closure_scan.Place]
     guards: Guards
     out_spec: Any
@@ -75,18 +76,18 @@ class Program:
     behind: list[int]
 
     def written_places(self) -> list[tuple[Any, ...]]:
-        """Where what is written goes: the argument's index, or the place of the captured tensor."""
+        """The targets of the written values: an argument's index, or the place of a captured tensor."""
         return [(kind, i) if kind == "argument" else (kind, id(self.places[i].container), self.places[i].key) for kind, i in self.written]
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of these arguments and captured tensors that torch's autograd goes back to."""
+        """The given arguments and captured tensors that torch's autograd goes back to."""
         every = functools.reduce(operator.or_, itertools.compress(self.behind, self.kinds), self._targets())
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
 
     def direct(self, arguments: Sequence[int], captured: Sequence[int], given: Sequence[bool]) -> list[bool]:
-        """For each of these, whether the first derivative of a given output goes back to it, and not only a second one.
+        """For each of these tensors, whether the first derivative of a given output goes back to it, and not only a second one.
 
-        given: of each output, then of each written value.
+        given: for each output, then for each written value, whether it has a cotangent.
         """
         targets = [0] * self.count + [self._target(kind, i) for kind, i in self.written]
         every = 0
@@ -95,7 +96,7 @@ class Program:
         return [bool(every & 1 << i) for i in arguments] + [bool(every & self._bit(i)) for i in captured]
 
     def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
-        """``kinds`` where only these arguments and captured tensors require grad; a tensor that does is written with a history."""
+        """``kinds`` if only these arguments and captured tensors require grad; a written tensor that requires grad keeps a history."""
         wanted = sum(1 << i for i in arguments) | sum(self._bit(i) for i in captured)
         sources = [*self.sources[: self.count]]
         for s, (kind, i) in zip(self.sources[self.count :], self.written, strict=True):
@@ -112,7 +113,7 @@ class Program:
         return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
 
     def checked(self) -> tuple[Program, Bounds | None]:
-        """The program with the operands that it checks as its last outputs, and what judges their ``ends``; None where it checks none."""
+        """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
@@ -158,7 +159,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     for _ in range(_TRACES):
         if not missing:
             return program
-        # tensors reached by a way the scan does not know: from now on inputs too, held by the program itself
+        # the scan cannot find these tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
         candidates = candidates + [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
         program, missing = trace(fn, call, candidates, found)
@@ -169,7 +170,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
     )
 
 
-def aval(x: Any) -> jax.ShapeDtypeStruct:
+def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
     if isinstance(x, torch.Tensor):
         return jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype))
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -252,7 +253,7 @@ def trace(
 
 
 class _ValuesFromOutside(TorchFunctionMode):
-    """Refuses what makes Python values of a tensor from outside without an operator: the program would hold them for ever."""
+    """Refuses functions that read a tensor from outside without an operator, because the program would keep its values for ever."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
@@ -263,19 +264,19 @@ class _ValuesFromOutside(TorchFunctionMode):
 _TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 
-def _sources(jaxpr: Any, behind: bool = False) -> list[int]:
-    """For each output the inputs, as bits, that it depends on otherwise than by what ``operands.constant`` has stopped.
+def _sources(jaxpr: Jaxpr, behind: bool = False) -> list[int]:
+    """For each output, the inputs that it depends on, as bits; ``operands.constant`` stops a dependence (no_grad, detach).
 
-    Which is no_grad and detach, and not the tighter question where a derivative can differ from zero: PyTorch's sign(x) requires grad
-    where x does.  behind: also by what the rules of an autograd.Function use.
+    A derivative that is always zero does not stop it: PyTorch's sign(x) requires grad if x does.  behind: include the inputs that only
+    the rules of an autograd.Function use.
     """
     return flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], behind)
 
 
-# -- outputs: many small ones cross as few -----------------------------------------------------------------------------------------
+# -- outputs: small ones are packed together --------------------------------------------------------------------------------------
 @dataclasses.dataclass(slots=True)
 class Packing:
-    """Which results are stacked into one array before they cross."""
+    """The results that are stacked into one array before their conversion to torch, and those that are not."""
 
     singles: list[int]
     groups: list[list[int]]
@@ -294,7 +295,7 @@ class Packing:
         return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups]
 
     def unpack(self, arrays: Sequence[Any], device: torch.device | None, count: int) -> list[torch.Tensor]:
-        """The results apart again, as tensors; the caller waits for the arrays."""
+        """The results as separate tensors; the caller waits for the arrays."""
         out: list[Any] = [None] * count
         for i, a in zip(self.singles, arrays, strict=False):
             out[i] = tensors.to_torch(a, device, wait=False)
@@ -305,9 +306,9 @@ class Packing:
 
 
 def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
-    """The program as a function to be jitted; an output that is an input is copied, so that no result shares memory with it.
+    """The program as a function to be jitted; an output that is an input is copied, so that no result shares an input's memory.
 
-    The ``ends`` of what it checks come last.
+    The ``ends`` of the checked operands come last.
     """
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer_products.in_order(program.jaxpr.jaxpr)))
     count = len(program.sources)
@@ -330,7 +331,7 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
 def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
     """(outputs, others, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted.
 
-    The ``ends`` of what it checks come last among the others.
+    The ``ends`` of the checked operands come last among the others.
     """
     count = len(program.sources)
     kinds = program.kinds_for(active, active_captured)
@@ -354,9 +355,9 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
 def in_two(
     program: Program, active: Sequence[int], active_captured: Sequence[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], list[int]]]:
-    """``differentiated`` and ``pull_back``, with the arrays that the pullback holds between them, and nothing else.
+    """``differentiated`` and ``pull_back`` as two functions that exchange only the arrays that the pullback holds.
 
-    The third result says of the first one's jaxpr which of (*arguments, *captured) the pullback holds, be it in another shape.
+    The third result takes the first one's jaxpr and says which of (*arguments, *captured) the pullback holds, perhaps in another shape.
     """
     both = differentiated(program, active, active_captured)
     tree: list[Any] = []
@@ -376,7 +377,7 @@ def in_two(
     return run, back, inputs
 
 
-def pull_back(pull: Any, cotangents: Sequence[Any]) -> list[Any]:
+def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list[jax.Array]:
     """Cotangents of the inputs in torch's convention, to be jitted."""
     (grads,) = pull([conj(c) for c in cotangents])
     return [conj(g) for g in grads]

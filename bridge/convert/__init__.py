@@ -1,1 +1,1 @@
-"""One tensor, one dtype, one tree: from torch to JAX and back."""
+"""Converts tensors, dtypes and trees from torch to JAX and back."""

@@ -1,4 +1,4 @@
-"""Which JAX dtype stands for which torch dtype, both ways, by one table; and which of them torch promotes operands to."""
+"""Maps torch dtypes to JAX dtypes and back by one table, and finds the dtype that torch promotes operands to."""
 from __future__ import annotations
 
 import functools
@@ -88,17 +88,17 @@ def to_torch(dtype: object) -> torch.dtype:
         raise TypeError(f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast it first, for example with .astype") from None
 
 
-#: kinds of dtypes, from the one that yields to the one that prevails
+#: Kinds of dtypes, in the order of promotion: a later kind prevails over an earlier one.
 BOOL, INT, FLOAT, COMPLEX = range(4)
 
 
 def kind(dtype: torch.dtype) -> int:
-    """Which of BOOL, INT, FLOAT and COMPLEX a dtype is."""
+    """The kind of a dtype: BOOL, INT, FLOAT or COMPLEX."""
     return COMPLEX if dtype.is_complex else FLOAT if dtype.is_floating_point else BOOL if dtype is torch.bool else INT
 
 
-def of_number(x: Any) -> torch.dtype:
-    """The dtype that a Python or numpy number has as an operand."""
+def of_number(x: complex | np.number | np.bool_) -> torch.dtype:
+    """The dtype of a Python or numpy number as an operand."""
     if isinstance(x, bool | np.bool_):
         return torch.bool
     if isinstance(x, int | np.integer):
@@ -110,19 +110,19 @@ def of_number(x: Any) -> torch.dtype:
 
 
 def promoted(operands: Iterable[Any]) -> torch.dtype:
-    """What torch.result_type says of any number of operands: tensors or JAX arrays, and Python's numbers.
+    """torch.result_type for any number of operands: tensors, JAX arrays and Python numbers.
 
-    They fall in three classes: with dimensions, 0-dim, numbers.  A lower class counts only where its kind is higher
+    There are three classes of operands: with dimensions, 0-dim, and numbers.  A lower class counts only if its kind is higher
     (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc).
 
     Args:
-        operands: tensors, arrays and numbers; what is None is left out.
+        operands: tensors, arrays and numbers; None is left out.
 
     Returns:
-        torch.dtype: their common dtype; complex64 where torch has complex32, which JAX lacks.
+        torch.dtype: the common dtype; complex64 if torch has complex32, which JAX lacks.
 
     Raises:
-        TypeError: there are none.
+        TypeError: there are no operands.
 
     Example:
         >>> import torch

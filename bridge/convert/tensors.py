@@ -1,7 +1,7 @@
-"""One tensor across the border and back: torch.Tensor -> jax.Array -> torch.Tensor, without a copy where memory allows.
+"""Converts a torch.Tensor to a jax.Array and back, without a copy if the memory allows it.
 
-A crossing is remembered by the tensor's identity.  Only crossings that share memory are: what is written into the tensor later is
-then seen by the array too, so the memory can be trusted as long as the tensor still has the same address and shape.
+A conversion that shares memory is remembered by the tensor's identity: the array sees later writes to the tensor too, so it stays right
+as long as the tensor has the same address and shape.  A conversion that copies is not remembered.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bridge import devices, private
 from bridge.convert import dtypes
 from bridge.process import process
 
-# numpy has no bfloat16 or 8-bit floats of its own: they cross as integers of the same width
+# numpy has no bfloat16 or 8-bit floats of its own: they are converted as integers of the same width
 _AS_INT = {
     torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
     torch.float8_e4m3fn: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fn)),
@@ -31,7 +31,7 @@ _AS_INT = {
 }
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
-_ALIGNMENT = 64  # bytes; XLA on CPU takes a foreign buffer as it is only at such addresses
+_ALIGNMENT = 64  # bytes; XLA on CPU uses a foreign buffer without a copy only at multiples of this address
 
 
 def _forget(store: dict[int, Any], key: int, _: Any) -> None:
@@ -39,12 +39,12 @@ def _forget(store: dict[int, Any], key: int, _: Any) -> None:
 
 
 def cached(t: torch.Tensor) -> jax.Array | None:
-    """The array that shares t's memory, where one was made before and still does."""
+    """The array that shares t's memory, if one was made before and still shares it; else None."""
     entry = process.arrays.get(id(t))
     if entry is None or entry[0]() is not t or entry[2] != t.data_ptr():
         return None
     seen = entry[3]
-    if seen[0] != t._version:  # resize_ and the like change the shape and leave the address
+    if seen[0] != t._version:  # resize_ and similar methods change the shape, but not the address
         if entry[1].shape != t.shape or not t.is_contiguous():
             return None
         seen[0] = t._version
@@ -53,7 +53,7 @@ def cached(t: torch.Tensor) -> jax.Array | None:
 
 @private.opaque
 def to_jax(t: torch.Tensor) -> jax.Array:
-    """The tensor's values as a jax.Array; shares memory where strides, alignment and device allow, else a copy.
+    """The tensor's values as a jax.Array; shares memory if strides, alignment and device allow it, else a copy.
 
     Args:
         t: strided tensor of any shape, on cpu or cuda; conj and neg bits are resolved; may require grad.
@@ -73,7 +73,7 @@ def to_jax(t: torch.Tensor) -> jax.Array:
     array = cached(t)
     if array is not None:
         return array
-    # inside a trace too, also a user's own jax.jit, these are operations on the tensor itself, done now
+    # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
         return _cross(t)
 
@@ -98,10 +98,10 @@ def _cross(t: torch.Tensor) -> jax.Array:
 
 
 
-def crossing(t: torch.Tensor) -> tuple[Any, int]:
-    """What a compiled function may be called with in the tensor's place, and a number that stands for its shape, dtype and device.
+def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
+    """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, dtype and device.
 
-    The first is the array that shares t's memory, or for small tensors met for the first time numpy's view of it.
+    The array is what ``to_jax`` returns; for a small tensor that is met for the first time it is numpy's view of the tensor.
     """
     key = id(t)
     entry = process.arrays.get(key)
@@ -117,13 +117,13 @@ def crossing(t: torch.Tensor) -> tuple[Any, int]:
 
 
 def _signature(t: torch.Tensor) -> int:
-    if t.is_nested:  # has no shape to speak of
+    if t.is_nested:  # a nested tensor has no single shape: plain raises its TypeError
         plain(t)
     return process.signatures.setdefault((t.shape, t.dtype, t.device), len(process.signatures))
 
 
 def crosses(t: torch.Tensor) -> bool:
-    """Whether a tensor found in a closure or module can be an input of a computation: an ordinary one that has values."""
+    """Whether a tensor found in a closure or module can be an input of a computation: it must be an ordinary tensor with values."""
     return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -133,7 +133,7 @@ def shares(source: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
-    """t as a dense contiguous tensor without grad, conj or neg bit; TypeError for what is no dense tensor."""
+    """t as a dense contiguous tensor without grad, conj or neg bit; raises TypeError if t is not dense."""
     if t.layout is not torch.strided:
         raise TypeError(f"tensor: expected a strided tensor, got layout {t.layout}; convert it with .to_dense()")
     if t.is_quantized:
@@ -156,7 +156,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def as_numpy(t: torch.Tensor) -> np.ndarray:
-    """A plain CPU tensor as numpy sees it, same memory."""
+    """A plain CPU tensor as a numpy array that shares its memory."""
     other = _AS_INT.get(t.dtype)
     if other is None:
         dtypes.to_jax(t.dtype)
@@ -169,7 +169,7 @@ Layout = tuple[torch.dtype, Any, bool, bool, tuple[int, ...], np.dtype]
 
 @functools.cache
 def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
-    """For such an array: torch's dtype, the ctypes buffer type, whether it is empty, whether numpy knows torch's dtype; shape and dtype."""
+    """For arrays of this shape and dtype: torch's dtype, ctypes' buffer type, is empty, numpy knows torch's dtype, shape, dtype."""
     size = math.prod(shape)
     found = dtypes.to_torch(dtype)
     return found, ctypes.c_char * (size * dtype.itemsize), size == 0, found not in _AS_INT, shape, dtype
@@ -179,12 +179,12 @@ def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
 def to_torch(
     array: jax.Array, device: torch.device | None = None, avoid: set[int] | None = None, wait: bool = True
 ) -> torch.Tensor:
-    """The array's values as a torch tensor; shares memory where it can.  Waits until the array is computed.
+    """The array's values as a torch tensor; shares memory if it can.  Waits until the array is computed.
 
     Args:
         array: a concrete jax.Array.
         device: where the tensor must be; None: the array's own device, as ``bridge.devices`` maps it.
-        wait: False where the caller waits for the array itself, before it gives the tensor away.
+        wait: False if the caller itself waits for the array, before it returns the tensor.
         avoid: addresses that the result may not share (inputs, earlier outputs); the result's address is added.
 
     Returns:
@@ -210,7 +210,7 @@ def to_torch(
     address = array.unsafe_buffer_pointer()
     buffer = buffer_type.from_address(address)
     buffer.owner = array  # the memory lives as long as the tensor does
-    # the way by numpy takes a third of the time
+    # the conversion through numpy takes a third of the time
     t = torch.from_numpy(np.ndarray(shape, array.dtype, buffer)) if known else torch.frombuffer(buffer, dtype=dtype).view(shape)
     if avoid is not None:
         if address in avoid:
@@ -225,12 +225,12 @@ def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.
     """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays.
 
     Args:
-        arrays: what the program gave.
-        layouts: ``layout`` of each.
+        arrays: the program's results.
+        layouts: the ``layout`` of each array.
         device: as for ``to_torch``.
 
     Returns:
-        list of torch.Tensor: they share the arrays' memory where ``to_torch`` would.
+        list of torch.Tensor: they share the arrays' memory if ``to_torch`` would.
     """
     if device is None or device.type != "cpu":
         return [to_torch(a, device, wait=False) for a in arrays]
@@ -245,7 +245,7 @@ def view(array: jax.Array, found: Layout) -> torch.Tensor:
         return to_torch(array, _CPU, wait=False)
     try:
         address = array.unsafe_buffer_pointer()
-    except (ValueError, jax.errors.JaxRuntimeError):  # on several devices
+    except (ValueError, jax.errors.JaxRuntimeError):  # the array is on several devices
         return to_torch(array, _CPU, wait=False)
     buffer = buffer_type.from_address(address)
     buffer.owner = array

@@ -1,12 +1,12 @@
-"""Flattening nested Python data to leaves and back: torch's pytrees and JAX's, as one.
+"""Flattens nested Python data to leaves and back; torch's and JAX's pytrees are treated as one.
 
-Dicts keep their insertion order, None is a leaf (as in torch), namedtuples, dataclasses and whatever was registered with torch or
-with JAX are nodes.  Specs are hashable tuples, cheap enough to be the key of a compilation cache.
+Dicts keep their insertion order, and None is a leaf, as in torch.  Namedtuples, dataclasses and types that are registered with torch or
+JAX are nodes.  Specs are hashable, and cheap enough to be the key of a compilation cache.
 """
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,16 +21,16 @@ LEAF = None
 
 
 class Spec:
-    """What is left of a tree when its leaves are taken out: the node's type, its context and its children's specs.
+    """A tree without its leaves: the node's type, its context and its children's specs.
 
-    Two are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` are two trees.
+    Two specs are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` have different specs.
     """
 
     __slots__ = ("_exact", "_hash", "children", "context", "kind")
 
     def __init__(self, kind: Any, context: Any, exact: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
         self.kind, self.context, self._exact = kind, context, exact
-        self.children = children  # an int: that many leaves
+        self.children = children  # an int n: n leaves
         self._hash = key
 
     def __hash__(self) -> int:
@@ -71,7 +71,7 @@ def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> S
             if len(process.treedefs) < 4096:
                 process.treedefs[key] = spec
         return spec
-    except TypeError:  # a registered node's context need not be hashable; equality still tells specs apart
+    except TypeError:  # a registered node's context may be unhashable; equality still tells specs apart
         return Spec(kind, context, exact, children, hash((kind, children)))
 
 
@@ -83,7 +83,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
     Args:
         tree: nested dicts, lists, tuples, namedtuples, dataclasses, registered nodes; anything else is a leaf.
-        is_leaf: where it returns True, a node is taken as a leaf.
+        is_leaf: a node for which it returns True is a leaf.
 
     Example:
         >>> from bridge.convert import trees
@@ -126,9 +126,9 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
 
 
 class _Jax:
-    """Context of a node that only JAX knows: its treedef, one level deep."""
+    """The context of a node that only JAX knows: its treedef, one level deep."""
 
-    def __init__(self, treedef: Any) -> None:
+    def __init__(self, treedef: jax.tree_util.PyTreeDef) -> None:
         self.treedef = treedef
 
     def __eq__(self, other: object) -> bool:
@@ -139,7 +139,7 @@ class _Jax:
 
 
 def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
-    """Children and context of a node that is none of the everyday containers; None: it is a leaf."""
+    """The children and the context of a node that is not a list, tuple or dict; None if it is a leaf."""
     if isinstance(tree, torch.Tensor | jax.Array | str | bytes):
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -158,11 +158,11 @@ def joined(*specs: Spec | None) -> Spec:
     return _make(tuple, None, len(specs) if all(s is LEAF for s in specs) else specs)
 
 
-def unflatten(spec: Spec | None, leaves: Any) -> Any:
-    """The tree of that spec with these leaves; the inverse of ``flatten``.
+def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
+    """The tree with this spec and these leaves; the inverse of ``flatten``.
 
     Raises:
-        ValueError: the number of leaves is not the spec's.
+        ValueError: the number of leaves differs from the spec's.
     """
     source = iter(leaves)
     tree = _build(spec, source)
@@ -199,18 +199,18 @@ def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
 
 
 def count(spec: Spec | None) -> int:
-    """How many leaves a tree of that spec has."""
+    """The number of leaves of a tree with this spec."""
     if spec is LEAF:
         return 1
     return spec.children if isinstance(spec.children, int) else sum(count(c) for c in spec.children)
 
 
 class Field(str):
-    """A step into a namedtuple, as against the key of a dict."""
+    """A field of a namedtuple as a step of a path; the key of a dict is not a Field."""
 
 
 def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
-    """The way to each leaf: keys, fields and positions.
+    """The path to each leaf, made of keys, fields and positions.
 
     Example:
         >>> from bridge.convert import trees
@@ -229,7 +229,7 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with fn applied to every leaf.
+    """The tree with fn applied to each leaf.
 
     Example:
         >>> from bridge.convert import trees
@@ -241,7 +241,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
-    """A prefix tree (in_dims, say) spread over the leaves of a spec; None where it does not fit.
+    """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not fit.
 
     Example:
         >>> from bridge.convert import trees

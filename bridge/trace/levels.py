@@ -35,7 +35,7 @@ class Level:
         captured: in the root: the plain torch tensors met while tracing, by id, each with the node that stands for it.
         live: in the root: ids of the captured tensors that were used while torch's grad mode was on.
         with_history: in the root: ids of the captured tensors that required grad when they were met.
-        behind: in the root: ids of the captured tensors that derivative rules use; the function itself may not use them.
+        behind: in the root: ids of the captured tensors that derivative rules use, perhaps without any other use.
         recorded: in the root: whether torch's autograd may go back through the traced values.
         lasting: in the root: whether values are used after the call has returned; such values share no memory with torch tensors.
     """

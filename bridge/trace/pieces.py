@@ -24,7 +24,7 @@ from bridge.trace import python_numbers, value_checks
 from bridge.trace.levels import state
 
 _LIMIT = 8192  # how many (operator, static arguments) are kept: scalars that change at every call must not fill memory
-_WINDOW, _NEWEST = 16, 2  # shapes that do not return within this many other shapes are forgotten, but for the newest ones
+_WINDOW, _NEWEST = 16, 2  # how many shapes a function remembers, and how many of those that did not come again keep their pieces
 
 
 def forget() -> None:

@@ -56,7 +56,7 @@ class Geometry:
         return cls(plain, None if node is None else node.root.geometry)
 
     def ask(self) -> bool:
-        """Note a call of ``as_strided``; whether it is possible: the tensor must be plain here and at every outer level."""
+        """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""
         self.asked = True
         return (self.outer is None or self.outer.ask()) and self.plain
 

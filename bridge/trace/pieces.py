@@ -89,7 +89,7 @@ def _release(done: set[Shapes]) -> None:
 def trim() -> None:
     """Return the memory that XLA's compiler has freed to the system: glibc keeps 60 MB after 200 shapes.  It takes milliseconds."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # the C library is not glibc
-        ctypes.CDLL(None).malloctrim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class NotPure(Exception):

@@ -617,6 +617,7 @@ def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.Monk
 def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
     """Programs are stored in the folder; JAX's own cache, which the tests use elsewhere, is off."""
     monkeypatch.setattr(disk, "_place", lambda: (folder, ""))
+    monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:

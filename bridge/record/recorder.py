@@ -381,6 +381,8 @@ class Recorder(TorchFunctionMode):
         metas: list[torch.Tensor] = []
         template = _Template(self, func)
         given, kw = template.of(args), template.of(kwargs)
+        if func in _SHAPES_BY_TRACING:
+            return self._staged(func, given, kw, template, TypeError(f"{func}: no tensors"))
         metas = [self.aval(t).meta() for t in template.tensors]
         values = [_filled(x, metas, self.numbers[template.first :]) for x in (given, kw)]
         where = values[1].get("device")
@@ -780,6 +782,8 @@ WITH_INTS = WITH_NUMBERS - {torch.where, torch.full}
 FACTORIES = frozenset(_names(torch, "zeros ones empty full rand randn randint randperm arange linspace logspace eye empty_strided "
                               "tril_indices "
                               "triu_indices bernoulli normal hann_window hamming_window bartlett_window blackman_window kaiser_window"))
+#: Functions whose shapes PyTorch's own functions for shapes say wrongly: those of 2.11.
+_SHAPES_BY_TRACING = frozenset([torch.segment_reduce])
 _PLACES = frozenset([*_names(torch.Tensor, "nonzero argwhere"), *_names(torch, "nonzero argwhere where")])
 _BY_VALUE = {
     **dict.fromkeys([f for owner in (torch.Tensor, torch) for f in _names(owner, "unique unique_consecutive bincount")], _counted),

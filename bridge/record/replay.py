@@ -16,7 +16,7 @@ from bridge.convert import dtypes
 from bridge.errors import NotInLoopError
 from bridge.record import loops
 from bridge.record.recorder import PARTS, Begin, End, Input, Op, Out, Pull, filled, values_of
-from bridge.record.tensor import Aval, aval_of
+from bridge.record.tensor import Aval, Unrecordable, aval_of
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
@@ -88,6 +88,7 @@ class Run:
         self.env: dict[int, Any] = {}
         self.numbers, self.used = numbers, 0
         self.pulls: dict[int, Callable[..., Any]] = {}
+        self.open = False  # a transform is entered whose function is still running
 
     def run(self, block: Block) -> None:
         for entry in block.entries:
@@ -143,18 +144,33 @@ class Run:
         with torch.set_grad_enabled(op.grad):
             out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
         if op.single is not None:
+            self._check(op, op.single, out)
             self.env[first] = out
         else:
             found: list[Any] = []
-            _made(op.outs, out, found)
+            self._made(op, op.outs, out, found)
             self.store(found, first)
+
+    def _made(self, op: Op, outs: Any, out: Any, found: list[torch.Tensor]) -> None:
+        if type(outs) is Out:
+            self._check(op, outs.aval, out)
+            found.append(out)
+        elif isinstance(outs, tuple | list):
+            for o, v in zip(outs, out, strict=True):
+                self._made(op, o, v, found)
+
+    def _check(self, op: Op, aval: Aval, out: torch.Tensor) -> None:
+        """Give the record up if PyTorch's own function for shapes has said another shape or dtype: the function has seen a wrong one."""
+        if not self.open and (tuple(out.shape) != tuple(aval.shape) or out.dtype != aval.dtype):
+            raise Unrecordable(f"{op.func}: PyTorch says that its result is {aval!r}, and it is {tuple(out.shape)} {out.dtype}")
 
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))
 
     def enter(self, block: Block) -> None:
         operands = [self.env[r] for r in block.operands]
-        if block.end is None:
+        if block.end is None:  # its function is still running: its arguments are those of all lanes
+            self.open = True
             self.store(operands[: len(block.arguments)], block.arguments.start)
             return self.run(block)
         assert block.begin is not None
@@ -171,14 +187,6 @@ class Run:
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)
-
-
-def _made(outs: Any, out: Any, found: list[torch.Tensor]) -> None:
-    if type(outs) is Out:
-        found.append(out)
-    elif isinstance(outs, tuple | list):
-        for o, v in zip(outs, out, strict=True):
-            _made(o, v, found)
 
 
 def shapes(

@@ -43,7 +43,8 @@ class Tiered:
                 if self._run is None:
                     start = time.perf_counter()
                     with compiling.correctly():
-                        traced = jax.jit(self._function).trace(*args)
+                        # a function of its own for jit: what JAX keeps of a function's traces goes with it
+                        traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
                         self._traced(traced.jaxpr.jaxpr)
                         self._lowered = traced.lower()
                         cpu = jax.default_backend() == "cpu"

@@ -256,12 +256,9 @@ class _Mode(private.DispatchMode):
     @private.opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = dispatch(func, args, kwargs or {})
-        if func is _DETACH and type(out) is Traced is not type(args[0]):  # PyTorch's numpy() calls detach to read the memory
+        if func.name() == "aten::detach" and type(out) is Traced is not type(args[0]):  # PyTorch's numpy() calls detach to read the memory
             private.forbid_reading(out)
         return out
-
-
-_DETACH = torch.ops.aten.detach.default
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

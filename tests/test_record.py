@@ -583,7 +583,8 @@ def test_a_stored_program_takes_numbers_of_the_type_that_it_was_made_for(monkeyp
 def test_a_stored_program_is_made_again_for_what_was_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def gradients(T: Any) -> Any:
         x = X.clone().requires_grad_()
-        out = T.vmap(lambda r: (r * 1.5).sin().prod())(x)
+        scale = torch.tensor(1.5)  # an input without dimensions
+        out = T.vmap(lambda r: (r * scale).sin().prod())(x)
         (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return first, torch.autograd.grad((first**2).sum(), x)
 
@@ -591,6 +592,17 @@ def test_a_stored_program_is_made_again_for_what_was_not_stored(monkeypatch: pyt
         for _ in range(2):
             monkeypatch.setattr(process, "programs", programs._Kept())
             same(gradients(torchfunc_jax), gradients(torch.func), rtol=1e-4, atol=1e-5)
+
+
+def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    scale, made = torch.tensor(1.5), []  # an input without dimensions
+    making = programs._made_for
+    monkeypatch.setattr(programs, "_made_for", lambda *given: (made.append(given), making(*given))[1])
+    with stored(monkeypatch, tmp_path):
+        for _ in range(2):
+            monkeypatch.setattr(process, "programs", programs._Kept())
+            same(torchfunc_jax.vmap(lambda r: (r * scale).sin())(X), (X * 1.5).sin())
+    assert len(made) == 1
 
 
 def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

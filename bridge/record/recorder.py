@@ -502,8 +502,7 @@ class Recorder(TorchFunctionMode):
         other = Recorder(self.execute)
         other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
         for t in self.inputs:
-            strided = torch.zeros(1, dtype=t.dtype).expand(t.shape) if t.numel() else torch.zeros(t.shape, dtype=t.dtype)
-            other.inputs.append(strided.requires_grad_(t.requires_grad))
+            other.inputs.append(torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.requires_grad))
         return other
 
     def leave(self) -> None:

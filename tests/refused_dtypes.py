@@ -13,6 +13,7 @@ import itertools
 import json
 import pathlib
 import re
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -30,23 +31,15 @@ SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and
 TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
 _HEAD = '''"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch {version}); not by hand.
 
-REFUSED    overload: (the place of the argument whose dtype is looked at, a line for each error: its class, its message, the dtypes);
-           place -1 is dtype=
-MODES      overload: (the same place, for each mode as bridge.operators.dtype_refusals.mode says it the lines that REFUSED does not have)
-TOGETHER   overload: (the place of an argument, the places of those that must have its dtype)
-INDICES    overload: for the place of an index, a line for each error
+A group has the overloads of aten in which PyTorch refuses the same; those called "default" have only the operator's name.
+
+REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the mode as bridge.operators.dtype_refusals.mode says it
+           or "" for every mode, the dtypes): the overloads
+TOGETHER   (the place of an argument, the places of those that must have its dtype): the overloads
+INDICES    (the place of an index, the dtypes): the overloads
 """
-from __future__ import annotations
-
-Refusals = tuple[tuple[str, str, tuple[str, ...]], ...]
-
 '''
-TABLES = {
-    "REFUSED": "dict[str, tuple[int, Refusals]]",
-    "MODES": "dict[str, tuple[int, dict[str, Refusals]]]",
-    "TOGETHER": "dict[str, tuple[int, tuple[int, ...]]]",
-    "INDICES": "dict[str, dict[int, Refusals]]",
-}
+TABLES = {"REFUSED": "dict[tuple[int, str, str], str]", "TOGETHER": "dict[tuple[int, ...], str]", "INDICES": "dict[tuple[int, str], str]"}
 #: int32 is no bad index, whatever PyTorch says of some: whole numbers of JAX have it unless told otherwise
 _INDICES = (torch.int16, torch.uint8, torch.bool, torch.float32)
 _ABOUT_DTYPES = re.compile("implemented for|support|type|xpected|may not be")
@@ -139,56 +132,56 @@ def _variants(call: Call, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
     yield pytree.tree_map(lambda x: int(x) if type(x) is float and abs(x) < 1e9 else x, (args, kwargs))
 
 
-def _answer(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[str, str]:
-    """The class and message of PyTorch's refusal; ("", "") for an error about something else, ("value", "") for none."""
+def _answer(func: Any, args: Any, kwargs: Any) -> bool | None:
+    """Whether PyTorch refuses a call because of its dtypes; None for an error about something else."""
     try:
         func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
-        message = re.sub(rf"\b{NAMES[dtype]}\b", "{}", str(error).partition("\n")[0].partition("; but got")[0].strip())
-        return (type(error).__name__, message) if _ABOUT_DTYPES.search(message) and not _ABOUT_OTHERS.search(message) else ("", "")
+        message = str(error).partition("\n")[0].partition("; but got")[0].strip()
+        return True if _ABOUT_DTYPES.search(message) and not _ABOUT_OTHERS.search(message) else None
     except Exception:
-        return "", ""
-    return "value", ""
+        return None
+    return False
 
 
 Asked = Iterable[tuple[torch.dtype, Iterable[tuple[Any, Any]]]]
 
 
-def _lines(func: Any, asked: Asked) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """For each error its class, its message and the dtypes for which PyTorch has it every time; of dtypes and calls with them."""
-    lines: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+def _always(func: Any, asked: Asked) -> str:
+    """The names of the dtypes that PyTorch refuses every time; of dtypes and calls with them."""
+    found = []
     for dtype, calls in asked:
-        answers = collections.Counter(_answer(func, *call, dtype) for call in calls)
-        del answers["", ""]
-        if answers and ("value", "") not in answers:
-            lines[answers.most_common(1)[0][0]].append(str(dtype).removeprefix("torch."))
-    return tuple((*key, tuple(dtypes)) for key, dtypes in lines.items())
+        answers = {_answer(func, *call) for call in calls}
+        if True in answers and False not in answers:
+            found.append(str(dtype).removeprefix("torch."))
+    return " ".join(found)
 
 
-def refused(func: Any, calls: list[Call]) -> tuple[int, Any] | None:
-    """An overload's line of REFUSED; None where there is nothing to say."""
-    calls = [call for call in calls if _place(call) is not None and _uniform(func, call)]
-    lines = _refused_in(func, calls, DTYPES)
-    return (_first(calls), lines) if lines else None
+Group = tuple[Any, ...]
 
 
-def _refused_in(func: Any, calls: list[Call], dtypes: Iterable[torch.dtype]) -> Any:
-    return _lines(func, ((d, [v for call in calls for v in _variants(call, d)]) for d in dtypes))
-
-
-def modes(func: Any, calls: list[Call]) -> tuple[int, Any] | None:
-    """An overload's line of MODES."""
-    known = {name for _, _, names in (refused(func, calls) or (0, ()))[1] for name in names}
-    calls = [call for call in calls if (_place(call, scalars=True) or 0) >= 0 and _uniform(func, call)]
+def refused(func: Any, calls: list[Call]) -> Iterator[Group]:
+    """An overload's groups in REFUSED."""
+    uniform = [call for call in calls if _uniform(func, call)]
+    calls = [call for call in uniform if _place(call) is not None]
+    known = _refused_in(func, calls, DTYPES)
+    if known:
+        yield _first(calls), "", known
+    calls = [call for call in uniform if (_place(call, scalars=True) or 0) >= 0]
     if not calls:
-        return None
+        return
     place, found = _first(calls), collections.defaultdict(list)
     for call in calls:
         if _place(call, scalars=True) == place:
             found[mode(func, call[0], call[1], place)].append(call)
-    asked = {name: [d for d in DTYPES if "scalar" in name or str(d).removeprefix("torch.") not in known] for name in found}
-    lines = {name: _refused_in(func, some, asked[name]) for name, some in sorted(found.items())}
-    return (place, kept) if (kept := {name: some for name, some in lines.items() if some}) else None
+    for name, some in sorted(found.items()):
+        asked = [d for d in DTYPES if "scalar" in name or str(d).removeprefix("torch.") not in known.split()]
+        if refused_here := _refused_in(func, some, asked):
+            yield place, name, refused_here
+
+
+def _refused_in(func: Any, calls: list[Call], dtypes: Iterable[torch.dtype]) -> str:
+    return _always(func, ((d, [v for call in calls for v in _variants(call, d)]) for d in dtypes))
 
 
 def _first(calls: list[Call]) -> int:
@@ -211,25 +204,28 @@ def _places(calls: list[Call], first: int, dtype: torch.dtype) -> dict[int, list
     return found
 
 
-def together(func: Any, calls: list[Call]) -> tuple[int, tuple[int, ...]] | None:
-    """An overload's line of TOGETHER."""
+def together(func: Any, calls: list[Call]) -> Iterator[Group]:
+    """An overload's group in TOGETHER."""
     calls = [call for call in calls if _place(call) is not None and call[2] is torch.float32]
     if not calls or is_pointwise(func):
-        return None
+        return
     first, others = _first(calls), (torch.float64, torch.int64)
-    ask = lambda place, calls: _lines(func, ((d, [_with(call, place, d) for call in calls]) for d in others))
     places = _places(calls, first, torch.float32)
-    apart = tuple(p for p, some in sorted(places.items()) if sum(len(dtypes) for _, _, dtypes in ask(p, some)) == len(others))
-    return (first, apart) if apart else None
+    apart = [
+        p for p, some in sorted(places.items())
+        if len(_always(func, ((d, [_with(call, p, d) for call in some]) for d in others)).split()) == len(others)
+    ]
+    if apart:
+        yield first, *apart
 
 
-def indices(func: Any, calls: list[Call]) -> dict[int, Any] | None:
-    """An overload's line of INDICES."""
-    places = _places([call for call in calls if call[2] is torch.float32], 0, torch.int64)
+def indices(func: Any, calls: list[Call]) -> Iterator[Group]:
+    """An overload's groups in INDICES."""
     if is_pointwise(func):
-        return None
-    lines = {p: _lines(func, ((d, [_with(call, p, d) for call in some]) for d in _INDICES)) for p, some in sorted(places.items())}
-    return {p: line for p, line in lines.items() if line} or None
+        return
+    for place, some in sorted(_places([call for call in calls if call[2] is torch.float32], 0, torch.int64).items()):
+        if refused_here := _always(func, ((d, [_with(call, place, d) for call in some]) for d in _INDICES)):
+            yield place, refused_here
 
 
 def tables(ops: Iterable[Any] = op_db) -> dict[str, dict[str, Any]]:
@@ -240,30 +236,35 @@ def tables(ops: Iterable[Any] = op_db) -> dict[str, dict[str, Any]]:
         found[factory] = [(args, {"dtype": torch.float32}, torch.float32)]
     for func, args in _IN_PLACE.items():
         found[func] = [((torch.ones(2), *args), {}, torch.float32)]
-    out: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+    out: dict[str, dict[Group, list[str]]] = {name: collections.defaultdict(list) for name in TABLES}
     for func, calls in track(sorted(found.items(), key=str), "asking"):
-        for name, ask in zip(TABLES, (refused, modes, together, indices), strict=True):
-            if func.namespace == "aten" and (line := ask(func, calls)):
-                out[name][str(func)] = line
-    return out
+        for name, groups in zip(TABLES, (refused, together, indices), strict=True):
+            if func.namespace == "aten":
+                for group in groups(func, calls):
+                    out[name][group].append(str(func).removeprefix("aten.").removesuffix(".default"))
+    return {name: {group: " ".join(names) for group, names in sorted(groups.items())} for name, groups in out.items()}
 
 
-def _literal(x: Any) -> str:
-    if isinstance(x, tuple):
-        return "(" + ", ".join(map(_literal, x)) + ("," if len(x) == 1 else "") + ")"
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in x.items()) + "}"
-    return json.dumps(x)
+def _text(group: Group, names: str) -> str:
+    key, *more = f"({', '.join(map(json.dumps, group))})", *textwrap.wrap(names, 126)
+    if not more[1:] and len(key) + len(names) < 130:
+        return f"    {key}: {json.dumps(names)},\n"
+    lines = [*(f"{line} " for line in more[:-1]), more[-1]]
+    return f"    {key}: (\n" + "".join(f"        {json.dumps(line)}\n" for line in lines) + "    ),\n"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.simplefilter("ignore")
-    text = _HEAD.format(version=torch.__version__.split("+")[0])
-    for name, lines in tables().items():
-        body = "".join(f"    {json.dumps(func)}: {_literal(line)},\n" for func, line in lines.items())
-        text += f"\n{name}: {TABLES[name]} = {{\n{body}}}\n"
-    TABLE.write_text(text)
+    TABLE.write_text(text(tables()))
+
+
+def text(found: dict[str, dict[Group, str]]) -> str:
+    """The file with these tables."""
+    body = _HEAD.format(version=torch.__version__.split("+")[0])
+    for name, groups in found.items():
+        body += f"\n{name}: {TABLES[name]} = {{\n{''.join(_text(*row) for row in groups.items())}}}\n"
+    return body
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from bridge import private
 from bridge.convert import dtypes
 from bridge.errors import at_line
 from bridge.lowering.registry import LOWERINGS
-from bridge.operators.dtype_refusals_table import INDICES, MODES, REFUSED, TOGETHER, Refusals
+from bridge.operators.dtype_refusals_table import INDICES, REFUSED, TOGETHER
 from bridge.trace.python_numbers import is_input
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -22,7 +22,6 @@ NAMES = {
     torch.complex128: "ComplexDouble", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
     torch.uint8: "Byte", torch.bool: "Bool",
 }  # fmt: skip
-_CLASSES = {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError, "IndexError": IndexError}
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
 #: names of overloads of pointwise operators that take a number instead of a tensor
@@ -30,8 +29,21 @@ _SCALAR_KINDS = frozenset(
     {"Scalar", "Scalar_Other", "Scalar_Self", "Scalar_Tensor", "other_scalar", "self_scalar", "Tensor_Scalar", "n_scalar", "x_scalar"}
 )
 _OPERANDS = ("self", "other", "exponent", "x", "n")
-_NO_REFUSALS: tuple[int, Any] = (0, ())
-Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
+#: Whether PyTorch is to be asked about the operands of a call, or the words of the refusal.
+Check = Callable[[tuple[Any, ...], dict[str, Any]], bool | str]
+Dtypes = frozenset[torch.dtype]
+
+
+def _by_overload(table: Mapping[Any, str]) -> dict[str, list[Any]]:
+    """A table of the generated file, whose groups list their overloads: the groups of each overload."""
+    found: dict[str, list[Any]] = {}
+    for group, names in table.items():
+        for name in names.split():
+            found.setdefault(f"aten.{name}" if "." in name else f"aten.{name}.default", []).append(group)
+    return found
+
+
+_REFUSED, _TOGETHER, _INDICES = _by_overload(REFUSED), _by_overload(TOGETHER), _by_overload(INDICES)
 
 
 def guarded(func: torch._ops.OpOverload, run: Plan) -> Plan:
@@ -42,68 +54,39 @@ def guarded(func: torch._ops.OpOverload, run: Plan) -> Plan:
     """
     name = str(func)
     checks: list[Check] = []
-    own = _entry(func)
-    if own in REFUSED or own in MODES:
-        checks.append(_own(func, REFUSED.get(own, _NO_REFUSALS), MODES.get(own, _NO_REFUSALS)))
-    if name in TOGETHER:
-        checks.append(_shared(func, TOGETHER[name]))
-    if name in INDICES:
-        checks.append(_indices(func, INDICES[name]))
-    if name.startswith(_EACH) and (entry := REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
-        checks.append(_each(func, entry))
+    if own := _REFUSED.get(_entry(func)):
+        checks.append(_own(func, own))
+    checks += [_shared(func, *group) for group in _TOGETHER.get(name, ())]
+    checks += [_index(place, _dtypes(refused)) for place, refused in _INDICES.get(name, ())]
+    if name.startswith(_EACH) and (each := _REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
+        checks.append(_each(func, [group for group in each if not group[1]]))
     if not checks:
         return run
 
     @functools.wraps(run)  # copies its attributes too
     def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for check in checks:
-            try:
-                check(args, kwargs)
-            except (RuntimeError, IndexError) as refusal:
-                kind = _kind_here(func, args, kwargs, type(refusal))
-                if kind is None:
-                    break  # this version has a kernel
-                if kind is type(refusal):
-                    raise
-                raise kind(str(refusal)) from None
+        found = next(filter(None, (check(args, kwargs) for check in checks)), None)
+        if found:
+            _refuse(func, args, kwargs, found)
         return run(args, kwargs)
 
     return run_guarded
 
 
-_TABLES = "2.13."  # the version of PyTorch from which the tables were made
-_SMALL = 4096
-
-
-def _kind_here(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Exception]) -> type[Exception] | None:
-    """The class of the error that the installed PyTorch raises for such operands, or None if it raises none.
-
-    Other versions raise other classes with the same words, and have further kernels.  kind: the class that the tables give.
-    """
-    if torch.__version__.startswith(_TABLES):
-        return kind
+def _refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], found: bool | str) -> None:
+    """Raise the error of the installed PyTorch for operands of these shapes and dtypes; a version with further kernels raises none."""
 
     def alike(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            if x.numel() > _SMALL:
-                raise _NotAskedError
-            return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
-        if is_input(x):
-            raise _NotAskedError
-        return x
+            return torch.ones(x.shape, dtype=x.dtype, device="cpu")
+        return x.node.value if is_input(x) else x
 
-    with private.without_modes():
-        try:
+    try:
+        with private.without_modes():
             func(*pytree.tree_map(alike, args), **pytree.tree_map(alike, kwargs))
-        except _NotAskedError:
-            return kind
-        except Exception as error:
-            return type(error)
-    return None
-
-
-class _NotAskedError(Exception):
-    pass
+    except Exception as error:
+        said = found if isinstance(found, str) else str(error).partition("\n")[0].partition("; but got")[0].strip()
+        raise type(error)(f"{said} ({func}){at_line()}") from None
 
 
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
@@ -122,14 +105,8 @@ def _asked(args: tuple[Any, ...], place: int) -> torch.Tensor | None:
     return t if isinstance(t, torch.Tensor) and _counts(t) else None
 
 
-def _refuser(func: torch._ops.OpOverload, lines: Refusals) -> tuple[frozenset[torch.dtype], Callable[[torch.dtype], None]]:
-    refused = {getattr(torch, name): (_CLASSES[kind], message) for kind, message, names in lines for name in names}
-
-    def refuse(dtype: torch.dtype) -> None:
-        kind, message = refused[dtype]
-        raise kind(f"{message.replace('{}', NAMES[dtype])} ({func}){at_line()}")
-
-    return frozenset(refused), refuse
+def _dtypes(names: str) -> Dtypes:
+    return frozenset(getattr(torch, name) for name in names.split())
 
 
 def _entry(func: torch._ops.OpOverload) -> str:
@@ -137,34 +114,29 @@ def _entry(func: torch._ops.OpOverload) -> str:
     names = [str(func)]
     if func._overloadname in _SCALAR_KINDS and is_pointwise(func):
         names += [f"{func.overloadpacket}.Tensor", f"{func.overloadpacket}.default"]
-    return next((name for name in names if name in REFUSED or name in MODES), names[0])
+    return next((name for name in names if name in _REFUSED), names[0])
 
 
-def _own(func: torch._ops.OpOverload, always: tuple[int, Refusals], sometimes: tuple[int, Any]) -> Check:
+def _own(func: torch._ops.OpOverload, groups: Sequence[tuple[int, str, str]]) -> Check:
     """Check the dtype of one argument, or the promoted dtype of a pointwise operator, always and in some modes."""
-    place = always[0] or sometimes[0]
-    refused, refuse = _refuser(func, always[1])
-    in_modes = {name: _refuser(func, lines) for name, lines in dict(sometimes[1]).items()}
-    suspects = refused.union(*(some for some, _ in in_modes.values()))
+    place = groups[0][0]
+    refused = {mode: _dtypes(names) for _, mode, names in groups}
+    always = refused.pop("", frozenset())
+    suspects = always.union(*refused.values())
     pointwise = is_pointwise(func)
 
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if place < 0:  # a factory
-            if kwargs.get("dtype") in refused:
-                refuse(kwargs["dtype"])
-            return
+            return kwargs.get("dtype") in always
         operands = args[place:] if pointwise else args[place : place + 1]
         if not any(x.dtype in suspects if isinstance(x, torch.Tensor) else type(x) is complex for x in operands):
-            return
+            return False
         if kwargs.get("dtype") is not None or not all(_counts(x) for x in operands if isinstance(x, torch.Tensor)):
-            return
+            return False
         dtype = _common(func, args, place) if pointwise else args[place].dtype
-        if dtype in refused and (pointwise or args[place].dim()):
-            refuse(dtype)
-        if dtype in suspects and in_modes:
-            some, refuse_some = in_modes.get(mode(func, args, kwargs, place), (frozenset(), refuse))
-            if dtype in some:
-                refuse_some(dtype)
+        if dtype in always and (pointwise or args[place].dim()):
+            return True
+        return bool(refused) and dtype in refused.get(mode(func, args, kwargs, place), ())
 
     return check
 
@@ -190,42 +162,34 @@ def _common(func: torch._ops.OpOverload, args: tuple[Any, ...], place: int) -> t
     return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or str(a.type) == "Tensor" or a.name in replaced)
 
 
-def _each(func: torch._ops.OpOverload, entry: tuple[int, Refusals]) -> Check:
+def _each(func: torch._ops.OpOverload, groups: Sequence[tuple[int, str, str]]) -> Check:
     """Check each tensor of a list by itself."""
-    check_one = _own(func, entry, _NO_REFUSALS)
-
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for t in args[0]:
-            check_one((t,), kwargs)
-
-    return check
+    check_one = _own(func, groups)
+    return lambda args, kwargs: any(check_one((t,), kwargs) for t in args[0])
 
 
-def _shared(func: torch._ops.OpOverload, entry: tuple[int, tuple[int, ...]]) -> Check:
+def _shared(func: torch._ops.OpOverload, place: int, *others: int) -> Check:
     """Check arguments that must have the dtype of another argument; float32 is allowed beside a half-precision dtype."""
-    place, others = entry
     names = [a.name for a in func._schema.arguments]
 
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | str:
         t = _asked(args, place)
         if t is None or not t.dim():
-            return
+            return False
         for other in others:
             x = _asked(args, other)
             if x is not None and x.dtype is not t.dtype and x.dim() and not (t.dtype in _HALF and x.dtype is torch.float32):
-                raise RuntimeError(f"{names[other]}: expected {t.dtype}, as {names[place]} has, but got {x.dtype} ({func}){at_line()}")
+                return f"{names[other]}: expected {t.dtype}, as {names[place]} has, but got {x.dtype}"
+        return False
 
     return check
 
 
-def _indices(func: torch._ops.OpOverload, entry: dict[int, Refusals]) -> Check:
-    """Check the dtypes of indices."""
-    refusers = {place: _refuser(func, lines) for place, lines in entry.items()}
+def _index(place: int, refused: Dtypes) -> Check:
+    """Check the dtype of an index."""
 
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for place, (refused, refuse) in refusers.items():
-            t = _asked(args, place)
-            if t is not None and t.dtype in refused and t.dim():
-                refuse(t.dtype)
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        t = _asked(args, place)
+        return t is not None and t.dtype in refused and t.dim() > 0
 
     return check

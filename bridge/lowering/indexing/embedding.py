@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
+from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.indexing.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range
 from bridge.lowering.registry import lowering
@@ -163,7 +164,7 @@ def aten__embedding_bag(
 def _bag_of(indices: Array, offsets: Array) -> Array:
     """The bag of each index: the last bag that does not start after it."""
     at = lax.iota(np.int64, indices.size)
-    bag = jnp.searchsorted(lax.convert_element_type(offsets, np.int64), at, side="right") - 1
+    bag = searchsorted(lax.convert_element_type(offsets, np.int64), at, side="right") - 1
     return promotion.cast(bag, promotion.result_dtype(indices, offsets))
 
 

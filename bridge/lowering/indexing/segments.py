@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.convert import dtypes
+from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, wrap_dim
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
@@ -77,7 +78,7 @@ def _reduce(data: Array, given: Array, by_offsets: bool, reduce: str, axis: int,
     x = cast(data, wide).reshape(outer, n, inner)
     place = jnp.arange(n, dtype=np.int64)
     # the segment of each element; elements before the first and after the last segment go to one more, which is dropped
-    segment = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(ends) if count else jnp.zeros((outer, n), np.int64)
+    segment = jax.vmap(lambda e: searchsorted(e, place, side="right"))(ends) if count else jnp.zeros((outer, n), np.int64)
     segment = jnp.where(place < first, count, segment)
     x = jnp.where((segment < count)[..., None], x, jnp.asarray(_NEUTRAL[reduce], wide))
     sizes = (ends - rows[:, :-1])[..., None]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import Array, lax
 
+from bridge.lowering.common.loops import kept
 from bridge.lowering.common.promotion import cast, concrete, opmath
 from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
@@ -113,4 +114,5 @@ def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
     matrix = cast(self, opmath(self.dtype))  # the only linear algebra operator that takes half types
     check_matrix(matrix, "linalg.matrix_exp", square=True)
-    return cast(jax.scipy.linalg.expm(matrix), self.dtype)
+    with kept():
+        return cast(jax.scipy.linalg.expm(matrix), self.dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bridge.lowering.common.loops import fori_loop
 from bridge.lowering.linalg.matrices import check_matrix, matmul, mH, mT, skew_diagonal
 from bridge.lowering.registry import lowering
 
@@ -69,7 +70,7 @@ def _reflected(left: bool, adjoint: bool, a: Array, tau: Array, C: Array) -> Arr
         t = lax.dynamic_slice_in_dim(scale, j, 1, -1)[..., None]
         return C - matmul(t * v, matmul(mH(v), C))
 
-    return lax.fori_loop(0, k, reflect, C) if k else C
+    return fori_loop(0, k, reflect, C) if k else C
 
 
 @jax.custom_jvp

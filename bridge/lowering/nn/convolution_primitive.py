@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from bridge.lowering.common.loops import kept, scan
 from bridge.lowering.common.promotion import opmath
 from bridge.lowering.nn.convolution_as_matmul import by_patches, side_by_side
 from bridge.lowering.nn.convolution_geometry import Geometry
@@ -182,7 +183,8 @@ def _loop(fn: Callable[..., Array], *operands: Array) -> Array:
     """fn of the leading elements, one after the other; axes of size 1 stay outside, because XLA copies arrays with them into a loop."""
     shapes = [a.shape[1:] for a in operands]
     lean = tuple(a.reshape(len(a), *(n for n in a.shape[1:] if n != 1)) for a in operands)
-    return lax.map(lambda args: fn(*(a.reshape(shape) for a, shape in zip(args, shapes, strict=True))), lean)
+    with kept():
+        return lax.map(lambda args: fn(*(a.reshape(shape) for a, shape in zip(args, shapes, strict=True))), lean)
 
 
 def _mapped(fn: Callable[..., Array], chunk: int, *operands: Array) -> Array:
@@ -230,7 +232,7 @@ def _product_w(x: Array, y: Array, geometry: Geometry, chunk: int) -> Array:
         rows = some(x, y)
     else:
         x, y = (a.reshape(parts, chunk, *a.shape[1:]) for a in (x, y))
-        rows, _ = lax.scan(lambda total, xy: (total + some(*xy), None), some(x[0], y[0]), (x[1:], y[1:]))
+        rows, _ = scan(lambda total, xy: (total + some(*xy), None), some(x[0], y[0]), (x[1:], y[1:]))
     g, o, _ = rows.shape
     w = jnp.moveaxis(rows.reshape(g, o, math.prod(geometry.kernel), -1), 2, 3)
     return w.reshape(g, o, -1, *geometry.kernel).astype(y.dtype)

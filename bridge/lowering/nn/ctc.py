@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.registry import lowering
@@ -61,7 +62,7 @@ def _forward(paths: _Paths, input_lengths: Array, target_lengths: Array) -> tupl
         return new, new
 
     first = jnp.where((place == 0) | ((place == 1) & (target_lengths[:, None] > 0)), emitted[0], _NEVER)
-    last, rest = lax.scan(step, first, (jnp.arange(1, emitted.shape[0]), emitted[1:]))
+    last, rest = scan(step, first, (jnp.arange(1, emitted.shape[0]), emitted[1:]))
     end = jnp.take_along_axis(last, 2 * target_lengths[:, None], 1)[:, 0]
     label = jnp.take_along_axis(last, jnp.maximum(2 * target_lengths[:, None] - 1, 0), 1)[:, 0]
     likelihood = _log_sum_exp(end, jnp.where(target_lengths > 0, label, _NEVER))
@@ -86,7 +87,7 @@ def _backward(paths: _Paths, input_lengths: Array, target_lengths: Array) -> Arr
         return new, new
 
     start = jnp.full_like(emitted[0], _NEVER)
-    return lax.scan(step, start, (jnp.arange(emitted.shape[0]), emitted), reverse=True)[1]
+    return scan(step, start, (jnp.arange(emitted.shape[0]), emitted), reverse=True)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))

@@ -19,24 +19,25 @@ Array = jax.Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
-    """x with mean 0 and variance 1 over axes; its mean and reciprocal standard deviation (axes kept).
+def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array, Array]:
+    """x with mean 0 and variance 1 over axes; its mean, variance and reciprocal standard deviation (axes kept).
 
     The derivative is in closed form: it keeps only the output and the deviation, and takes two sums instead of four.
     """
     mean = jnp.mean(x, axes, keepdims=True)
     centered = x - mean
-    rstd = lax.rsqrt(jnp.mean(centered * centered, axes, keepdims=True) + eps)
-    return centered * rstd, mean, rstd
+    var = jnp.mean(centered * centered, axes, keepdims=True)
+    rstd = lax.rsqrt(var + eps)
+    return centered * rstd, mean, var, rstd
 
 
 @standardize.defjvp
 def _standardize_jvp(axes: tuple[int, ...], eps: float, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    y, mean, rstd = standardize(*primals, axes, eps)
+    y, mean, var, rstd = standardize(*primals, axes, eps)
     (dx,) = tangents
     dmean = jnp.mean(dx, axes, keepdims=True)
     along = jnp.mean(y * dx, axes, keepdims=True)
-    return (y, mean, rstd), (rstd * (dx - dmean - y * along), dmean, -rstd * rstd * along)
+    return (y, mean, var, rstd), (rstd * (dx - dmean - y * along), dmean, 2 * along / rstd, -rstd * rstd * along)
 
 
 def _scale_shift(y: Array, weight: Array | None, bias: Array | None, shape: tuple[int, ...]) -> Array:
@@ -72,7 +73,7 @@ def aten_native_layer_norm(
 @fused("ndim", "eps")
 def _layer_norm(x: Array, weight: Array | None, bias: Array | None, ndim: int, eps: float) -> tuple[Array, Array, Array]:
     axes = tuple(range(x.ndim - ndim, x.ndim))
-    y, mean, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
+    y, mean, _, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
     stats = _stats_dtype(x, weight if weight is not None else bias)
     mean, rstd = lax.stop_gradient(mean), lax.stop_gradient(rstd)  # PyTorch gives returned statistics no derivative
     return cast(_scale_shift(y, weight, bias, x.shape[x.ndim - ndim :]), x.dtype), cast(mean, stats), cast(rstd, stats)
@@ -114,7 +115,7 @@ def _group_norm(
 ) -> tuple[Array, Array, Array]:
     (n, c), stats = lead, _stats_dtype(x, weight if weight is not None else bias)
     grouped = cast(x, opmath(x.dtype)).reshape(n, group, math.prod(x.shape) // max(n * group, 1))
-    y, mean, rstd = standardize(grouped, (2,), eps)
+    y, mean, _, rstd = standardize(grouped, (2,), eps)
     y = _scale_shift(y.reshape(x.shape), weight, bias, (c,) + (1,) * (x.ndim - 2))
     return cast(y, x.dtype), cast(mean.reshape(n, group), stats), cast(rstd.reshape(n, group), stats)
 
@@ -168,22 +169,19 @@ def _batch_norm_train(
     eps: float,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     axes, shape = (0, *range(2, x.ndim)), (-1,) + (1,) * (x.ndim - 2)
-    wide = cast(x, opmath(x.dtype))
-    y, mean, rstd = standardize(wide, axes, eps)
-    mean, rstd = lax.stop_gradient(mean.reshape(-1)), lax.stop_gradient(rstd.reshape(-1))
+    y, mean, var, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
+    mean, var, rstd = (lax.stop_gradient(lax.squeeze(v, axes)) for v in (mean, var, rstd))
     stats = _stats_dtype(x, weight if weight is not None else running_mean)
     if running_mean is not None:
         running_mean = _moved(running_mean, mean, momentum)
     if running_var is not None:
         n = x.size // max(x.shape[1], 1)
-        var = jnp.var(lax.stop_gradient(wide), axes) * (n / (n - 1) if n > 1 else math.nan)  # the running variance is unbiased
-        running_var = _moved(running_var, var, momentum)
+        running_var = _moved(running_var, var * (n / (n - 1) if n > 1 else math.nan), momentum)  # the running variance is unbiased
     return cast(_scale_shift(y, weight, bias, shape), x.dtype), cast(mean, stats), cast(rstd, stats), running_mean, running_var
 
 
 def _moved(running: Array, new: Array, momentum: float) -> Array:
-    """The running statistic moved towards a new one; no gradient flows into it."""
-    new = lax.stop_gradient(new)
+    """The running statistic moved towards a new one, which is a constant: no gradient flows into it."""
     return cast((1 - momentum) * cast(running, new.dtype) + momentum * new, running.dtype)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.common.provided import next_key
 from bridge.lowering.linalg.matmul import precision
@@ -72,7 +73,7 @@ def _layer(kind: str, x: Array, state: _State, p: dict[str, Array], reverse: boo
             new = tuple(jnp.where(now, a, b) for a, b in zip(new, state, strict=True))
         return new, new[0]
 
-    state, outputs = lax.scan(step, state, (gates, active), reverse=reverse)
+    state, outputs = scan(step, state, (gates, active), reverse=reverse)
     return outputs, state
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
+from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
 from bridge.lowering.reductions.reductions import need_order, pick_along
 from bridge.lowering.registry import lowering
@@ -76,7 +77,7 @@ def _running_complex_logsumexp(x: Array, axis: int) -> Array:
         return joined, joined
 
     moved = jnp.moveaxis(x, axis, 0)
-    _, running = lax.scan(join, jnp.full(moved.shape[1:], -jnp.inf, x.dtype), moved)
+    _, running = scan(join, jnp.full(moved.shape[1:], -jnp.inf, x.dtype), moved)
     return jnp.moveaxis(running, 0, axis)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.common.value_dependent_shapes import by_lane
@@ -56,7 +57,7 @@ def _histogram(points: Array, edges: list[Any], weight: Array | None, density: b
     flat, valid = jnp.zeros(points.shape[:1], np.int32), jnp.ones(points.shape[:1], np.bool_)
     for d, (edge, size) in enumerate(zip(edges, sizes, strict=True)):
         x = points[:, d]
-        place = jnp.minimum(jnp.searchsorted(edge, x, side="right") - 1, size - 1)
+        place = jnp.minimum(searchsorted(edge, x, side="right") - 1, size - 1)
         valid = valid & (x >= edge[0]) & (x <= edge[-1])
         flat = flat * size + cast(place, np.int32)
     weight = None if weight is None else weight.reshape(-1)

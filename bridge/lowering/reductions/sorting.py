@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral, promote, wrap_dim
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.reductions.reductions import need_elements, need_order, pick, pick_along, restore, spread_ties
@@ -279,7 +280,7 @@ def aten_searchsorted(
         )
 
     def search(sequence: Array, values: Array) -> Array:
-        return jnp.searchsorted(sequence, values, side=where)
+        return searchsorted(sequence, values, side=where)
 
     for _ in range(sequence.ndim - 1):
         search = jax.vmap(search)

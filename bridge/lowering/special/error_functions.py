@@ -16,6 +16,7 @@ import jax.scipy.special as jsp
 from jax import Array, lax
 
 from bridge.lowering.common.builders import binary, choose, define_slopes, fused, like, number, scaled, unary
+from bridge.lowering.common.loops import kept
 from bridge.lowering.common.promotion import cast, default_float, opmath
 from bridge.lowering.registry import lowering
 from bridge.lowering.special.chebyshev_tables import ERFCX, clenshaw
@@ -60,7 +61,8 @@ define_slopes(_log_ndtr, lambda x, y: lax.div(like(math.sqrt(2 / math.pi), x), _
 
 @jax.custom_jvp
 def _ndtri(x: Array) -> Array:
-    return jsp.ndtri(x)
+    with kept():
+        return jsp.ndtri(x)
 
 
 define_slopes(_ndtri, lambda x, y: scaled(lax.exp(scaled(lax.mul(y, y), 0.5)), math.sqrt(2 * math.pi)))

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common.builders import align, choose, fused, like, number
+from bridge.lowering.common.loops import fori_loop
 from bridge.lowering.common.promotion import cast, float_dtype, is_array, opmath, result_dtype
 from bridge.lowering.registry import lowering
 
@@ -63,7 +64,7 @@ def _of_known_degree(name: str, x: Array, degree: int, work: np.dtype, dtype: np
         p, q = state
         return family.step(lax.convert_element_type(k, work), x, p, q), p
 
-    return cast(lax.fori_loop(1, degree, step, (family.first(x), like(1, x)))[0], dtype)
+    return cast(fori_loop(1, degree, step, (family.first(x), like(1, x)))[0], dtype)
 
 
 @functools.partial(fused, static_argnums=(0, 3, 4))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
+from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
 from bridge.lowering.common.provided import next_key, outside, refuse
 from bridge.lowering.registry import lowering
@@ -373,7 +374,7 @@ def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *
 
 def _first_above(cumulative: Array, level: Array) -> Array:
     def search(row: Array, value: Array) -> Array:
-        return jnp.searchsorted(row, value, side="right")
+        return searchsorted(row, value, side="right")
 
     return cast((jax.vmap(search) if cumulative.ndim == 2 else search)(cumulative, level), np.int64)
 

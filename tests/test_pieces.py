@@ -9,6 +9,8 @@ import torch
 from agreement import same
 
 from bridge.process import process
+from bridge.trace import pieces
+from bridge.trace.levels import state
 from torchfunc_jax import grad, vmap
 
 
@@ -39,3 +41,19 @@ def test_a_function_in_c_that_cannot_be_followed_bars_no_other(caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "torchfunc_jax"):
         same(vmap(torch.sin)(x), x.sin())
     assert not caplog.messages
+
+
+def test_the_last_used_pieces_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that change at each call must not fill the memory."""
+    for name in ("pieces", "operators_met"):
+        monkeypatch.setattr(process, name, {})
+    monkeypatch.setattr(pieces, "_LIMIT", 3)
+    monkeypatch.setattr(state, "unrecorded", True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (torch.softmax(x, 0) * x).exp().sum()
+
+    for n in (2, 3, 4, 2, 3, 4):
+        x = torch.randn(n)
+        same(grad(f)(x), torch.func.grad(f)(x))
+    assert {len(shape) for _, (shape, _), *_ in process.pieces} == {1} and len(process.pieces) == 3

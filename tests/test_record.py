@@ -658,3 +658,23 @@ def test_an_index_out_of_range_in_one_step_is_found() -> None:
     same(torchfunc_jax.grad(lambda t: f(t, at).sum())(t), torch.func.grad(lambda t: f(t, at).sum())(t), rtol=1e-5, atol=1e-6)
     with pytest.raises((IndexError, RuntimeError), match="index"):
         torchfunc_jax.grad(lambda t: f(t, at + 3).sum())(t)
+
+
+@pytest.mark.parametrize("cube, slope, ahead", [(lambda x: x**3, lambda x: 3 * x**2, True), (Cubed.apply, lambda x: 5 * x, False)])
+def test_the_backward_pass_is_compiled_while_the_forward_pass_is_unless_it_runs_python(cube, slope, ahead, monkeypatch):
+    waiting = []
+    monkeypatch.setattr(process.compiler, "later", waiting.append)
+    monkeypatch.setenv("TORCHFUNC_JAX_CACHE", "0")
+    known = set(process.programs.records)
+    x = torch.linspace(-1, 1, 29, requires_grad=True)
+    out = torchfunc_jax.vmap(lambda v: cube(v) * 2.5)(x)
+    (key,) = set(process.programs.records) - known
+    (pair,) = process.programs.records[key][1][0].compiled.recorded.values()
+    assert pair.back.executable is None and len(waiting) == ahead
+    for work in waiting:
+        work()
+    made = pair.back.executable
+    assert (made is not None) == ahead
+    out.sum().backward()
+    assert (pair.back.executable is made) == ahead
+    torch.testing.assert_close(x.grad, 2.5 * slope(x.detach()))

@@ -4,7 +4,10 @@ Some functions cannot be recorded: they use jax.Arrays, autocast, a mode of the 
 ``Unrecordable`` says why.  Such a function starts again and runs operator by operator; its next calls run so from the beginning.
 
 - ``transforms``: decides whether a transform is recorded, runs its function meanwhile, and gives its results.
-- ``recorder``: writes torch functions down, with static arguments and the operands' shapes, as entries; a transform is a begin and an end.
+- ``recorder``: writes torch functions down as entries; a transform is a begin and an end.
+- ``entries``: what one entry holds, and walks over an operator's arguments.
+- ``inference``: makes an operator's entry: the shapes and dtypes of its results.
+- ``rules``: torch functions that are not recorded as operators.
 - ``tensor``: the tensors without values that the user's function gets.
 - ``functions``, ``checkpointing``: torch.autograd.Function and torch.utils.checkpoint as parts of a record.
 - ``programs``: compiles records, and keeps the programs for calls whose record is the same.

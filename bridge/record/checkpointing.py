@@ -8,8 +8,10 @@ import torch
 import torch.utils.checkpoint
 
 from bridge.convert import trees
-from bridge.record.recorder import PARTS, Recorder
+from bridge.record.entries import PARTS
+from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
+from bridge.record.tensor import aval_of
 from bridge.record.transforms import entered, transform
 
 
@@ -21,11 +23,11 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     leaves, spec = trees.flatten((args, kwargs))
 
     def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        avals = [recorder.aval(x) for x in leaves if isinstance(x, torch.Tensor)]
+        avals = [aval_of(x) for x in leaves if isinstance(x, torch.Tensor)]
         out, _ = entered(recorder, function, "checkpoint", (), leaves, spec, avals, (), lambda out: (out, None))
         outs, out_spec = trees.flatten(out)
         where = [i for i, x in enumerate(outs) if isinstance(x, torch.Tensor)]
-        results = [recorder.aval(outs[i]) for i in where]
+        results = [aval_of(outs[i]) for i in where]
         ended = recorder.end((), [outs[i] for i in where], [a.like(a.shape, a.requires_grad) for a in results])
         for i, t in zip(where, ended, strict=True):
             outs[i] = t

@@ -23,7 +23,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from bridge.lowering.registry import OVERRIDDEN
-from bridge.record.recorder import Again, Begin, End, Input, Number, Op, Out, Pull, Ref
+from bridge.record.entries import Again, Begin, End, Input, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
 
 _BYTES = 256 * 2**20  # limit for all files together; the least recently used ones are removed first
@@ -46,26 +46,14 @@ def _words(x: Any) -> str:
         return "{" + ",".join(f"{_words(k)}:{_words(v)}" for k, v in x.items()) + "}"
     if kind is slice:
         return f"slice({_words(x.start)},{_words(x.stop)},{_words(x.step)})"
-    if kind in (Ref, Again):
-        return f"{kind.__name__}{x.k}"
-    if kind is Number:
-        return f"Number{x.k}:{x.kind.__name__}"
-    if kind is Out:
-        return f"Out({x.aval!r})"
-    if kind is Aval:
+    if kind is Aval or x is int or x is float:
         return repr(x)
-    if kind is Input:
-        return f"Input({x.aval!r})"
     if kind is Op:
         if x.words is None:
             x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}"
         return x.words
-    if kind is Begin:
-        return f"Begin({x.kind},{_words(x.params)},{x.arguments},{x.grad})"
-    if kind is End:
-        return f"End({_words(x.params)},{x.outs})"
-    if kind is Pull:
-        return f"Pull({x.node},{x.outs})"
+    if kind in (Ref, Again, Number, Out, Input, Begin, End, Pull):
+        return f"{kind.__name__}({','.join([_words(getattr(x, name)) for name in kind.__slots__])})"
     if isinstance(x, tuple):
         return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_words, x))})"
     raise _Unsaid

@@ -11,9 +11,10 @@ from bridge import private
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.programs.cache_keys import Same
-from bridge.record.recorder import PARTS, Recorder
+from bridge.record.entries import PARTS
+from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
-from bridge.record.tensor import Unrecordable
+from bridge.record.tensor import Unrecordable, aval_of
 from bridge.record.transforms import transform
 
 
@@ -54,7 +55,7 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
     if any(isinstance(x, torch.Tensor) for x in trees.flatten(others)[0]):
         raise Unrecordable("tensors inside of a Function's argument")
     operands = [args[i] for i in where]
-    avals = [recorder.aval(t) for t in operands]
+    avals = [aval_of(t) for t in operands]
     params = (cls, tuple(where), len(args), _same(others))
     first, start = recorder.count, len(recorder.trace)
     inputs = len(recorder.inputs)
@@ -66,14 +67,10 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
     for i, t in zip(where, arguments, strict=True):
         filled[i] = t
     try:
-        private.enter_function_mode(recorder)
-        try:
-            with private.set_forward_mode_enabled(recorder.ambient.forward_mode):  # PyTorch has switched forward mode off
-                out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
-                if new_style:
-                    cls.setup_context(ctx, tuple(filled), out)
-        finally:
-            private.leave_function_mode()
+        with recorder, private.set_forward_mode_enabled(recorder.forward_mode):  # PyTorch has switched forward mode off
+            out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
+            if new_style:
+                cls.setup_context(ctx, tuple(filled), out)
         leaves, spec = trees.flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         kept = {name: x for name, x in vars(ctx).items() if name not in attributes}
@@ -86,7 +83,7 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
             raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
         constant = tuple([any(t is c for c in ctx._constant) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
         needs = recording and any(t.requires_grad for t in operands)
-        results = [recorder.aval(t) for t in tensors]
+        results = [aval_of(t) for t in tensors]
         ended = _Ended(spec, _same(leaves), kept_spec, _same(kept_leaves), constant, ctx._materialize)
         made = recorder.end(ended, [*tensors, *saved], [
             a.like(a.shape, needs and not c) for a, c in zip(results, constant, strict=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from bridge.boundary.autograd import Untransformed
-from bridge.record.recorder import Begin, End, Input, Recorder, interned, values_of
+from bridge.record.entries import Begin, End, Input, interned, values_of
+from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, aval_of
 
 _BYTES = 2**28  # mapped inputs larger than this are not copied

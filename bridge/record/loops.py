@@ -6,14 +6,17 @@ may differ between repetitions.
 """
 from __future__ import annotations
 
+import collections
+import dataclasses
 from typing import Any
 
-from bridge.record.recorder import Op, Out
+from bridge.record.entries import Op, Out
 
 _TIMES, _ENTRIES = 4, 48  # fewer repetitions, or fewer operators in all of them, are not worth a loop
 _PERIODS = 6  # how many step lengths are tried at one entry
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Loop:
     """A step that repeats.
 
@@ -25,11 +28,16 @@ class Loop:
         plain: the entries of all repetitions, as they stand in the record.
     """
 
-    __slots__ = ("carried", "entries", "last", "numbers", "plain", "times")
+    entries: list[Any]
+    carried: list[tuple[int, int]]
+    last: list[int]
+    plain: list[Any]
+    times: int
 
-    def __init__(self, entries: list[Any], carried: list[tuple[int, int]], last: list[int], plain: list[Any], times: int) -> None:
-        self.entries, self.carried, self.last, self.plain, self.times = entries, carried, last, plain, times
-        self.numbers = sum(what.numbers for what, _, _ in entries)
+    @property
+    def numbers(self) -> int:
+        """How many Python numbers one repetition takes."""
+        return sum(what.numbers for what, _, _ in self.entries)
 
 
 def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
@@ -91,7 +99,7 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
     def own(entry: int, k: int, repetition: int = 0) -> int:
         return entries[repetition * period + entry][2] + k
 
-    inside: dict[int, int] = {}  # how often each value is used in the repetitions after the one that makes it
+    inside = collections.Counter(ref for _, refs, _ in entries for ref in refs)  # how often each value is used in the repetitions
     carried: dict[tuple[int, int, int], int] = {}
     steps: list[Any] = []
     for at in range(period):
@@ -113,11 +121,8 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
                 _, entry, k = where[0]
                 operands.append(("carried", carried.setdefault((ref, entry, k), len(carried))))
         steps.append((what, tuple(operands), first))
-    for _, refs, _ in entries:
-        for ref in refs:
-            inside[ref] = inside.get(ref, 0) + 1
     ends = {own(entry, k, times - 1) for _, entry, k in carried}
-    if any(inside.get(ref, 0) != uses.get(ref, 0) and ref not in ends for ref in made):
+    if any(inside[ref] != uses.get(ref, 0) and ref not in ends for ref in made):
         return None  # a value made in the loop is used after it
     return Loop(
         steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ import jax
 import torch
 
 from bridge.boundary.calls import Call
-from bridge.boundary.results import torch_device
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.errors import at_this_line
@@ -24,7 +24,8 @@ from bridge.process import process
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
-from bridge.record.recorder import Begin, Recorder
+from bridge.record.entries import Begin, Op
+from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
 from bridge.trace import pieces, python_numbers, random_keys
@@ -33,20 +34,20 @@ from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
 
-_ONCE, _OFTEN = 32, 256  # how many records keep their programs: those that came once (at first), and those that came again
+_ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
 
 
+@dataclasses.dataclass(eq=False)
 class _Program:
     """A compiled record: its program, the numbers that are static in it, and the numbers that are inputs."""
 
-    __slots__ = ("compiled", "guards", "numbers", "path", "static", "whole")
-
-    def __init__(self, compiled: Compiled, numbers: Inputs, static: list[tuple[int, Any]], whole: bool = True) -> None:
-        self.guards: list[guards.Guards] = []  # for what the rules of autograd.Functions use; the record does not contain them
-        self.compiled, self.numbers, self.static = compiled, numbers, static
-        self.whole = whole  # whether its jaxpr is here, not only executables
-        self.path: Path | None = None
+    compiled: Compiled
+    numbers: Inputs
+    static: list[tuple[int, Any]]
+    whole: bool = True  # whether its jaxpr is here, not only executables
+    guards: Sequence[guards.Guards] = ()  # for what the rules of autograd.Functions use; the record does not contain them
+    path: Path | None = None
 
     def save(self) -> None:
         """Store the executables for the next process."""
@@ -67,8 +68,14 @@ class _Program:
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
             "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
-            "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges, "one_out": c.one_out,
+            "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges,
         })
+
+
+def _saving(program: _Program) -> Callable[[], None]:
+    """A function that stores the program if it still exists, and does not keep it alive."""
+    found = weakref.ref(program)
+    return lambda: None if (there := found()) is None else there.save()
 
 
 class _Counts:
@@ -117,7 +124,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, _StoredDerivatives()
-        compiled.device, compiled.one_out = torch_device([*recorder.inputs]) or torch.device("cpu"), False
+        compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
         for k, (kinds, copied) in found["pairs"].items():
@@ -142,61 +149,60 @@ def _not_there(*_: Any) -> NoReturn:
 
 
 class _Kept:
-    """The programs of this process by their records; the least recently used ones go, those used once before the others.
+    """The programs of this process by their records; the least recently used ones go.
 
-    At first, at most ``_ONCE`` programs that were used once are kept, so that shapes that never come again do not fill the memory.  The
-    limit doubles if a record comes again whose program has gone.
+    Of the records with the same operators on operands of other shapes, only some keep their programs: shapes that never come again must not
+    fill the memory.
     """
 
     def __init__(self) -> None:
-        self.once: OrderedDict[Hashable, list[_Program]] = OrderedDict()
-        self.often: OrderedDict[Hashable, list[_Program]] = OrderedDict()
-        self.gone: OrderedDict[int, None] = OrderedDict()  # hashes of records whose programs have gone
-        self.limit = _ONCE
+        self.records: OrderedDict[Hashable, tuple[int, list[_Program]]] = OrderedDict()  # with a hash of the record's operators
         self.went = 0
         self.lock = threading.RLock()
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self.often or key in self.once
+        return key in self.records
 
     def of(self, key: Hashable) -> list[_Program]:
         """The programs of a record, which differ in the numbers that are static in them."""
         with self.lock:
-            found = self.often.get(key)
-            if found is None:
-                found = self.once.pop(key, None)
-                if found is None:
-                    return []
-                self.often[key] = found
-                if len(self.often) > _OFTEN:
-                    self.often.popitem(last=False)
-            self.often.move_to_end(key)
-            return found
+            if key not in self.records:
+                return []
+            self.records.move_to_end(key)
+            return self.records[key][1]
 
-    def add(self, key: Hashable, program: _Program) -> None:
+    def add(self, key: tuple[Any, ...], program: _Program) -> None:
         with self.lock:
-            if key in self:
-                family = self.of(key)
-                family.append(program)
-                del family[:-_STATIC]
-                return
-            if self.gone.pop(hash(key), self) is None:
-                self.limit = min(2 * self.limit, _OFTEN)
-            self.once[key] = [program]
-            if len(self.once) > self.limit:
-                self.gone[hash(self.once.popitem(last=False)[0])] = None
+            group = hash(tuple([_name(what) for what, _ in key[0]]))
+            family = self.records.setdefault(key, (group, []))[1]
+            self.records.move_to_end(key)
+            family.append(program)
+            del family[:-_STATIC]
+            alike = [k for k, (other, _) in self.records.items() if other == group]
+            for old in alike[:-_ALIKE] or list(self.records)[:-_ALL]:
+                del self.records[old]
                 self.went += 1
                 if self.went % 16 == 0:
-                    pieces.trim()
-                if len(self.gone) > _OFTEN:
-                    self.gone.popitem(last=False)
+                    self.trim()
+
+    def trim(self) -> None:
+        """Forget the operators of records that have no program any more, and return memory to the system."""
+        used = {id(what) for key in self.records for what, _ in key[0]}  # type: ignore[index]
+        process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
+        pieces.trim()
+
+
+def _name(what: Any) -> Any:
+    """What an entry of a record does, without its static arguments and shapes."""
+    kind = type(what)
+    return what.func if kind is Op else what.kind if kind is Begin else kind
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
     """Run the record; the values with these numbers.  final: the record has ended, and its writes reach the tensors from outside."""
     if recorder.broken is not None:
         raise Unrecordable(recorder.broken)
-    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), pieces.local_generation())
+    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), process.lowerings_changed)
     numbers = recorder.numbers
     if final and key not in process.programs:
         wide = lanes.wide(recorder, refs)
@@ -233,7 +239,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
         program = _made_for(recorder, refs)
         process.programs.add(key, program)
         program.path = path
-        program.compiled.changed = program.save
+        program.compiled.changed.append(_saving(program))
     return _called(program, recorder, final)
 
 
@@ -254,6 +260,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
         raise Unrecordable("random numbers that have to be drawn twice")
     inputs = [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    executables = [tiered.executable for tiered in compiled.jitted]
     start = time.perf_counter()
     try:
         with torch.set_grad_enabled(final and torch.is_grad_enabled()):
@@ -261,8 +268,9 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     except (IndexError, RuntimeError, ValueError) as error:
         raise at_this_line(error) from None
     seconds = time.perf_counter() - start
-    for tiered in compiled.jitted:
-        tiered.ran(seconds)
+    if executables == [tiered.executable for tiered in compiled.jitted]:  # nothing was compiled in this time
+        for tiered in compiled.jitted:
+            tiered.ran(seconds)
     return outs
 
 
@@ -303,9 +311,9 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
-    made = _Program(Compiled(program, call, True, (), tiered=True), numbers_in, asked)
-    made.guards = [g for g in watched if g.needed]
-    return made
+    compiled = Compiled(program, call, True, (), tiered=True)
+    compiled.pure = not rules
+    return _Program(compiled, numbers_in, asked, guards=[g for g in watched if g.needed])
 
 
 def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import compiling
 from bridge.boundary import autograd
-from bridge.convert import dtypes
 from bridge.errors import NotInLoopError
 from bridge.record import loops
-from bridge.record.recorder import PARTS, Begin, End, Input, Op, Out, Pull, filled, values_of
-from bridge.record.tensor import Aval, Unrecordable, aval_of
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled, values_of
+from bridge.record.tensor import Aval, Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
@@ -187,33 +185,3 @@ class Run:
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)
-
-
-def shapes(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor], numbers: Sequence[float],
-    avals: Sequence[Aval],
-) -> tuple[Any, bool]:
-    """Trace an operator: its results' avals, and whether it draws random numbers.  Refused operands raise PyTorch's error."""
-    found: list[Any] = []
-
-    def run(*values: jax.Array) -> list[Any]:
-        with tracing.root() as root:
-            root.staged = True
-            with push("plain") as level:
-                traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
-                out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-                found.append((_described(out), root.draws + level.draws > 0))
-        return []
-
-    with jax.enable_x64(True), compiling.correctly():
-        jax.eval_shape(run, *[jax.ShapeDtypeStruct(a.shape, dtypes.to_jax(a.dtype)) for a in avals])
-    return found[-1]
-
-
-def _described(out: Any) -> Any:
-    if isinstance(out, torch.Tensor):
-        return Out(aval_of(out))
-    return type(out)([_described(o) for o in out]) if isinstance(out, tuple | list) else out
-
-
-PARTS["shapes"] = shapes

@@ -1,7 +1,9 @@
 """The tensors that a function gets while it is recorded: they have a shape and a dtype, but no values."""
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,16 +31,16 @@ def escaped() -> EscapedTensorError:
     )
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Aval:
     """The metadata of a recorded tensor; there is one object for each (shape, strides, offset, dtype, device, requires_grad)."""
 
-    __slots__ = ("device", "dtype", "offset", "requires_grad", "shape", "strides")
-
-    def __init__(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device, requires_grad: bool
-    ) -> None:
-        self.shape, self.strides, self.offset, self.dtype, self.device = shape, strides, offset, dtype, device
-        self.requires_grad = requires_grad
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} {self.device}{' grad' if self.requires_grad else ''}"
@@ -65,7 +67,7 @@ class Aval:
         return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad)
 
 
-@functools.cache
+@functools.lru_cache(65536)
 def aval(*what: Any) -> Aval:
     """The one Aval with these fields."""
     return Aval(*what)
@@ -82,6 +84,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def aval_of(t: torch.Tensor) -> Aval:
     """The aval of a tensor of PyTorch's."""
     return aval(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad)
+
+
+def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:
+    """The avals of contiguous tensors with the same shapes, dtypes and devices that do not require grad."""
+    return [a.like(a.shape) for a in map(aval_of, given)]
 
 
 class Recorded(torch.Tensor):

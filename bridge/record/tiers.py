@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from bridge import compiling
 from bridge.process import process
@@ -24,49 +26,64 @@ _FAST = {
 class Tiered:
     """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
 
-    __slots__ = ("_changed", "_function", "_lock", "_lowered", "_ran", "_run", "_took", "_traced")
+    __slots__ = ("_again", "_changed", "_function", "_lock", "_ran", "_run", "_took", "_traced")
 
     def __init__(
-        self, function: Callable[..., Any], changed: Callable[[], None] = lambda: None, run: jax.stages.Compiled | None = None,
-        traced: Callable[[Any], None] = lambda jaxpr: None,
+        self, function: Callable[..., Any], changed: Sequence[Callable[[], None]] = (), run: jax.stages.Compiled | None = None,
+        traced: Callable[[jax.stages.Traced], None] = lambda traced: None,
     ) -> None:
-        """changed: called after each compilation; run: an executable of another process; traced: called with the jaxpr."""
+        """changed: these are called after each compilation; run: an executable of another process; traced: called before XLA compiles."""
         self._function, self._changed, self._traced = function, changed, traced
-        self._lowered: Any = None  # a jax.stages.Lowered, whose compile() does not declare all option types that it takes
+        self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
         self._run: jax.stages.Compiled | None = run
         self._lock = threading.Lock()
         self._ran = self._took = 0.0
 
     def __call__(self, *args: Any) -> Any:
-        if self._run is None:
-            with self._lock:
-                if self._run is None:
-                    start = time.perf_counter()
-                    with compiling.correctly():
-                        # a function of its own for jit: what JAX keeps of a function's traces goes with it
-                        traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
-                        self._traced(traced.jaxpr.jaxpr)
-                        self._lowered = traced.lower()
-                        cpu = jax.default_backend() == "cpu"
-                        self._run = _quickly(self._lowered) if cpu else self._lowered.compile(compiling.options() or {})
-                    self._took = time.perf_counter() - start
-                    self._ran -= self._took  # the call that compiles is counted too
-                    if not cpu:
-                        self._lowered = None
-                    self._changed()
-        return self._run(*args)
+        return (self._run or self._made(*args))(*args)
+
+    def _made(self, *args: Any) -> jax.stages.Compiled:
+        """Compile it for these arguments, or wait for the thread that does; args: arrays, or their shapes and dtypes."""
+        with self._lock:
+            if self._run is None:
+                start = time.perf_counter()
+                with compiling.correctly():
+                    # a function of its own for jit: what JAX keeps of a function's traces goes with it
+                    traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
+                    lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
+                    self._traced(traced)
+                    if jax.default_backend() == "cpu":
+                        self._run, self._again = _quickly(lowered), _lowering(traced, args)
+                    else:
+                        self._run = lowered.compile(compiling.options() or {})
+                self._took = time.perf_counter() - start
+                self._tell()
+            return self._run
+
+    def ahead(self, *avals: Any) -> None:
+        """Compile it in a thread for arguments of these shapes and dtypes, while the caller does something else."""
+
+        def make() -> None:
+            with jax.enable_x64(True), contextlib.suppress(Exception):  # the call itself raises the error again
+                self._made(*avals)
+
+        process.compiler.later(make)
 
     def ran(self, seconds: float) -> None:
         """Note that it has run for so many seconds."""
         self._ran += seconds
-        if self._lowered is not None and self._ran > self._took:
-            lowered, self._lowered = self._lowered, None
-            process.compiler.later(lambda: self._compile(lowered))
+        if self._again is not None and self._ran > self._took:
+            again, self._again = self._again, None
+            process.compiler.later(lambda: self._compile(again))
 
-    def _compile(self, lowered: Any) -> None:
+    def _compile(self, lower: Callable[[], Any]) -> None:
         with jax.enable_x64(True), compiling.correctly():
-            self._run = lowered.compile(compiling.options() or {})
-        self._changed()
+            self._run = lower().compile(compiling.options() or {})
+        self._tell()
+
+    def _tell(self) -> None:
+        for call in self._changed:
+            call()
 
     @property
     def executable(self) -> jax.stages.Compiled | None:
@@ -74,7 +91,18 @@ class Tiered:
         return self._run
 
     def clear_cache(self) -> None:
-        self._run = self._lowered = None
+        self._run = self._again = None
+
+
+def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A function that lowers the traced one anew.  What is lowered takes a megabyte, and JAX keeps it as long as the trace's own jaxpr."""
+    jaxpr, out = traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr), jax.tree.structure(traced.out_info)
+    avals = jax.tree.unflatten(jax.tree.structure(args), jaxpr.in_avals)
+
+    def run(*given: Any) -> Any:
+        return jax.tree.unflatten(out, jaxpr_as_fun(jaxpr)(*jax.tree.leaves(given)))
+
+    return lambda: jax.jit(run).lower(*avals)
 
 
 def _quickly(lowered: Any) -> jax.stages.Compiled:

@@ -13,12 +13,13 @@ from bridge import private
 from bridge.boundary import autograd
 from bridge.boundary.calls import refuse_recording
 from bridge.boundary.closures import code_of
+from bridge.boundary.results import split_arrays
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import process
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Aval, Unrecordable, escaped
+from bridge.record.tensor import Aval, Unrecordable, aval_of, escaped
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
@@ -132,15 +133,12 @@ def entered(
         filled[i] = t
     try:
         args, kwargs = trees.unflatten(spec, filled)
-        private.enter_function_mode(recorder)
-        try:
+        with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
-                with torch.enable_grad(), saved_tensor_hooks.without_hooks():
-                    out = func(*args, **kwargs)
-            else:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(saved_tensor_hooks.without_hooks())
+            with recorder:
                 out = func(*args, **kwargs)
-        finally:
-            private.leave_function_mode()
         return finish(out)
     except BaseException:
         recorder.leave()
@@ -165,8 +163,17 @@ class Kept:
             self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
 
-    def call(self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call the returned function; its results, or NOT_RECORDED if the call cannot be recorded."""
+    def call(
+        self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any], again: Callable[[], Any]
+    ) -> Any:
+        """Call the returned function.
+
+        Args:
+            operands: the cotangents or tangents.
+            avals: those of its results.
+            build: builds the results from tensors.
+            again: does all of it unrecorded, if the call cannot be recorded.
+        """
 
         def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
             if recorder is self.recorder:
@@ -182,26 +189,26 @@ class Kept:
         if not self.outermost and state.recorder is not self.recorder:
             raise escaped()
         autograd.check_unchanged(self.versions)
-        return transform(self.func, operands, record)
+        done = transform(self.func, operands, record)
+        if done is not NOT_RECORDED:
+            return done
+        with off():
+            return again()
 
 
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The leaves and treedef of (args, kwargs), and which of the tensors among the leaves belong to the arguments at these positions."""
+    """The leaves and treedef of (args, kwargs), and which of the arrays among the leaves belong to the arguments at these positions."""
     leaves, spec = trees.flatten((args, kwargs))
     starts = [0]
     for a in args:
         starts.append(starts[-1] + (1 if isinstance(a, torch.Tensor) else len(trees.flatten(a)[0])))
-    order, k = {}, 0
-    for i, x in enumerate(leaves):
-        if isinstance(x, torch.Tensor):
-            order[i] = k
-            k += 1
+    order = {i: k for k, i in enumerate(split_arrays(leaves))}
     return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
 
 
-def avals_of(recorder: Recorder, leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
+def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
     """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
-    found = [recorder.aval(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
+    found = [aval_of(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
     for k in active:
         found[k] = found[k].with_grad(True)
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,54 +23,40 @@ _CAPTURED_WRITE = (
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Level:
-    """One transform in progress.
+    """One transform in progress."""
 
-    Attributes:
-        kind: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step
-            that runs several times) or "plain".
-        randomness: for vmap: "error", "same" or "different".
-        key: the JAX key that random operators of this level draw from; None: they draw from the parent's.
-        writes: nodes of outer levels that this level has written to, with their earlier values.
-        staged: in the root: whether the trace is of a whole program that will be compiled.
-        captured: in the root: the plain torch tensors met while tracing, by id, each with the node that stands for it.
-        live: in the root: ids of the captured tensors that were used while torch's grad mode was on.
-        with_history: in the root: ids of the captured tensors that required grad when they were met.
-        behind: in the root: ids of the captured tensors that derivative rules use, perhaps without any other use.
-        recorded: in the root: whether torch's autograd may go back through the traced values.
-        lasting: in the root: whether values are used after the call has returned; such values share no memory with torch tensors.
-    """
+    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step that runs several times) or "plain"
+    kind: str
+    parent: Level | None
+    randomness: str | None = None  # for vmap: "error", "same" or "different"
+    key: Any = None  # the JAX key that random operators of this level draw from; None: they draw from the parent's
+    root: Level = field(init=False)
+    draws: int = 0
+    #: nodes of outer levels that this level has written to, with their earlier values
+    writes: dict[Node, tuple[Any, int]] = field(default_factory=dict)
+    closed: bool = False
+    lane: Any = None  # in a vmap with randomness="different": the number of the lane
+    operator: Any = None
+    outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
+    met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
+    probe: Any = None
+    # -- in the root alone ----------------------------------------------------------------------------------------------------------------
+    staged: bool = False  # whether the trace is of a whole program that will be compiled
+    #: plain torch tensors met while tracing, by id, and the nodes that stand for them
+    captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
+    overrides: dict[int, Any] = field(default_factory=dict)
+    generators: dict[int, Any] = field(default_factory=dict)  # explicit torch generators drawn from, with their keys
+    seeds: Callable[[Any], Any] | None = None
+    live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on
+    with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
+    behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
+    recorded: bool = False  # whether torch's autograd may go back through the traced values
+    lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
-    __slots__ = (
-        "behind", "captured", "closed", "depth", "draws", "generators", "key", "kind", "lane", "lasting", "live", "met", "operator",
-        "outer", "overrides", "parent", "probe", "randomness", "recorded", "root", "seeds", "staged", "with_history", "writes",
-    )
-
-    def __init__(self, kind: str, parent: Level | None, randomness: str | None = None, key: Any = None) -> None:
-        self.kind = kind
-        self.parent = parent
-        self.root: Level = self if parent is None else parent.root
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.randomness = randomness
-        self.key = key
-        self.draws = 0
-        self.writes: dict[Node, tuple[Any, int]] = {}
-        self.closed = False
-        self.captured: dict[int, tuple[torch.Tensor, Node]] = {}
-        self.overrides: dict[int, Any] = {}
-        self.generators: dict[int, Any] = {}  # in the root: explicit torch generators drawn from, with their keys
-        self.seeds: Callable[[Any], Any] | None = None
-        self.staged = False
-        self.live: set[int] = set()
-        self.behind: set[int] = set()
-        self.with_history: set[int] = set()
-        self.recorded = False
-        self.lasting = False
-        self.lane: Any = None  # in a vmap with randomness="different": the number of the lane
-        self.operator: Any = None
-        self.outer: dict[int, Any] = {}  # tensors of outer levels that require grad and that this level has read
-        self.met: dict[int, Any] = {}  # tensors of outer levels that this level has read or written to
-        self.probe: Any = None
+    def __post_init__(self) -> None:
+        self.root = self if self.parent is None else self.parent.root
 
     def before_write(self, node: Node) -> None:
         """Called before a root node changes: refuses a write that is not allowed here, and remembers the earlier value of an outer node."""
@@ -97,7 +84,6 @@ class _State(threading.local):
     checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
-    shapes: Any = None  # the eager.Shapes of the un-jitted call in progress
 
 
 state = _State()
@@ -120,13 +106,23 @@ def push(kind: str, randomness: str | None = None, key: jax.Array | Callable[[],
             parent.met.update(_still_open(level.met))
 
 
-def refuse_in_loop(what: str) -> None:
-    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop."""
+def around() -> Iterator[Level]:
+    """The levels of the trace in progress, the innermost first."""
     level = state.level
     while level is not None:
-        if level.kind == "loop":
-            raise NotInLoopError(f"{what}, in a loop")
+        yield level
         level = level.parent
+
+
+def innermost(*kinds: str) -> Level | None:
+    """The innermost level of one of these kinds; None if there is none."""
+    return next((level for level in around() if level.kind in kinds), None)
+
+
+def refuse_in_loop(what: str) -> None:
+    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop."""
+    if innermost("loop") is not None:
+        raise NotInLoopError(f"{what}, in a loop")
 
 
 def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:

@@ -153,32 +153,11 @@ class _Number:
         return value
 
     # -- methods that PyTorch's C++ calls on a node -----------------------------------------------------------------------------------
-    def is_int(self) -> bool:
-        return self.kind is int
-
-    def is_float(self) -> bool:
-        return self.kind is float
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def maybe_as_int(self) -> None:
-        return None
-
-    def maybe_as_float(self) -> None:
-        return None
-
-    def constant_int(self) -> None:
-        return None
-
-    def clone(self) -> _Number:
-        return self
+    is_int, is_float = (lambda self: self.kind is int), (lambda self: self.kind is float)
+    is_bool = is_nested_int = lambda self: False
+    is_symbolic = lambda self: True
+    maybe_as_int = maybe_as_float = constant_int = lambda self: None
+    clone = lambda self: self
 
     def __getattr__(self, name: str) -> Any:
         if name in ("guard_float", "guard_int", "int_", "float_"):
@@ -201,13 +180,7 @@ class _Row(_Number):
 
 
 def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> list[Any]:
-    """The numbers of one step of a loop, made from the numbers of all its repetitions.
-
-    Args:
-        numbers: Python numbers, or the objects that stand for them, of one repetition after the other.
-        step: how many numbers one repetition has.
-        repetition: the index of the current repetition, a JAX value.
-    """
+    """The ``step`` numbers of one step of a loop, made from those of one repetition after the other; repetition: the present index."""
     found = []
     for k in range(step):
         rows = list(numbers[k::step])
@@ -334,6 +307,3 @@ def _own(x: Any) -> Any:
     if type(x) in (torch.SymFloat, torch.SymInt) and isinstance(x.node, _Number):
         return _made(x.node)
     return type(x)(map(_own, x)) if type(x) in (list, tuple) else x
-
-
-__all__ = ["Float", "Inputs", "Int", "Misfit", "is_input", "own"]

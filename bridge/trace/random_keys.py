@@ -14,7 +14,7 @@ import torch
 
 from bridge import private
 from bridge.trace import pieces
-from bridge.trace.levels import Level, refuse_in_loop, state
+from bridge.trace.levels import Level, around, refuse_in_loop, state
 
 _ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
@@ -30,27 +30,14 @@ def seed_from(generator: torch.Generator | None) -> int:
 
 
 def next_key(generator: torch.Generator | None = None) -> jax.Array:
-    """The next JAX key of the trace in progress; each call returns another key.
-
-    Args:
-        generator: the torch generator the operator was given; None for torch's default.
-
-    Returns:
-        jax.Array: a typed key (``jax.random.key``), shape ().
-
-    Raises:
-        RuntimeError: under a vmap with randomness="error".
-    """
+    """The next JAX key of the trace in progress, for an operator that was given this generator; None: torch's default one."""
     if state.compiling:
         raise pieces.NotPure
     level = state.level
     if level is None:
         return jax.random.key(seed_from(generator))
-    walk: Level | None = level
-    while walk is not None:
-        if walk.kind == "vmap" and walk.randomness == "error":
-            raise RuntimeError(_ERROR)
-        walk = walk.parent
+    if any(each.kind == "vmap" and each.randomness == "error" for each in around()):
+        raise RuntimeError(_ERROR)
     return _draw(source(level), generator)
 
 
@@ -170,11 +157,8 @@ def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     level.draws += 1
     if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
         key = _root_key(level.root, generator)
-        walk: Level | None = state.level
-        while walk is not None:
-            if walk.lane is not None:
-                key = jax.random.fold_in(key, walk.lane)
-            walk = walk.parent
+        for each in around():
+            key = key if each.lane is None else jax.random.fold_in(key, each.lane)
     elif level.parent is None:
         key = _root_key(level, None)
     else:

@@ -14,34 +14,33 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
 
 from bridge import private
 from bridge.trace.levels import state
 
+_stopped_p = Primitive("stopped_by_torch")
+_stopped_p.def_impl(lambda value: value)
+_stopped_p.def_abstract_eval(lambda value: value)
+ad.primitive_jvps[_stopped_p] = lambda primals, _: (stopped_by_torch(*primals), ad.Zero(jax.typeof(primals[0]).to_tangent_aval()))
+batching.primitive_batchers[_stopped_p] = lambda values, dims: (stopped_by_torch(*values), *dims)
+mlir.register_lowering(_stopped_p, lambda _, value: [value])
 
-@jax.jit
+
 def stopped_by_torch(value: jax.Array) -> jax.Array:
-    """``lax.stop_gradient`` with a name, which tells it apart from a lowering's own stop_gradient in a compiled program."""
-    return lax.stop_gradient(value)
+    """``lax.stop_gradient`` as an operation of its own, told apart from a lowering's stop_gradient in a compiled program."""
+    return _stopped_p.bind(value)
 
 
 def stopped_outside(value: jax.Array) -> jax.Array:
     """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
     times = private.times_differentiated(value)
-    return _stopped_outside(value, times) if times else stopped_by_torch(value)
+    return private.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _stopped_outside(value: jax.Array, times: int) -> jax.Array:
-    return value
-
-
-@_stopped_outside.defjvp
-def _stopped_outside_jvp(times: int, primals: Any, tangents: Any) -> Any:
-    if times > 1:
-        return _stopped_outside(primals[0], times - 1), _stopped_outside(tangents[0], times - 1)
-    return stopped_by_torch(primals[0]), stopped_by_torch(tangents[0])
+def _both_stopped(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return stopped_by_torch(value), stopped_by_torch(tangent)
 
 
 def depends(value: jax.Array) -> bool:
@@ -107,9 +106,9 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
         return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
 
     for eqn in jaxpr.eqns:
-        name, inner = eqn.params.get("name"), _followed(eqn)
-        if name == "stopped_by_torch":
+        if eqn.primitive is _stopped_p:
             continue
+        inner = _followed(eqn)
         if inner is not None:
             every = functools.reduce(operator.or_, sources(eqn.invars), 0)
             flows = flow(inner, sources(eqn.invars), behind)
@@ -119,7 +118,7 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
         if eqn.primitive.name == "scan":
             found.update(zip(eqn.outvars, _scanned(eqn, sources(eqn.invars), behind), strict=True))
             continue
-        inputs = eqn.invars[len(eqn.outvars) :] if name == "of_inputs_alone" and not behind else eqn.invars
+        inputs = eqn.invars[len(eqn.outvars) :] if eqn.params.get("name") == "of_inputs_alone" and not behind else eqn.invars
         bits = functools.reduce(operator.or_, sources(inputs), 0)
         if bits:
             found.update((v, bits) for v in eqn.outvars)
@@ -168,6 +167,3 @@ def _followed(eqn: JaxprEqn) -> Jaxpr | None:
         return getattr(inner, "jaxpr", inner)  # it may be closed
     inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
     return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
-
-
-__all__ = ["depends", "flow", "moved", "tie", "tie_tangents"]

@@ -4,32 +4,31 @@ A ``Node`` is a root that owns a value, or a view of another node; aliasing.py r
 """
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Node:
-    """A value, or a view of one.  ``level`` is the trace level that made it."""
+    """A value, or a view of one."""
 
-    __slots__ = (
-        "__weakref__", "detached", "geometry", "hooked", "level", "maker", "parent", "root", "seen", "used", "value", "version",
-        "view",
-    )
+    value: Any
+    level: Any  # the trace level that made it
+    parent: Node | None = None
+    view: Any = None  # of a view: the aliasing.View that made it
+    root: Node = field(init=False)
+    version: int = 0
+    seen: int = -1
+    maker: Any = None  # the operator that computed it, if any
+    geometry: Geometry | None = None  # of a root that stands for a tensor from outside
+    hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
+    used: bool = False  # an operator with a derivative has read it since it was last written
+    detached: bool = False  # torch's autograd does not record the last write
 
-    def __init__(self, value: Any, level: Any, parent: Node | None = None, view: Any = None) -> None:
-        self.value = value
-        self.level = level
-        self.parent = parent
-        self.view = view  # of a view: the aliasing.View that made it
-        self.root: Node = self if parent is None else parent.root
-        self.version = 0
-        self.seen = -1
-        self.maker: Any = None  # the operator that computed it, if any
-        self.geometry: Geometry | None = None  # of a root that stands for a tensor from outside
-        self.hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
-        self.used = False  # an operator with a derivative has read it since it was last written
-        self.detached = False  # torch's autograd does not record the last write
+    def __post_init__(self) -> None:
+        self.root = self if self.parent is None else self.parent.root
 
 
 class Geometry:

@@ -21,7 +21,7 @@ from bridge.process import process
 from bridge.programs import guards
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import read, write
-from bridge.trace.levels import Level, push, state
+from bridge.trace.levels import Level, innermost, push, state
 from bridge.trace.storage import Node
 
 _make = private.make_wrapper
@@ -117,11 +117,13 @@ def wrap(value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Leve
     return t
 
 
-def alias(t: Traced) -> Traced:
-    """Another traced tensor with the same values and memory."""
-    other: Traced = _make(Traced, t.shape, strides=t.stride(), storage_offset=t.storage_offset(), dtype=t.dtype, device=t.device)
-    other.node = t.node
-    return other
+def over(node: Node, like: torch.Tensor, device: torch.device | None = None) -> Traced:
+    """A traced tensor on a node, with the geometry and the dtype of another tensor, and its device if none is given."""
+    t: Traced = _make(
+        Traced, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device or like.device
+    )
+    t.node = node
+    return t
 
 
 def value_of(t: torch.Tensor) -> Any:
@@ -217,24 +219,16 @@ def _without_derivative(t: torch.Tensor) -> torch.Tensor:
 
 def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     """The error for a value, or a shape that depends on values, asked for under vmap or jit; its words contain torch.func's own."""
-    kinds = set()
-    level: Level | None = state.level
-    while level is not None:
-        kinds.add(level.kind)
-        level = level.parent
-    if "vmap" in kinds and dynamic_shape:
+    said, where = "", "jit" if innermost("vmap") is None else "vmap"
+    if where == "vmap" and dynamic_shape:
         said = "vmap: We do not support batching operators that can output dynamic shape. "
-        where = "vmap"
-    elif "vmap" in kinds:
+    elif where == "vmap" and "item" in what:
+        said = "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over calling .item() on a Tensor. "
+    elif where == "vmap":
         said = (
             "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow. "
             "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
         )
-        if "item" in what:
-            said = "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over calling .item() on a Tensor. "
-        where = "vmap"
-    else:
-        said, where = "", "jit"
     if dynamic_shape:
         return DataDependentError(
             f"{said}{what} has an output of dynamic shape, which depends on a tensor's values, and under {where} only its shape and dtype "
@@ -273,8 +267,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = python_numbers.own(args, kwargs)
     plan = process.plans.get(func) or plan_of(func)
     return plan(args, kwargs)
-
-
 
 
 def plan_of(func: Any) -> Any:
@@ -338,11 +330,8 @@ def resumed() -> Iterator[Level]:
         state.level = before
 
 
-@contextlib.contextmanager
-def traced_python() -> Iterator[None]:
-    """While entered in an operator's handler, operators called from Python are traced again, for decompositions."""
-    with _Mode():
-        yield
+#: While entered in an operator's handler, operators called from Python are traced again, for decompositions.
+traced_python = _Mode
 
 
 def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:

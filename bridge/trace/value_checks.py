@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge.errors import HERE, at_line
@@ -89,9 +89,14 @@ def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, 
     return tree.unflatten(values[: tree.num_leaves]), [Found(v, r) for v, r in zip(values[tree.num_leaves :], ranges, strict=True)]
 
 
+def is_check(eqn: JaxprEqn) -> bool:
+    """Whether an equation of a jaxpr is a check."""
+    return eqn.primitive is _check_p
+
+
 def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
     """The jaxpr with the operands of its checks appended to its outputs, and the ranges of these operands."""
-    eqns = [e for e in jaxpr.eqns if e.primitive is _check_p and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
+    eqns = [e for e in jaxpr.eqns if is_check(e) and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
     if not eqns:
         return jaxpr, []
     outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
@@ -128,6 +133,3 @@ class Bounds:
         if wrong.any():
             k = int(wrong.argmax())
             self.ranges[k].judge(*found[k])
-
-
-__all__ = ["Bounds", "Found", "Range", "check", "compiled", "ends"]

@@ -1,0 +1,169 @@
+"""The entries of a record: what an operator, a transform or an input is written down as, and walks over an operator's arguments."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.record.tensor import Aval
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Ref:
+    """The place of an operand among an operator's arguments: the k-th."""
+
+    k: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Number:
+    """The place of a Python number, a float or an int, that is an input of the program."""
+
+    k: int
+    kind: type
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Out:
+    """The place of a new tensor among an operator's results."""
+
+    aval: Aval
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Again:
+    """The place of an operand among an operator's results: the tensor itself, changed in place."""
+
+    k: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Op:
+    """An operator with its static arguments, its operands' shapes, and a description of its results.
+
+    Attributes:
+        grad: the grad mode.
+        changed: the positions of the operands that it writes to, with their avals afterwards.
+        numbers: how many Python numbers it takes from the program's inputs.
+        single: the aval of its only result, if it writes nothing.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    outs: Any
+    changed: tuple[tuple[int, Aval], ...]
+    numbers: int
+    draws: bool
+    words: str | None = None  # made and used by bridge/record/disk.py
+    single: Aval | None = None
+
+    def __post_init__(self) -> None:
+        self.single = self.outs.aval if type(self.outs) is Out and not self.changed else None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Begin:
+    """A transform begins: its kind and static arguments."""
+
+    kind: str
+    params: Any
+    arguments: int
+    grad: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class End:
+    """The innermost transform ends, with these values as its function's results."""
+
+    params: Any
+    outs: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pull:
+    """A call of the function that vjp or linearize has returned; node: the number of that transform's first result."""
+
+    node: int
+    outs: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Input:
+    """A tensor from outside."""
+
+    aval: Aval
+
+
+def values_of(what: Any) -> int:
+    """How many values an entry of a record gives numbers to."""
+    kind = type(what)
+    if kind is Op:
+        return _tensors(what.outs)
+    if kind is Input:
+        return 1
+    return what.arguments if kind is Begin else what.outs
+
+
+def _tensors(outs: Any) -> int:
+    if type(outs) is Out:
+        return 1
+    return sum(map(_tensors, outs)) if isinstance(outs, tuple | list) else 0
+
+
+@functools.lru_cache(65536)
+def interned(kind: Any, *what: Any) -> Any:
+    """The one object of a kind (Begin, End, Pull or Input) with these fields."""
+    return kind(*what)
+
+
+#: Functions that record what is neither a torch function nor a transform of ours, by name.  Each file enters its function here when it is
+#: imported.
+PARTS: dict[str, Callable[..., Any]] = {}
+
+
+def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
+    """An operator's arguments with fn applied to everything in them that is no list, tuple, dict or slice."""
+    kind = type(x)
+    if kind is list:
+        return [mapped(fn, v) for v in x]
+    if isinstance(x, tuple):
+        return tuple([mapped(fn, v) for v in x])
+    if kind is dict:
+        return {k: mapped(fn, v) for k, v in x.items()}
+    if kind is slice:
+        return slice(mapped(fn, x.start), mapped(fn, x.stop), mapped(fn, x.step))
+    return fn(x)
+
+
+def filled(x: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    """An operator's arguments with these operands and numbers at their places."""
+    return mapped(lambda v: tensors[v.k] if type(v) is Ref else numbers[v.k] if type(v) is Number else v, x)
+
+
+def tensors_in(x: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, in order."""
+    found: list[torch.Tensor] = []
+    mapped(lambda v: found.append(v) if isinstance(v, torch.Tensor) else None, x)
+    return found
+
+
+def with_values(x: Any, values: Sequence[torch.Tensor]) -> Any:
+    """An operator's arguments with these in place of the tensors among them."""
+    source = iter(values)
+    return mapped(lambda v: next(source) if isinstance(v, torch.Tensor) else v, x)
+
+
+def functions_of(owner: Any, names: str) -> list[Any]:
+    """The functions of torch or torch.Tensor with these names, separated by spaces; those that this PyTorch lacks are left out."""
+    return [f for n in names.split() if (f := getattr(owner, n, None)) is not None]
+
+
+__all__ = [
+    "PARTS", "Again", "Begin", "End", "Input", "Number", "Op", "Out", "Pull", "Ref", "filled", "functions_of", "interned", "mapped",
+    "tensors_in", "values_of", "with_values",
+]

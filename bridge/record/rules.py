@@ -1,0 +1,179 @@
+"""Torch functions that are not recorded as operators, and what happens instead: they run, are refused, or need values first."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bridge.record.entries import functions_of, tensors_in, with_values
+from bridge.record.tensor import Recorded, Unrecordable, aval_of
+
+
+class Recorder(Protocol):
+    """What the rules use of ``recorder.Recorder``."""
+
+    writes: bool
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any: ...
+    def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def mapped(self) -> bool: ...
+    def now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
+def _passed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _refused(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise Unrecordable(str(func))
+
+
+def _valued(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.by_value(func, args, kwargs)
+
+
+def _array(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor from outside as a read-only numpy array: the record reads the tensor's values only at its end."""
+    if type(args[0]) is Recorded or recorder.writes:
+        raise Unrecordable(str(func))
+    found = func(*args, **kwargs).view()
+    found.flags.writeable = False
+    return found
+
+
+def _iterated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    if t.dim() == 0:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
+
+
+def _formatted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    t, spec = args
+    if t.dim() or (type(t) is Recorded and recorder.mapped()):
+        return repr(t) if not spec else format(repr(t), spec)
+    return format(recorder.now([t])[0].item(), spec)
+
+
+def _scalar(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.tensor and torch.as_tensor: a float becomes an input of the program, other data a tensor from outside."""
+    data = args[0] if args else kwargs.get("data")
+    if type(data) is float and not args[1:] and not kwargs:
+        return recorder.__torch_function__(torch.full, (), ((), data), {"dtype": torch.get_default_dtype()})
+    if isinstance(data, torch.Tensor) and func is torch.as_tensor:
+        return data if len(args) == 1 and not kwargs else recorder.__torch_function__(torch.Tensor.to, (), (data, *args[1:]), kwargs)
+    if tensors_in(data):
+        raise Unrecordable("torch.tensor of tensors")
+    return func(*args, **kwargs)
+
+
+# -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
+def _indices_of(recorder: Recorder, index: Any) -> tuple[Any, ...]:
+    """An index in which each mask is replaced by the places where it is True."""
+    if type(index) is not tuple and type(index) is not list:
+        index = (index,)
+    masks = [x for x in index if isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        raise Unrecordable("an index")
+    places = dict(zip(map(id, masks), recorder.now(masks), strict=True))
+    found: list[Any] = []
+    for x in index:
+        found += places[id(x)].nonzero(as_tuple=True) if isinstance(x, torch.Tensor) and id(x) in places else [x]
+    return tuple(found)
+
+
+def _indexed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:]), kwargs)
+
+
+def _masked_select(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+    if set(given) != {"input", "mask"}:
+        raise Unrecordable(str(func))
+    t, mask = recorder.__torch_function__(torch.broadcast_tensors, (), (given["input"], given["mask"]))
+    return recorder.__torch_function__(torch.Tensor.__getitem__, (), (t, _indices_of(recorder, mask)))
+
+
+def _repeated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    t, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
+    if not isinstance(repeats, torch.Tensor) or not isinstance(t, torch.Tensor) or repeats.dim() != 1 or "output_size" in given:
+        raise Unrecordable(str(func))
+    if dim is None:
+        t, dim = recorder.__torch_function__(torch.flatten, (), (t,)), 0
+    (times,) = recorder.now([repeats])
+    places = torch.repeat_interleave(torch.arange(t.shape[dim]), times if len(times) == t.shape[dim] else times.expand(t.shape[dim]))
+    return recorder.__torch_function__(torch.index_select, (), (t, dim, places))
+
+
+def _counted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on its operands' values; its result has no derivative and is a tensor from outside."""
+    tensors = tensors_in((args, kwargs))
+    if "out" in kwargs or (func not in _PLACES and any(aval_of(t).requires_grad for t in tensors)):
+        raise Unrecordable(str(func))
+    args, kwargs = with_values((args, kwargs), recorder.now(tensors))
+    return func(*args, **kwargs)
+
+
+def _detached(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.__torch_function__(torch.Tensor.detach, (), args)
+
+
+TO_PYTHON = frozenset([
+    *functions_of(
+        torch.Tensor, "item __bool__ __float__ __int__ __index__ __complex__ tolist __contains__ equal allclose"
+    ),
+    *functions_of(torch, "equal allclose is_nonzero"),
+])
+_PASSED = [
+    *functions_of(
+        torch.Tensor,
+        "size dim stride numel storage_offset is_contiguous is_floating_point is_complex element_size nelement ndimension get_device "
+        "is_signed is_inference is_same_size is_conj is_neg is_shared is_pinned has_names __len__ __hash__ __repr__",
+    ),
+    *functions_of(
+        torch,
+        "is_floating_point is_complex numel is_tensor is_same_size promote_types result_type is_conj is_neg is_inference "
+        "broadcast_shapes can_cast get_default_dtype",
+    ),
+    *[attribute.__get__ for attribute in functions_of(
+        torch.Tensor,
+        "shape dtype device ndim requires_grad is_leaf layout itemsize nbytes names name grad output_nr retains_grad "
+        "is_cuda is_cpu is_sparse is_meta is_quantized is_nested is_mkldnn is_xpu is_mps is_sparse_csr is_vulkan is_mtia is_xla is_ipu "
+        "is_maia _base _version _backward_hooks",
+    )],
+    torch._C._set_grad_enabled, torch.manual_seed,
+]
+_REFUSED = [
+    *functions_of(
+        torch.Tensor,
+        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage set_ resize_ resize_as_ "
+        "share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_sparse to_mkldnn unsafe_chunk "
+        "apply_ map_ new new_tensor requires_grad_ detach_ is_set_to",
+    ),
+    *functions_of(torch, "set_default_device as_strided frombuffer from_numpy"),
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    *[attribute.__set__ for attribute in functions_of(torch.Tensor, "data grad requires_grad names")],
+    torch.autograd.backward, torch.autograd.grad,
+]
+#: By a torch function, what happens instead of recording it as an operator.
+RULES: dict[Any, Any] = {
+    **dict.fromkeys(_PASSED, _passed), **dict.fromkeys(_REFUSED, _refused), **dict.fromkeys(TO_PYTHON, _valued),
+    torch.Tensor.numpy: _array, torch.Tensor.__array__: _array,
+    torch.Tensor.__iter__: _iterated, torch.tensor: _scalar, torch.Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    torch.as_tensor: _scalar, torch.Tensor.__format__: _formatted,
+}
+_PLACES = frozenset([*functions_of(torch.Tensor, "nonzero argwhere"), *functions_of(torch, "nonzero argwhere where")])
+#: By a torch function that needs values for its results' shapes, how it is recorded outside of vmap.
+BY_VALUE = {
+    **dict.fromkeys([f for owner in (torch.Tensor, torch) for f in functions_of(owner, "unique unique_consecutive bincount")], _counted),
+    **dict.fromkeys(_PLACES, _counted),
+    **dict.fromkeys(functions_of(torch.Tensor, "__getitem__ __setitem__"), _indexed),
+    **dict.fromkeys([torch.Tensor.masked_select, torch.masked_select], _masked_select),
+    **dict.fromkeys([torch.Tensor.repeat_interleave, torch.repeat_interleave], _repeated),
+}
+
+__all__ = ["BY_VALUE", "RULES", "TO_PYTHON"]

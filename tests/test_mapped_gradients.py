@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -234,18 +235,38 @@ def test_a_number_of_lanes_that_stays_gets_a_program_of_its_own(monkeypatch: pyt
 def test_programs_that_are_used_once_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = programs._Kept()
     monkeypatch.setattr(process, "programs", kept)
-    monkeypatch.setattr(programs, "_ONCE", 4)
-    kept.limit = 4
-    for n in range(1, 9):
+    monkeypatch.setattr(programs, "_ALIKE", 4)
+    monkeypatch.setattr(programs, "_ALL", 6)
+
+    def square(n: int) -> None:
         same(torchfunc_jax.grad(lambda t: (t * t).sum())(torch.ones(n)), 2 * torch.ones(n))
-    assert len(kept.once) == 4 and not kept.often
-    for n in range(1, 9):  # what comes again makes room for itself
-        same(torchfunc_jax.grad(lambda t: (t * t).sum())(torch.ones(n)), 2 * torch.ones(n))
-    assert len(kept.once) + len(kept.often) == 8
+
+    def sine(n: int) -> None:
+        same(torchfunc_jax.grad(lambda t: t.sin().sum())(torch.ones(n)), torch.ones(n).cos())
+
+    def shapes() -> list[tuple[int, ...]]:
+        return [trace[0][0].aval.shape for trace, *_ in kept.records]
+
+    for n in range(1, 6):  # of one function's shapes, those used last
+        square(n)
+    assert shapes() == [(2,), (3,), (4,), (5,)]
+    square(2)
+    square(6)
+    assert shapes() == [(4,), (5,), (2,), (6,)]
+    gone = [weakref.ref(program) for _, family in kept.records.values() for program in family]
+    for n in range(10, 13):  # of all functions, those used last
+        sine(n)
+    assert shapes() == [(5,), (2,), (6,), (10,), (11,), (12,)]
+    assert [program() is None for program in gone] == [True, False, False, False]  # at once, without the garbage collector
+    operators = len(process.recorded)
+    kept.trim()
+    assert len(process.recorded) < operators
+    sine(12)
+    assert len(kept.records) == 6
 
 
 def test_a_number_that_changes_needs_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "programs", kept := programs._Kept())
     for k in range(12):
         same(torchfunc_jax.vmap(lambda x, k=k: x * (k + 0.5))(X), X * (k + 0.5))
-    assert len(kept.once) + len(kept.often) == 1
+    assert len(kept.records) == 1

@@ -12,7 +12,7 @@ from bridge.boundary import autograd
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_local
 from bridge.convert import tensors
-from bridge.errors import reworded
+from bridge.errors import rewording
 from bridge.jit.program import differentiated, pull_back
 from bridge.private import opaque
 from bridge.trace.tracing import Traced
@@ -41,7 +41,7 @@ class ProgramNode(torch.autograd.Function):
         results = [tensors.to_torch(next(floats) if kind else next(others), compiled.device, avoid) for kind in kinds]
         ctx.compiled, ctx.arguments, ctx.captured, ctx.seeds, ctx.pull = compiled, arguments, captured, seeds, pull
         ctx.active, ctx.active_captured, ctx.kinds = active, active_captured, kinds
-        written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in compiled.program.written}
+        written = set(map(id, compiled.program.written_to(arguments, captured)))
         every = [*arguments, *captured]
         read = [t for t in every if id(t) not in written]
         ctx.versions = autograd.kept_by(held, read) + autograd.versions([every[k] for k in copied if id(every[k]) not in written])
@@ -68,11 +68,8 @@ class ProgramNode(torch.autograd.Function):
         else:
             back = ctx.compiled.pair(ctx.active, ctx.active_captured).back
             inputs = [tensors.to_jax(c) for c in cts]
-            try:
-                with jax.enable_x64(True), compiling.at_call():
-                    found = back(ctx.pull, inputs)
-            except ValueError as error:
-                raise reworded(error) from error.__cause__
+            with rewording(), jax.enable_x64(True), compiling.at_call():
+                found = back(ctx.pull, inputs)
             need = [n and d for n, d in zip(ctx.needs_input_grad[5:], direct, strict=True)]
             grads = [tensors.to_torch(g, t.device) if n else None for g, t, n in zip(found, diff, need, strict=True)]
         return (None, None, None, None, None, *grads)

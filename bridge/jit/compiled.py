@@ -13,7 +13,7 @@ import torch
 
 from bridge import compiling
 from bridge.boundary.calls import Call
-from bridge.boundary.results import inexact_dtype, is_local, torch_device, write_back
+from bridge.boundary.results import inexact_dtype, is_local, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit.autograd import ProgramNode
@@ -81,6 +81,7 @@ class Compiled:
         self.why = ""
         self.seconds, self.calls, self.used = 0.0, 0, 0
         self.jitted: list[Any] = []
+        self.changed: list[Callable[[], None]] = []  # these are called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = Packing.of(avals) if torch_out and len(avals) >= 8 else None
@@ -90,7 +91,7 @@ class Compiled:
         self.forward = self._jit(forward(self.checked, self.packing))
         self.recorded: dict[Any, Pair] = {}
         self.active: dict[Any, Any] = {}
-        self.device = self._device(call)
+        self.device = tensors.common_device(call.arrays) if torch_out else None
         self.one_out = (  # the only output is a tensor on the CPU
             all(program.is_tensor) and program.out_spec is None and not program.written and self.packing is None
             and self.device is not None and self.device.type == "cpu"
@@ -114,17 +115,13 @@ class Compiled:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
         jitted: Any
         if self.tiered:
-            jitted = Tiered(function, self._changed, **options)
+            jitted = Tiered(function, self.changed, **options)
         else:
             jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
         return jitted
 
-    changed: Callable[[], None] | None = None
-
-    def _changed(self) -> None:
-        if self.changed is not None:
-            self.changed()
+    pure = False  # whether to differentiate it runs no Python of the user's
 
     def clear(self) -> None:
         """Free the compiled code; a later call through a reference to this program compiles it anew."""
@@ -134,10 +131,6 @@ class Compiled:
     def info(self) -> ProgramInfo:
         arguments = tuple(f"{name}: {what}" for name, what in self.facts if name.startswith(("args", "kwargs")))
         return ProgramInfo(arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls)
-
-    def _device(self, call: Call) -> torch.device | None:
-
-        return torch_device(call.arrays) if self.torch_out else None
 
     def captured(self) -> list[torch.Tensor] | None:
         """The current captured tensors; None if this program no longer fits."""
@@ -246,38 +239,37 @@ class Compiled:
     def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
         if program.written:
-            targets = [leaves[self.where[i]] if kind == "argument" else captured[i] for kind, i in program.written]
+            targets = program.written_to([leaves[i] for i in self.where], captured)
             write_back([(t, v) for t, v in zip(targets, results[program.count :], strict=True) if isinstance(t, torch.Tensor)])
         if not program.static or all(program.is_tensor):
             return trees.unflatten(program.out_spec, results[: program.count])
-        source: Any = iter(results)
+        return self._tree(results, leaves)
+
+    def _tree(self, results: Sequence[Any], leaves: list[Any]) -> Any:
+        program = self.program
         static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
-        return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
+        return put_together(results, (program.out_spec, static, program.is_tensor))
 
     def _finish_jax(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
         pairs = [(captured[i], v) for (kind, i), v in zip(program.written, outs[program.count :], strict=True) if kind == "captured"]
         write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if is_local(v)])
-        source = iter(outs)
-        static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
-        return trees.unflatten(program.out_spec, [next(source) if t else x for x, t in zip(static, program.is_tensor, strict=True)])
+        return self._tree(outs, leaves)
 
     def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The arguments and the captured tensors that torch's autograd goes back to."""
         arguments = [leaves[i] for i in self.where]
         given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in arguments])
         wanted = tuple([x.requires_grad and inexact_dtype(x.dtype) for x in captured])
-        found = self.active.get((given, wanted))
-        if found is None:
-            reached = self.program.reached([i for i, w in enumerate(given) if w], [i for i, w in enumerate(wanted) if w])
-            found = self.active[given, wanted] = reached
-        return found
+        if (given, wanted) not in self.active:
+            self.active[given, wanted] = self.program.reached(*[[i for i, w in enumerate(of) if w] for of in (given, wanted)])
+        return self.active[given, wanted]
 
     def _recorded(
         self, leaves: list[Any], captured: list[torch.Tensor], active: tuple[int, ...], active_captured: tuple[int, ...]
     ) -> Any:
         arguments = [leaves[i] for i in self.where]
-        written = {id(arguments[i] if kind == "argument" else captured[i]) for kind, i in self.program.written}
+        written = set(map(id, self.program.written_to(arguments, captured)))
         diff = [arguments[i] for i in active] + [captured[i] for i in active_captured]
         # the backward pass needs the earlier values of the written tensors, so these are cloned
         outs = ProgramNode.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
@@ -289,12 +281,20 @@ class Compiled:
         if key not in self.recorded:
             inputs: list[int] = []
             if self.tiered:
-                run, back, inputs_in = in_two(self.checked, active, active_captured)
-                run = self._kept(run, traced=lambda jaxpr: inputs.extend(inputs_in(jaxpr)))
+                run, pull_back_held, passed = in_two(self.checked, active, active_captured)
+                back, pure = self._kept(pull_back_held), self.pure
+
+                def meanwhile(traced: jax.stages.Traced) -> None:
+                    avals, held = passed(traced)
+                    inputs.extend(held)
+                    if pure:
+                        back.ahead(*avals)
+
+                run = self._kept(run, traced=meanwhile)
             else:
                 run = self._kept(differentiated(self.checked, active, active_captured))
-                back = functools.partial(pull_back)  # a new function, because JAX caches compiled programs per function
-            self.recorded[key] = Pair(run, self._kept(back), self.program.kinds_for(active, active_captured), inputs)
+                back = self._kept(functools.partial(pull_back))  # a new function, because JAX caches compiled programs per function
+            self.recorded[key] = Pair(run, back, self.program.kinds_for(active, active_captured), inputs)
         return self.recorded[key]
 
 

@@ -23,6 +23,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import conj, inexact, is_array, pick, take_apart
 from bridge.convert import dtypes, tensors
 from bridge.jit import outer_products
+from bridge.jit.simplify import simplified
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.trace import random_keys, tracing
@@ -75,13 +76,18 @@ class Program:
     sources: list[int]
     behind: list[int]
 
+    def written_to(self, arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
+        """The targets of the written values among these arguments and captured tensors."""
+        return [arguments[i] if kind == "argument" else captured[i] for kind, i in self.written]
+
     def written_places(self) -> list[tuple[Any, ...]]:
         """The targets of the written values: an argument's index, or the place of a captured tensor."""
         return [(kind, i) if kind == "argument" else (kind, id(self.places[i].container), self.places[i].key) for kind, i in self.written]
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The given arguments and captured tensors that torch's autograd goes back to."""
-        every = functools.reduce(operator.or_, itertools.compress(self.behind, self.kinds), self._targets())
+        targets = [self._target(kind, i) for kind, i in self.written]
+        every = functools.reduce(operator.or_, [*itertools.compress(self.behind, self.kinds), *targets], 0)
         return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
 
     def direct(self, arguments: Sequence[int], captured: Sequence[int], given: Sequence[bool]) -> list[bool]:
@@ -98,16 +104,11 @@ class Program:
     def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
         """``kinds`` if only these arguments and captured tensors require grad; a written tensor that requires grad keeps a history."""
         wanted = sum(1 << i for i in arguments) | sum(self._bit(i) for i in captured)
-        sources = [*self.sources[: self.count]]
-        for s, (kind, i) in zip(self.sources[self.count :], self.written, strict=True):
-            sources.append(s | self._target(kind, i))
-        return [k and bool(s & wanted) for k, s in zip(self.kinds, sources, strict=True)]
+        targets = [0] * self.count + [self._target(kind, i) for kind, i in self.written]
+        return [k and bool((s | t) & wanted) for k, s, t in zip(self.kinds, self.sources, targets, strict=True)]
 
     def _target(self, kind: str, i: int) -> int:
         return 1 << i if kind == "argument" else self._bit(i)
-
-    def _targets(self) -> int:
-        return functools.reduce(operator.or_, [self._target(kind, i) for kind, i in self.written], 0)
 
     def _bit(self, captured: int) -> int:
         return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
@@ -238,6 +239,7 @@ def trace(
     with jax.enable_x64(True), compiling.correctly():
         avals = [aval(x) for x in call.arrays]
         jaxpr = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+    jaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
     used = sorted(info["used"])
     order = {p: i for i, p in enumerate(used)}
     spec, static, is_tensor = info["meta"]
@@ -305,7 +307,7 @@ class Packing:
         return out
 
 
-def forward(program: Program, packing: Packing | None, guard_aliases: bool = True) -> Callable[..., list[Any]]:
+def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any]]:
     """The program as a function to be jitted; an output that is an input is copied, so that no result shares an input's memory.
 
     The ``ends`` of the checked operands come last.
@@ -317,7 +319,7 @@ def forward(program: Program, packing: Packing | None, guard_aliases: bool = Tru
     seen: set[int] = set()
     copy = []
     for v in outvars[:count]:
-        copy.append(guard_aliases and (id(v) in inputs or id(v) in seen))
+        copy.append(id(v) in inputs or id(v) in seen)
         seen.add(id(v))
 
     def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
@@ -354,10 +356,11 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
 
 def in_two(
     program: Program, active: Sequence[int], active_captured: Sequence[int]
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], list[int]]]:
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[jax.stages.Traced], tuple[tuple[Any, Any], list[int]]]]:
     """``differentiated`` and ``pull_back`` as two functions that exchange only the arrays that the pullback holds.
 
-    The third result takes the first one's jaxpr and says which of (*arguments, *captured) the pullback holds, perhaps in another shape.
+    The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of
+    (*arguments, *captured) the pullback holds, perhaps in another shape.
     """
     both = differentiated(program, active, active_captured)
     tree: list[Any] = []
@@ -370,11 +373,13 @@ def in_two(
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         return pull_back(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
 
-    def inputs(jaxpr: Any) -> list[int]:
+    def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
+        outs, _, held = traced.out_info
+        jaxpr = traced.jaxpr.jaxpr
         found = moved(jaxpr, range(len(jaxpr.invars)))
-        return sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
+        return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
 
-    return run, back, inputs
+    return run, back, passed
 
 
 def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list[jax.Array]:

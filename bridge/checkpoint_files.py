@@ -64,18 +64,9 @@ def _alive(pid: int) -> bool:
 
 
 def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
-    """Move a new file or folder from a staging folder to the target.
+    """Move a new file or folder, written to disk (``sync``), from a staging folder to the target; OSError leaves the target unchanged.
 
-    Args:
-        new: a file or a folder on the target's file system, written to disk (``sync``).
-        target: its path; an old file or folder there is removed.
-        keep: the old one is renamed instead of removed.
-
-    Returns:
-        Path: the old one's new path; None if none is kept.
-
-    Raises:
-        OSError: the file system refused; the target is unchanged.
+    An old file or folder there is removed; keep: it is renamed instead, and its new path returned.
     """
     with locked(target.parent):
         return _replace(new, target, keep)
@@ -131,11 +122,8 @@ def _remove(aside: Path, staging: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or everything in a folder, is on disk."""
-    for file in files(path):
-        _sync(file)
-    if path.is_dir():
-        for folder, _, _ in os.walk(path):
-            _sync(Path(folder))
+    for entry in (path, *path.rglob("*")):
+        _sync(entry)
 
 
 def _sync(path: Path) -> None:

@@ -56,14 +56,7 @@ def correctly() -> contextlib.AbstractContextManager[Any]:
 def options() -> dict[str, str] | None:
     """``compiler_options`` for a program that is compiled outside of ``correctly``; None if none are needed.
 
-    Returns:
-        dict: option name -> value, or None.
-
-    Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
-
     Example:
-        >>> import jax
-        >>> from bridge.compiling import options
         >>> jax.jit(lambda x: x + 1, compiler_options=options())(1).item()
         2
     """
@@ -85,16 +78,7 @@ def options_suffice() -> bool:
 
 
 def miscompiles() -> bool:
-    """Whether this jaxlib compiles some programs for this processor wrongly without the option.
-
-    Returns:
-        bool: False also if the user has set the option in ``XLA_FLAGS``.
-
-    Example:
-        >>> from bridge.compiling import miscompiles
-        >>> miscompiles() in (True, False)
-        True
-    """
+    """Whether this jaxlib compiles some programs for this processor wrongly; not if the user has set the option in ``XLA_FLAGS``."""
     return (
         jaxlib.__version__ in _MISCOMPILING
         and platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")

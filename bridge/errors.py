@@ -1,10 +1,12 @@
 """Errors raised while tracing; their messages name the line of the user's code, the operator, and what to do."""
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -65,14 +67,19 @@ def at_this_line(error: Exception) -> Exception:
     return type(error)(text.removesuffix(HERE) + at_line()) if isinstance(text, str) and text.endswith(HERE) else error
 
 
-def reworded(error: ValueError) -> Exception:
-    """The error to raise instead of one from a backward pass; only JAX's error about while loops is reworded."""
-    if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
-        return error
-    return RuntimeError(
-        "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is unknown, as "
-        "under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit" + at_line()
-    )
+@contextlib.contextmanager
+def rewording() -> Iterator[None]:
+    """While entered, JAX's error about the backward pass of a while loop is raised in torch's terms."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
+            raise
+        raise RuntimeError(
+            "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is "
+            "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit"
+            + at_line()
+        ) from error.__cause__
 
 
 def is_no_jvp(error: TypeError) -> bool:

@@ -19,22 +19,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from bridge import modules
 
-
-def _swapped(w: np.ndarray) -> np.ndarray:
-    return w.T
-
-
-def _channels_last(w: np.ndarray) -> np.ndarray:
-    return np.moveaxis(w, (0, 1), (-1, -2))  # torch [out, in / groups, *kernel], Flax [*kernel, in / groups, out]
-
-
-def _channels_first(w: np.ndarray) -> np.ndarray:
-    return np.moveaxis(w, (-1, -2), (0, 1))
-
-
-def _same(w: np.ndarray) -> np.ndarray:
-    return w
-
+_same, _swapped = (lambda w: w), np.transpose
+_channels_last = lambda w: np.moveaxis(w, (0, 1), (-1, -2))  # torch [out, in / groups, *kernel], Flax [*kernel, in / groups, out]
+_channels_first = lambda w: np.moveaxis(w, (-1, -2), (0, 1))
 
 # class -> torch's name -> (collection, Flax's name, function from torch to Flax, function from Flax to torch)
 _BIAS = {"bias": ("params", "bias", _same, _same)}

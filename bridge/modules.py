@@ -281,23 +281,10 @@ def _arrays(tree: Any) -> Any:
 def converted(value: np.ndarray, dtype: np.dtype[Any] | type[np.generic], where: str) -> np.ndarray:
     """An array in another dtype if that dtype can hold its values; floating-point numbers are rounded, other values are unchanged.
 
-    Args:
-        value: any array of numbers or bools.
-        dtype: a numpy dtype.
-        where: the beginning of the message, for example "params: 'weight'".
-
-    Returns:
-        np.ndarray: of that dtype; the value itself if it has that dtype.
-
-    Raises:
-        RuntimeError: complex to real; an integer or bool that would change (3.7, 300 or NaN as uint8, 2 as bool, 2**24 + 1 as float32);
-            a finite number that would become infinite or NaN.
-
-    Source: ``numpy.can_cast``'s "same_kind", decided by the values.
+    It raises RuntimeError for complex to real, for an integer or bool that would change (3.7, 300 or NaN as uint8, 2 as bool, 2**24 + 1 as
+    float32), and for a finite number that would become infinite or NaN.  where: the beginning of the message, "params: 'weight'" say.
 
     Example:
-        >>> import numpy as np
-        >>> from bridge.modules import converted
         >>> converted(np.array([3.0]), np.int32, "value")
         array([3], dtype=int32)
         >>> converted(np.array([3.7]), np.int32, "value")
@@ -323,20 +310,7 @@ def converted(value: np.ndarray, dtype: np.dtype[Any] | type[np.generic], where:
 def as_array(t: torch.Tensor) -> jax.Array:
     """A tensor's values as a jax.Array that shares no memory with it, in a dtype that JAX's configuration allows.
 
-    Args:
-        t: any dense tensor.
-
-    Returns:
-        jax.Array
-
-    Raises:
-        TypeError: as in ``bridge.to_jax``.
-
-    Source: ``jax.dtypes.canonicalize_dtype``.
-
     Example:
-        >>> import torch
-        >>> from bridge.modules import as_array
         >>> as_array(torch.ones(2, dtype=torch.float64)).dtype
         dtype('float32')
     """
@@ -349,22 +323,9 @@ def as_array(t: torch.Tensor) -> jax.Array:
 
 
 def as_tensor(value: torch.Tensor | jax.Array | np.ndarray | np.generic) -> torch.Tensor:
-    """A jax.Array, numpy array or tensor as a tensor.
-
-    Args:
-        value: a leaf of a state.
-
-    Returns:
-        torch.Tensor: it does not require grad, and may share memory with value.
-
-    Raises:
-        TypeError: value is anything else.
-
-    Source: ``bridge.to_torch``.
+    """A jax.Array, numpy array or tensor as a tensor, which does not require grad and may share memory; else raises TypeError.
 
     Example:
-        >>> import numpy as np
-        >>> from bridge.modules import as_tensor
         >>> as_tensor(np.ones(2, np.float32))
         tensor([1., 1.])
     """

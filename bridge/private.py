@@ -84,7 +84,7 @@ def torch_node(tree: Any) -> tuple[list[Any], Any] | None:
     return list(children), (kind, context)
 
 
-def torch_node_build(kind: type, children: list[Any], context: Any) -> Any:
+def torch_node_build(children: list[Any], context: Any) -> Any:
     """The node from which ``torch_node`` took the children."""
     node, inner = context
     return _pytree.SUPPORTED_NODES[node].unflatten_fn(children, inner)
@@ -131,7 +131,7 @@ def watched_by_torch() -> bool:
 
     There is no public way to ask.
     """
-    return _functorch_innermost() is not None or count_of_dispatch_modes() > 0 or forward_ad._current_level >= 0
+    return transformed_by_torch() or count_of_dispatch_modes() > 0
 
 
 def recorded_by_torch() -> bool:
@@ -199,11 +199,11 @@ def operator_without_formula(cls: type[torch.autograd.Function]) -> torch._ops.O
     return names.get("op") if getattr(names.get("info"), "_backward_fn", True) is None else None
 
 
-def _traces_of(value: Any) -> Iterator[tuple[Any, bool]]:
-    """(trace, whether it differentiates) for each trace that a tracer belongs to, innermost first."""
+def _nested(value: Any) -> Iterator[Any]:
+    """A tracer, the tracer inside it, and so on: the batched value inside a tracer of vmap, the primal inside one that differentiates."""
     while hasattr(value, "_trace"):
-        yield value._trace, not hasattr(value, "val")
-        value = getattr(value, "val", None) if hasattr(value, "val") else getattr(value, "primal", None)
+        yield value
+        value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
 
 
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:
@@ -212,37 +212,38 @@ def stop_at(value: jax.Array, probe: Any) -> jax.Array:
     JAX's stop_gradient cuts every level, and the level of a tracer is not public.
     """
     inside = 0
-    for trace, differentiates in _traces_of(value):
-        if trace is probe:
-            return _cut(value, inside)
-        inside += differentiates
+    for tracer in _nested(value):
+        if tracer._trace is probe:
+            return at_level(value, inside, _cut)
+        inside += not hasattr(tracer, "val")
     return value
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _cut(value: jax.Array, inside: int) -> jax.Array:
+def _cut(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, jnp.zeros_like(tangent)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def at_level(value: jax.Array, inside: int, rule: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """The value, with another value and tangent, by the rule, at the level that has this number of differentiated levels inside it."""
     return value
 
 
-@_cut.defjvp
-def _cut_jvp(inside: int, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    if inside:  # the tangent of an inner level has a derivative of its own at the level that is cut
-        return _cut(primals[0], inside - 1), _cut(tangents[0], inside - 1)
-    return primals[0], jnp.zeros_like(tangents[0])
+@at_level.defjvp
+def _at_level_jvp(inside: int, rule: Any, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    if inside:  # the tangent of an inner level has a derivative of its own at the level of the rule
+        return at_level(primals[0], inside - 1, rule), at_level(tangents[0], inside - 1, rule)
+    return rule(primals[0], tangents[0])
 
 
 def times_differentiated(value: Any) -> int:
     """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
-    return sum(differentiates for _, differentiates in _traces_of(value))
+    return sum(not hasattr(tracer, "val") for tracer in _nested(value))
 
 
 def differentiates(value: Any) -> bool:
     """Whether a value is a tracer of a transform that differentiates, at any level."""
-    while hasattr(value, "_trace"):
-        if hasattr(value, "primal"):
-            return True
-        value = getattr(value, "val", None)
-    return False
+    return any(hasattr(tracer, "primal") for tracer in _nested(value))
 
 
 def saved_tensor_pack() -> Any:
@@ -261,14 +262,11 @@ def trace_of(value: Any) -> Any:
 
 def innermost_removed(value: Any, recurse: bool) -> Any:
     """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
-    while hasattr(value, "_trace"):
-        if hasattr(value, "val"):
-            below = jnp.moveaxis(value.val, value.batch_dim, 0) if isinstance(getattr(value, "batch_dim", None), int) else value.val
-        elif hasattr(value, "primal"):
-            below = value.primal
+    while hasattr(value, "val") or hasattr(value, "primal"):
+        if isinstance(getattr(value, "batch_dim", None), int):
+            value = jnp.moveaxis(value.val, value.batch_dim, 0)
         else:
-            break
-        value = below
+            value = value.val if hasattr(value, "val") else value.primal
         if not recurse:
             break
     return value
@@ -311,13 +309,7 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
 
 def compiled_later(values: Iterable[Any]) -> bool:
     """Whether any of the values is not computed yet, because JAX records the operations to compile them later (jit, grad)."""
-    for value in values:
-        while isinstance(value, jax.core.Tracer):
-            below = batched_value(value)
-            if below is None:
-                return True
-            value = below
-    return False
+    return any(batched_value(tracer) is None for value in values for tracer in _nested(value))
 
 
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -333,7 +325,7 @@ def vmap_info(batch_size: int, randomness: str) -> Any:
 
 def perturbed(values: Iterable[Any], level: Any) -> bool:
     """Whether one of the values has a derivative at that level."""
-    return level.probe is not None and any(trace is level.probe for v in values for trace, _ in _traces_of(v))
+    return level.probe is not None and any(tracer._trace is level.probe for v in values for tracer in _nested(v))
 
 
 # A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it (``square = Square.apply``), which are

@@ -33,7 +33,7 @@ def test_help_teaches_with_examples() -> None:
     for option in ("--members", "--epochs", "--batch-size", "--seed", "--device", "--no-compare", "--output", "--json"):
         assert option in text, option
     assert "torchfunc-jax ensemble --members 8 --epochs 5" in text and "Ctrl-C" in text
-    assert "0.5, [ones(2), 3]; again" in run("parity", "--help").stdout  # no markup
+    assert "[ones(2), 3]; repeatable" in run("parity", "--help").stdout  # no markup
 
 
 def test_ensemble_prints_the_table_and_writes_the_files(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.record.recorder import Recorder
+from bridge.record.tensor import fresh
 from bridge.trace.levels import state
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.tracing import value_of
@@ -94,19 +97,32 @@ def jvp_with_argnums(
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
             raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
-    done = _recorded_jvp(func, primals, flat_tangents, argnums, (strict, tied), has_aux)
+
+    def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
+        out_spec, n, aux_spec = meta
+        output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])
+        return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
+
+    def record(recorder: Recorder) -> Any:
+        target = Differentiated(func, primals, {}, argnums, _API)
+        params = (target.active, strict, tied)
+        tensors, meta = target.entered(recorder, "jvp", params, functools.partial(_outputs, has_aux=has_aux), flat_tangents)
+        outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
+        return outs, lambda outs: build(outs, meta)
+
+    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, _API)
 
     def finish(out: Any) -> tuple[list[Any], Any]:
-        leaves, out_spec, aux_tensors, aux_spec = _outputs(out, has_aux)
-        if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in leaves):
+        tensors, meta = _outputs(out, has_aux)
+        if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "
                 "strict=True."
             )
-        return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
+        return tensors, meta
 
     width = len(target.call.where)
 
@@ -121,49 +137,18 @@ def jvp_with_argnums(
         n = len(pushed)
         return Result([*outs, *pushed, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
-    outs, (out_spec, n, aux_spec) = apply(compute, [*target.call.arrays, *flat_tangents], func)
-    output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])
-    return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
+    return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
 
 
-def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], Any, list[Any], Any]:
-    """(the tensors of a function's output, their spec, the tensors of its aux, their spec)."""
+def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], tuple[Any, int, Any]]:
+    """The tensors of a function's output and aux, and (the spec of the output, the number of its tensors, the spec of aux)."""
     aux: Any = None
     if has_aux:
         out, aux = _args.pair(out, _API)
     aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
     leaves, out_spec = trees.flatten(out)
     _args.non_empty_tensors(leaves, _API)
-    return leaves, out_spec, aux_tensors, aux_spec
-
-
-def _recorded_jvp(
-    func: Callable[..., Any], primals: tuple[Any, ...], tangents: list[Any], argnums: _args.argnums_t | None, options: tuple[bool, bool],
-    has_aux: bool,
-) -> Any:
-    """``jvp`` as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        positions = tuple(range(len(primals))) if argnums is None else _args.select(primals, argnums)[1]
-        leaves, spec, active = transforms.active_leaves(primals, {}, positions)
-        avals = transforms.avals_of(recorder, leaves, ())
-
-        def finish(out: Any) -> Any:
-            outs, out_spec, aux_tensors, aux_spec = _outputs(out, has_aux)
-            return [*outs, *aux_tensors], (out_spec, len(outs), aux_spec)
-
-        params = (active, *options)
-        tensors, (out_spec, n, aux_spec) = transforms.entered(recorder, func, "jvp", params, leaves, spec, avals, tangents, finish)
-        results = [recorder.aval(t) for t in tensors]
-        outs = recorder.end(n, tensors, [a.like(a.shape) for a in (*results[:n], *results)])
-
-        def build(outs: Any) -> Any:
-            output, pushed = trees.unflatten(out_spec, list(outs[:n])), trees.unflatten(out_spec, list(outs[n : 2 * n]))
-            return (output, pushed, trees.unflatten(aux_spec, list(outs[2 * n :]))) if has_aux else (output, pushed)
-
-        return outs, build
-
-    return transforms.transform(func, [*trees.flatten(primals)[0], *tangents], record)
+    return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
 
 
 def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, bool, bool], n: int) -> Any:
@@ -207,16 +192,34 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         >>> push(torch.ones(2))
         tensor([1., 1.])
     """
-    done = _recorded_linearize(func, primals)
+
+    def record(recorder: Recorder) -> Any:
+        target = Differentiated(func, primals, {}, None, _LINEARIZE)
+        tensors, (out_spec, n) = target.entered(recorder, "linearize", (), _to_push)
+        results = fresh(tensors)
+        outs = recorder.end(n, tensors, results)
+        kept = transforms.Kept(func, recorder, outs[0].ref)
+        wanted, spec = _wanted(target.diff_leaves), target.diff_spec
+
+        @opaque
+        def jvp_fn(*tangents: Any) -> Any:
+            with transforms.unwatched():
+                given = _tangent_leaves(tangents, spec, wanted)
+            return kept.call(
+                given, results, lambda pushed: trees.unflatten(out_spec, pushed), lambda: linearize(func, *primals)[1](*tangents)
+            )
+
+        return outs, lambda outs: (trees.unflatten(out_spec, outs), jvp_fn)
+
+    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
-    finish = _to_push
     pushes: list[Any] = []
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values, "jvp", finish, found, lambda meta: meta[1])
+        body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
         with _forward_mode():
             outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
         pushes[:] = [push]
@@ -226,7 +229,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     push = pushes.pop()
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(push)
     versions = autograd.versions(target.call.arrays) if recorded else []
-    wanted = [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in target.diff_leaves]
+    wanted = _wanted(target.diff_leaves)
 
     @opaque
     def jvp_fn(*tangents: Any) -> Any:
@@ -254,6 +257,11 @@ def _to_push(out: Any) -> tuple[list[Any], Any]:
     return leaves, (spec, len(leaves))
 
 
+def _wanted(primals: list[Any]) -> list[tuple[Any, Any, Any]]:
+    """The shape, device and dtype of each primal."""
+    return [(tuple(p.shape), getattr(p, "device", None), _args.dtype_of(p)) for p in primals]
+
+
 def _tangent_leaves(tangents: Any, primals_spec: Any, wanted: list[tuple[Any, Any, Any]]) -> list[Any]:
     """The tensors among the tangents; wanted: the shape, device and dtype of each."""
     leaves, spec = trees.flatten(tangents)
@@ -267,36 +275,6 @@ def _tangent_leaves(tangents: Any, primals_spec: Any, wanted: list[tuple[Any, An
                     f"tangent:{i} with {what} {mine} in flattened pytree doesn't match the {what} {theirs} of the corresponding primal."
                 )
     return leaves
-
-
-def _recorded_linearize(func: Callable[..., Any], primals: tuple[Any, ...]) -> Any:
-    """``linearize`` as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        leaves, spec = trees.flatten(primals)
-        _args.differentiable(leaves, _LINEARIZE)
-        avals = transforms.avals_of(recorder, leaves, ())
-        tensors, (out_spec, n) = transforms.entered(
-            recorder, func, "linearize", (), *trees.flatten((primals, {})), avals, (), _to_push
-        )
-        results = [recorder.aval(t) for t in tensors]
-        outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = transforms.Kept(func, recorder, outs[0].ref)
-        wanted = [(a.shape, a.device, a.dtype) for a in map(recorder.aval, leaves)]
-
-        @opaque
-        def jvp_fn(*tangents: Any) -> Any:
-            with transforms.unwatched():
-                given = _tangent_leaves(tangents, spec, wanted)
-            done = kept.call(given, [a.like(a.shape) for a in results], lambda pushed: trees.unflatten(out_spec, list(pushed)))
-            if done is transforms.NOT_RECORDED:
-                with transforms.off():
-                    done = linearize(func, *primals)[1](*tangents)
-            return done
-
-        return outs, lambda outs: (trees.unflatten(out_spec, list(outs)), jvp_fn)
-
-    return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
 
 
 def _linearize_again(body: Callable[..., Any], operands: list[Any], _: Any, __: Any) -> Any:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from bridge.boundary.results import Result
 from bridge.convert import dtypes, trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.record.recorder import Recorder
+from bridge.record.tensor import aval_of, fresh
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums
@@ -63,13 +65,29 @@ def jacrev(
     @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
-        done = _recorded_jacrev(func, argnums, has_aux, chunk_size, args)
-        if done is not transforms.NOT_RECORDED:
-            return done
-        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
         def finish(out: Any) -> tuple[list[Any], Any]:
             return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
+
+        def build(target: Differentiated, outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
+            out_spec, n, aux_spec = meta
+            width = len(target.active)
+            per_output = [trees.unflatten(target.diff_spec, outs[k * width : (k + 1) * width]) for k in range(n)]
+            jacobian = trees.unflatten(out_spec, per_output)
+            return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
+
+        def record(recorder: Recorder) -> Any:
+            target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+            tensors, meta = target.entered(recorder, "jacrev", (target.active, chunk_size), finish)
+            n = meta[1]
+            blocks = [aval_of(x).like(o.shape + x.shape) for o in tensors[:n] for x in target.diff_leaves]
+            outs = recorder.end(n, tensors, [*blocks, *fresh(tensors[n:])])
+            return outs, lambda outs: build(target, outs, meta)
+
+        done = transforms.transform(func, trees.flatten(args)[0], record)
+        if done is not transforms.NOT_RECORDED:
+            return done
+        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
 
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []
@@ -80,46 +98,9 @@ def jacrev(
             shift = len(blocks) - len(outs)
             return Result([*blocks, *rest], result.meta, [(t, i + shift, d) for t, i, d in result.written])
 
-        outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func)
-        width = len(target.active)
-        per_output = [trees.unflatten(target.diff_spec, outs[k * width : (k + 1) * width]) for k in range(n)]
-        jacobian = trees.unflatten(out_spec, per_output)
-        return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
+        return build(target, *apply(compute, target.call.arrays, func))
 
     return wrapped
-
-
-def _recorded_jacrev(
-    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, chunk_size: int | None, args: tuple[Any, ...]
-) -> Any:
-    """``jacrev`` as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        diff, positions = _args.select(args, argnums)
-        diff_leaves, diff_spec = trees.flatten(diff)
-        _args.differentiable(diff_leaves, "vjp(f, *primals)")
-        leaves, spec, active = transforms.active_leaves(args, {}, positions)
-        avals = transforms.avals_of(recorder, leaves, active)
-
-        def finish(out: Any) -> Any:
-            return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
-
-        tensors, (out_spec, n, aux_spec) = transforms.entered(
-            recorder, func, "jacrev", (active, chunk_size), leaves, spec, avals, (), finish
-        )
-        results, inputs = [recorder.aval(t) for t in tensors], [recorder.aval(x) for x in diff_leaves]
-        blocks = [i.like(o.shape + i.shape) for o in results[:n] for i in inputs]
-        outs = recorder.end(n, tensors, [*blocks, *[a.like(a.shape) for a in results[n:]]])
-        width = len(inputs)
-
-        def build(outs: Any) -> Any:
-            per_output = [trees.unflatten(diff_spec, list(outs[k * width : (k + 1) * width])) for k in range(n)]
-            jacobian = trees.unflatten(out_spec, per_output)
-            return (jacobian, trees.unflatten(aux_spec, list(outs[n * width :]))) if has_aux else jacobian
-
-        return outs, build
-
-    return transforms.transform(func, trees.flatten(args)[0], record)
 
 
 def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, int | None], n: int) -> Any:

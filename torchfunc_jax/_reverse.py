@@ -8,16 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from bridge import private
 from bridge.boundary import autograd
 from bridge.boundary.calls import Call, Traceable, apply
-from bridge.boundary.results import Result, conj, is_array
+from bridge.boundary.results import Result, conj, is_array, split_arrays
 from bridge.convert import trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.record.recorder import Recorder
+from bridge.record.tensor import fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
 from torchfunc_jax import _args
@@ -100,19 +101,24 @@ class Differentiated:
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: argnums_t | None, api: str
     ) -> None:
-        if argnums is None:
-            diff, positions = args, tuple(range(len(args)))
-        else:
-            diff, positions = _args.select(args, argnums)
+        diff, positions = (args, tuple(range(len(args)))) if argnums is None else _args.select(args, argnums)
+        self.func = func
         self.diff_leaves, self.diff_spec = trees.flatten(diff)
         _args.differentiable(self.diff_leaves, api)
-        self.call = Call.of(args, kwargs)
-        counts = [trees.count(trees.flatten(a)[1]) for a in args]
-        starts = np.cumsum([0, *counts])
-        leaf_positions = [i for p in positions for i in range(starts[p], starts[p + 1])]
-        order = {leaf: k for k, leaf in enumerate(self.call.where)}
-        self.active = [order[i] for i in leaf_positions]
-        self.traceable: Traceable = self.call.traceable(func)
+        self.leaves, self.spec, self.active = transforms.active_leaves(args, kwargs, positions)
+
+    def entered(self, recorder: Recorder, kind: str, params: Any, finish: Any, more: Sequence[torch.Tensor] = ()) -> tuple[list[Any], Any]:
+        """Begin the transform in a record and run the function in it; returns what ``finish`` makes of the function's result."""
+        avals = transforms.avals_of(self.leaves, () if kind in ("jvp", "linearize") else self.active)
+        return transforms.entered(recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish)
+
+    @functools.cached_property
+    def call(self) -> Call:
+        return Call(self.leaves, self.spec, split_arrays(self.leaves))
+
+    @functools.cached_property
+    def traceable(self) -> Traceable:
+        return self.call.traceable(self.func)
 
     def split(self, values: list[Any]) -> list[Any]:
         """The differentiated values among all values."""
@@ -167,12 +173,23 @@ def _grad_and_value(
     func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     api = "grad_and_value(f)(*args)"
-    done = _recorded_grad(func, argnums, has_aux, args, kwargs, api)
+    finish = functools.partial(_scalar, has_aux=has_aux, api=api)
+
+    def build(target: Differentiated, outs: Sequence[Any], aux_spec: Any) -> tuple[Any, Any]:
+        n = len(target.active)
+        gradients = trees.unflatten(target.diff_spec, outs[:n])
+        return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :])) if has_aux else outs[n]
+
+    def record(recorder: Recorder) -> Any:
+        target = Differentiated(func, args, kwargs, argnums, api)
+        tensors, aux_spec = target.entered(recorder, "grad", target.active, finish)
+        outs = recorder.end((), tensors, fresh([*target.diff_leaves, *tensors]))
+        return outs, lambda outs: build(target, outs, aux_spec)
+
+    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, args, kwargs, argnums, api)
-
-    finish = functools.partial(_scalar, has_aux=has_aux, api=api)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
@@ -186,38 +203,7 @@ def _grad_and_value(
         n = len(grads)
         return Result([*grads, out, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
 
-    outs, aux_spec = apply(compute, target.call.arrays, func)
-    n = len(target.active)
-    gradients = trees.unflatten(target.diff_spec, outs[:n])
-    if has_aux:
-        return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :]))
-    return gradients, outs[n]
-
-
-def _recorded_grad(
-    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], api: str
-) -> Any:
-    """``_grad_and_value`` as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        diff, positions = _args.select(args, argnums)
-        diff_leaves, diff_spec = trees.flatten(diff)
-        _args.differentiable(diff_leaves, api)
-        leaves, spec, active = transforms.active_leaves(args, kwargs, positions)
-        avals = transforms.avals_of(recorder, leaves, active)
-        finish = functools.partial(_scalar, has_aux=has_aux, api=api)
-        tensors, aux_spec = transforms.entered(recorder, func, "grad", active, leaves, spec, avals, (), finish)
-        results = [recorder.aval(x) for x in diff_leaves] + [recorder.aval(t) for t in tensors]
-        outs = recorder.end((), tensors, [a.like(a.shape) for a in results])
-        n = len(diff_leaves)
-
-        def build(outs: Any) -> Any:
-            gradients = trees.unflatten(diff_spec, outs[:n])
-            return (gradients, (outs[n], trees.unflatten(aux_spec, list(outs[n + 1 :])))) if has_aux else (gradients, outs[n])
-
-        return outs, build
-
-    return transforms.transform(func, trees.flatten((args, kwargs))[0], record)
+    return build(target, *apply(compute, target.call.arrays, func))
 
 
 def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any) -> Any:
@@ -265,12 +251,36 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
-    done = _recorded_vjp(func, primals, argnums, has_aux, api)
+    finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
+
+    def build(outs: Sequence[Any], meta: tuple[Any, int, Any], vjp_fn: Callable[..., Any]) -> Any:
+        out_spec, n, aux_spec = meta
+        output = trees.unflatten(out_spec, outs[:n])
+        return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
+
+    def record(recorder: Recorder) -> Any:
+        target = Differentiated(func, primals, {}, argnums, api)
+        tensors, meta = target.entered(recorder, "vjp", target.active, finish)
+        out_spec, n, _ = meta
+        outs = recorder.end(n, tensors, fresh(tensors))
+        kept = transforms.Kept(func, recorder, outs[0].ref)
+        inputs, diff_spec, shapes = fresh(target.diff_leaves), target.diff_spec, _shapes(tensors[:n])
+
+        @opaque
+        def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+            with transforms.unwatched():
+                leaves = _cotangent_leaves(cotangents, out_spec, shapes)
+            return kept.call(
+                leaves, inputs, lambda grads: trees.unflatten(diff_spec, grads),
+                lambda: vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents),
+            )  # fmt: skip
+
+        return outs, lambda outs: build(outs, meta, vjp_fn)
+
+    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
-
-    finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
     pulls: list[Any] = []
 
     def compute(values: list[Any]) -> Result:
@@ -280,10 +290,10 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         pulls[:] = [pull]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
-    outs, (out_spec, n, aux_spec) = apply(compute, target.call.arrays, func, lasting=True)
-    primals_out = outs[:n]
+    outs, meta = apply(compute, target.call.arrays, func, lasting=True)
+    out_spec, n, _ = meta
     pull = pulls.pop()
-    shapes = [(tuple(o.shape), _args.dtype_of(o)) for o in primals_out]
+    shapes = _shapes(outs[:n])
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(pull)
     versions = autograd.versions(target.call.arrays) if recorded else []
 
@@ -303,44 +313,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
         return trees.unflatten(target.diff_spec, grads)
 
-    output = trees.unflatten(out_spec, primals_out)
-    return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
-
-
-def _recorded_vjp(func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool, api: str) -> Any:
-    """``vjp`` as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        diff, positions = (primals, tuple(range(len(primals)))) if argnums is None else _args.select(primals, argnums)
-        diff_leaves, diff_spec = trees.flatten(diff)
-        _args.differentiable(diff_leaves, api)
-        leaves, spec, active = transforms.active_leaves(primals, {}, positions)
-        avals = transforms.avals_of(recorder, leaves, active)
-        finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
-        tensors, (out_spec, n, aux_spec) = transforms.entered(recorder, func, "vjp", active, leaves, spec, avals, (), finish)
-        results = [recorder.aval(t) for t in tensors]
-        outs = recorder.end(n, tensors, [a.like(a.shape) for a in results])
-        kept = transforms.Kept(func, recorder, outs[0].ref)
-        inputs = [recorder.aval(x) for x in diff_leaves]
-        shapes = [(tuple(a.shape), a.dtype) for a in results[:n]]
-
-        @opaque
-        def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-            with transforms.unwatched():
-                leaves = _cotangent_leaves(cotangents, out_spec, shapes)
-            done = kept.call(leaves, [a.like(a.shape) for a in inputs], lambda grads: trees.unflatten(diff_spec, list(grads)))
-            if done is transforms.NOT_RECORDED:
-                with transforms.off():
-                    done = vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents)
-            return done
-
-        def build(outs: Any) -> Any:
-            output = trees.unflatten(out_spec, list(outs[:n]))
-            return (output, vjp_fn, trees.unflatten(aux_spec, list(outs[n:]))) if has_aux else (output, vjp_fn)
-
-        return outs, build
-
-    return transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
+    return build(outs, meta, vjp_fn)
 
 
 def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int) -> Any:
@@ -355,6 +328,10 @@ def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int,
 replay.TRANSFORMS["vjp"] = _vjp_again
 
 
+def _shapes(outputs: Sequence[Any]) -> list[Any]:
+    return [(tuple(o.shape), _args.dtype_of(o)) for o in outputs]
+
+
 def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list[Any]:
     leaves, spec = trees.flatten(cotangents)
     if spec != out_spec:
@@ -362,11 +339,6 @@ def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list
             "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
             f"cotangents: {spec}, primal output: {out_spec}"
         )
-    _check_cotangents(leaves, shapes)
-    return leaves
-
-
-def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:
     for i, (c, (shape, dtype)) in enumerate(zip(leaves, shapes, strict=True)):
         if not is_array(c):
             raise RuntimeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
@@ -379,3 +351,4 @@ def _check_cotangents(leaves: list[Any], shapes: list[Any]) -> None:
             raise RuntimeError(
                 f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {_args.dtype_of(c)}; convert it with .to()"
             )
+    return leaves

@@ -11,10 +11,12 @@ import torch
 from jax import lax
 
 from bridge.boundary.calls import Call, apply
-from bridge.boundary.results import Result, is_array
+from bridge.boundary.results import Result, is_array, put_together, take_apart
 from bridge.convert import trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
+from bridge.record.recorder import Recorder
+from bridge.record.tensor import aval_of
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import lane_key, source
 
@@ -74,17 +76,12 @@ def vmap(
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _check_out_dims(out_dims, func)
-        leaves, dims, spec, size = _check_inputs(in_dims, args, func)
+    def cut(size: int) -> list[int]:
         if chunk_size is None or chunk_size >= size:
-            return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-        sizes = [chunk_size] * (size // chunk_size) + [size % chunk_size]
-        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, sizes)
+            return [size]
+        return [chunk_size] * (size // chunk_size) + [size % chunk_size]
 
-    return wrapped
+    return _mapped(func, in_dims, out_dims, randomness, cut)
 
 
 @opaque
@@ -121,13 +118,23 @@ def chunk_vmap(
     if chunks == 1:
         return vmap(func, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
 
+    return _mapped(func, in_dims, out_dims, randomness, lambda size: [len(range(k, size, chunks)) for k in range(chunks)])
+
+
+def _mapped(
+    func: Callable[..., Any], in_dims: in_dims_t, out_dims: out_dims_t, randomness: str, cut: Callable[[int], list[int]]
+) -> Callable[..., Any]:
+    """func as a function of mapped arguments; cut: takes the mapped size and returns the sizes of the chunks."""
+
     @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
         leaves, dims, spec, size = _check_inputs(in_dims, args, func)
-        sizes = [len(range(k, size, chunks)) for k in range(chunks)]
-        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, size, sizes)
+        sizes = cut(size)
+        if len(sizes) == 1:
+            return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
+        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, sizes)
 
     return wrapped
 
@@ -191,10 +198,8 @@ def _check_inputs(
     return leaves, dims, spec, sizes[0]
 
 
-def _check_outputs(
-    out: Any, out_dims: out_dims_t, func: Callable[..., Any]
-) -> tuple[list[Any], tuple[Any, list[int | None], list[Any]]]:
-    """The tensors of an output tree, and (its spec, an out_dim for each tensor, the leaves with None for each tensor)."""
+def _check_outputs(out: Any, out_dims: out_dims_t, func: Callable[..., Any]) -> tuple[list[Any], tuple[Any, list[int | None]]]:
+    """The tensors of an output tree, and (what ``put_together`` needs to rebuild it, an out_dim for each tensor)."""
     leaves, spec = trees.flatten(out)
     if isinstance(out, torch.Tensor):
         fits = out_dims is None or isinstance(out_dims, int) or (isinstance(out_dims, tuple) and len(out_dims) == 1)
@@ -217,36 +222,41 @@ def _check_outputs(
                 f"vmap({name_of(func)}, ..., out_dims={out_dims}): Dimension out of range (expected to be in range of "
                 f"[{-x.dim() - 1}, {x.dim()}], but got {dim})"
             )
-    static = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    return tensors, (spec, [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)], static)
-
-
-def rebuild(outs: list[Any], spec: Any, leaves: list[Any], is_tensor: list[bool]) -> Any:
-    """The output tree, with tensors from outs and the other leaves as the function returned them."""
-    source = iter(outs)
-    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(leaves, is_tensor, strict=True)])
+    tensors, meta = take_apart(out)
+    return tensors, (meta, [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)])
 
 
 def _map(
     func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
     randomness: str, size: int,
 ) -> Any:
-    done = _recorded(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-    if done is not transforms.NOT_RECORDED:
-        return done
+    finish = functools.partial(_check_outputs, out_dims=out_dims, func=func)
     call = Call.of_flat(leaves, spec, kwargs)
-    traceable = call.traceable(func)
-    traceable.as_given(call.arrays)
+    arrays = call.arrays
     # leaves of keyword arguments come after the positional ones and are never mapped
     every = dims + [None] * (len(call.leaves) - len(dims))
     in_axes = [every[i] for i in call.where]
+
+    def record(recorder: Recorder) -> Any:
+        avals = []
+        for a, d in zip(map(aval_of, arrays), in_axes, strict=True):
+            avals.append(a if d is None else a.like(a.shape[:d] + a.shape[d + 1 :], a.requires_grad))
+        params = (tuple(in_axes), randomness)
+        tensors, (meta, out_axes) = transforms.entered(recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish)
+        avals, placed = [], []
+        for a, d in zip(map(aval_of, tensors), out_axes, strict=True):
+            d = d if d is None or d >= 0 else d + len(a.shape) + 1
+            placed.append(d)
+            avals.append(a if d is None else a.like((*a.shape[:d], size, *a.shape[d:]), a.requires_grad))
+        return recorder.end(tuple(placed), tensors, avals), lambda outs: put_together(outs, meta)
+
+    done = transforms.transform(func, call.leaves, record)
+    if done is not transforms.NOT_RECORDED:
+        return done
+    traceable = call.traceable(func)
+    traceable.as_given(arrays)
     lane_axis = [0] if randomness == "different" else []
     name = name_of(func)
-
-    def finish(out: Any) -> tuple[list[Any], Any]:
-        tensors, (out_spec, out_axes, static) = _check_outputs(out, out_dims, func)
-        return tensors, (out_spec, out_axes, static, [isinstance(x, torch.Tensor) for x in trees.flatten(out)[0]])
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
@@ -276,42 +286,8 @@ def _map(
             raise _unmapped(error, name, found) from error
         return Result(mapped, found[0].meta, found[0].written)
 
-    outs, (out_spec, _, static, is_tensor) = apply(compute, call.arrays, func)
-    return rebuild(outs, out_spec, static, is_tensor)
-
-
-def _recorded(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
-    randomness: str, size: int,
-) -> Any:
-    """The map as a part of a record."""
-
-    def record(recorder: Any) -> Any:
-        more, kwargs_spec = trees.flatten(kwargs)
-        every, axes = leaves + more, dims + [None] * len(more)
-        given = [(x, d) for x, d in zip(every, axes, strict=True) if isinstance(x, torch.Tensor)]
-        avals = []
-        for x, d in given:
-            a = recorder.aval(x)
-            avals.append(a if d is None else a.like(a.shape[:d] + a.shape[d + 1 :], a.requires_grad))
-        params = (tuple([d for _, d in given]), randomness)
-
-        def finish(out: Any) -> Any:
-            return _check_outputs(out, out_dims, func), [isinstance(x, torch.Tensor) for x in trees.flatten(out)[0]]
-
-        (tensors, (out_spec, out_axes, static)), is_tensor = transforms.entered(
-            recorder, func, "vmap", params, every, trees.joined(spec, kwargs_spec), avals, (), finish
-        )
-        avals, placed = [], []
-        for t, d in zip(tensors, out_axes, strict=True):
-            a = recorder.aval(t)
-            d = d if d is None or d >= 0 else d + len(a.shape) + 1
-            placed.append(d)
-            avals.append(a if d is None else a.like((*a.shape[:d], size, *a.shape[d:]), a.requires_grad))
-        outs = recorder.end(tuple(placed), tensors, avals)
-        return outs, lambda outs: rebuild(outs, out_spec, static, is_tensor)
-
-    return transforms.transform(func, [*leaves, *trees.flatten(kwargs)[0]], record)
+    outs, (meta, _) = apply(compute, arrays, func)
+    return put_together(outs, meta)
 
 
 def _again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, str], placed: tuple[int | None, ...]) -> Any:
@@ -340,7 +316,7 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
 
 def _in_chunks(
     func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
-    randomness: str, size: int, sizes: list[int],
+    randomness: str, sizes: list[int],
 ) -> Any:
     pieces = []
     start = 0

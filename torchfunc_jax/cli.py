@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="[bold]torch.func on JAX.[/bold] PyTorch code, JAX's transforms, compiled by XLA.",
+    help="[bold]torch.func on JAX.[/bold] JAX transforms PyTorch code, and XLA compiles it.",
 )
 
 ENSEMBLE_EXAMPLES = """
@@ -34,23 +34,23 @@ ENSEMBLE_EXAMPLES = """
 
 [cyan]torchfunc-jax ensemble[/cyan]
 
-    The whole demo: 32 members, 40 epochs, beside torch.func.
+    Run the whole demo: 32 members for 40 epochs, beside torch.func.
 
 [cyan]torchfunc-jax ensemble --members 8 --epochs 5[/cyan]
 
-    A quick look.
+    Run a small demo.
 
 [cyan]torchfunc-jax ensemble --no-compare --members 128 --output runs/large[/cyan]
 
-    A larger ensemble, without torch.func.
+    Train a larger ensemble, without torch.func.
 
 [cyan]torchfunc-jax ensemble --json | jq .speed_up[/cyan]
 
-    The report as JSON on stdout; progress stays on stderr.
+    Print the report as JSON on stdout. The progress stays on stderr.
 
 [cyan]python -c "import torch; print(len(torch.load('runs/ensemble/members.pt')))"[/cyan]
 
-    The members afterwards, one state dict each, for torchfunc_jax.ensemble.DigitNet.
+    Load the trained members: a list with one state dict for each, which torchfunc_jax.ensemble.DigitNet takes.
 """
 
 DOCTOR_EXAMPLES = """
@@ -58,19 +58,19 @@ DOCTOR_EXAMPLES = """
 
 [cyan]torchfunc-jax doctor[/cyan]
 
-    Versions, devices, known problems, and the self-check. Paste it into a bug report.
+    Print the versions, the devices, the known problems and the self-check. Paste this into a bug report.
 
 [cyan]torchfunc-jax doctor --json > doctor.json[/cyan]
 
-    The same as JSON on stdout; progress stays on stderr.
+    Print the same as JSON on stdout. The progress stays on stderr.
 
 [cyan]torchfunc-jax doctor --no-check[/cyan]
 
-    At once, without the self-check.
+    Print the report at once, without the self-check.
 
 [cyan]torchfunc-jax doctor && python train.py[/cyan]
 
-    Train only where every check agrees with torch.func.
+    Train only if every check agrees with torch.func.
 """
 
 
@@ -81,23 +81,23 @@ def _top() -> None:
 
 @app.command(epilog=ENSEMBLE_EXAMPLES)
 def ensemble(
-    members: Annotated[int, typer.Option("--members", "-m", min=1, help="Networks in the ensemble.")] = 32,
-    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the 1,437 training digits.")] = 40,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, max=1437, help="Digits in a batch.")] = 64,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Adam's, at the first step; falls to 0.")] = 8e-3,
-    seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="Of the split, the initial weights and the batches.")] = 0,
-    device: Annotated[str | None, typer.Option("--device", "-d", help="cpu, gpu or tpu; JAX's default if not given.")] = None,
-    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Train the same ensemble under torch.func beside it.")] = True,
-    output: Annotated[Path, typer.Option("--output", "-o", file_okay=False, help="Folder for plots, weights and report.")] = Path(
+    members: Annotated[int, typer.Option("--members", "-m", min=1, help="The number of networks in the ensemble.")] = 32,
+    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="The number of passes over the 1,437 training digits.")] = 40,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, max=1437, help="The number of digits in a batch.")] = 64,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Adam's rate at first; it falls to 0.")] = 8e-3,
+    seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="The seed of the split, the initial weights and the batches.")] = 0,
+    device: Annotated[str | None, typer.Option("--device", "-d", help="cpu, gpu or tpu; by default JAX's own choice.")] = None,
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Train the same ensemble under torch.func too.")] = True,
+    output: Annotated[Path, typer.Option("--output", "-o", file_okay=False, help="The folder for plots, weights and report.")] = Path(
         "runs/ensemble"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
 ) -> None:
-    """Train an ensemble of small torch CNNs on handwritten digits as one XLA program, and under torch.func beside it.
+    """Train an ensemble of small torch CNNs on handwritten digits as one XLA program, and the same ensemble under torch.func.
 
-    Both start from the same weights and see the same batches of scikit-learn's 1,797 digits; a fifth is kept for testing.
-    You get a table of step times, losses, test accuracies and differences, and in the output folder
-    [green]ensemble.png[/green] (plots), [green]report.json[/green] and [green]members.pt[/green] (weights).
+    Both start from the same weights and see the same batches of scikit-learn's 1,797 digits; a fifth of these is kept for testing.
+    The command prints a table of step times, losses, test accuracies and differences, and writes
+    [green]ensemble.png[/green] (plots), [green]report.json[/green] and [green]members.pt[/green] (weights) into the output folder.
 
     Ctrl-C stops after the step that is running and keeps what was trained.
     """
@@ -136,8 +136,8 @@ def ensemble(
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-    """What is installed here: versions, devices, and how many operators have a lowering.
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+    """Print what is installed: versions, devices, and the number of operators that have a lowering.
 
     [bold]Example[/bold]
 
@@ -163,10 +163,10 @@ def doctor(
     check: Annotated[bool, typer.Option("--check/--no-check", help="Run the self-check, which takes a minute or two.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
-    """Say what is installed, what is known to be wrong with it, and whether the transforms agree with torch.func here.
+    """Print what is installed, what is known to be wrong with it, and whether the transforms agree with torch.func here.
 
     Each check runs a program under torch.func and under torchfunc_jax, un-jitted and compiled, in a process of its own.
-    Ends with 1 if one of them differs. It is what a bug report starts with.
+    The exit code is 1 if one of them differs. A bug report starts with this output.
     """
     console = Console(stderr=True)
     console.print("[dim]Loading PyTorch and JAX ...[/dim]")

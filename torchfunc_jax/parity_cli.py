@@ -31,27 +31,27 @@ EXAMPLES = """
 
 [cyan]torchfunc-jax parity torch:sin --shape 3,4[/cyan]
 
-    One argument of shape (3, 4); the function itself, its vjp and its jvp.
+    Compare a function of one argument of shape (3, 4), its vjp and its jvp.
 
 [cyan]torchfunc-jax parity mymodel:loss -s 8,3 -s 3 -t grad -t "vmap(grad, in_dims=(0, None))"[/cyan]
 
-    Two arguments, other transforms.
+    Compare other transforms of a function of two arguments.
 
 [cyan]torchfunc-jax parity mymodel:Net --init hidden=32 --input "randn(4, 3)"[/cyan]
 
-    An nn.Module, made with Net(hidden=32); its gradients and buffers are compared, too.
+    Make an nn.Module with Net(hidden=32), and compare its outputs, gradients and buffers.
 
 [cyan]torchfunc-jax parity torch.nn.functional:nll_loss --input "randn(4, 3)" --input "randint(0, 3, (4,))" --kwarg reduction="'sum'"[/cyan]
 
-    Integers and keyword arguments.
+    Pass integers and keyword arguments.
 
 [cyan]torchfunc-jax parity torch:reshape --input "randn(4)" --input "(3,)" --raises RuntimeError[/cyan]
 
-    Both must refuse.
+    Check that both raise a RuntimeError.
 
 [cyan]torchfunc-jax parity train.py:step --inputs train.py:example --json | jq .checks[0].details[/cyan]
 
-    From a file; the arguments are what example() returns, a tuple.
+    Take the function from a file, and the arguments from example(), which returns a tuple.
 
 [bold]Exit codes[/bold]
 
@@ -63,44 +63,44 @@ Many = list[str] | None
 
 def parity(
     function: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="A function, an nn.Module, or a class (then its instance is called).")
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="A function, an nn.Module, or a class whose instance is called.")
     ],
     transform: Annotated[
-        Many, typer.Option("--transform", "-t", help="grad, vmap(grad, in_dims=(0, None)), ...; again for more. call, vjp, jvp if none.")
+        Many, typer.Option("--transform", "-t", help="grad, vmap(grad, in_dims=(0, None)), ...; repeatable. Default: call, vjp and jvp.")
     ] = None,
-    shape: Annotated[Many, typer.Option("--shape", "-s", help="Of a random argument: 3,4, or () for a number; again for more.")] = None,
+    shape: Annotated[Many, typer.Option("--shape", "-s", help="The shape of a random argument: 3,4, or (); repeatable.")] = None,
     specs: Annotated[
-        Many, typer.Option("--input", metavar="VALUE", help="An argument: randn(4, 3), randint(0, 9, (4,)), 0.5, \\[ones(2), 3]; again.")
+        Many, typer.Option("--input", metavar="VALUE", help="An argument: randn(4, 3), randint(9, (4,)), 0.5, \\[ones(2), 3]; repeatable.")
     ] = None,
-    kwarg: Annotated[Many, typer.Option("--kwarg", metavar="NAME=VALUE", help="A keyword argument, as --input; again for more.")] = None,
+    kwarg: Annotated[Many, typer.Option("--kwarg", metavar="NAME=VALUE", help="A keyword argument, as for --input; repeatable.")] = None,
     init: Annotated[
-        Many, typer.Option("--init", metavar="[NAME=]VALUE", help="Of the class, or of the function that makes the module; again for more.")
+        Many, typer.Option("--init", metavar="[NAME=]VALUE", help="An argument of the class or function that makes the module; repeatable.")
     ] = None,
     inputs: Annotated[
-        str | None, typer.Option("--inputs", "-i", metavar="MODULE:FUNCTION", help="Returns the arguments as a tuple.")
+        str | None, typer.Option("--inputs", "-i", metavar="MODULE:FUNCTION", help="A function that returns the arguments as a tuple.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the arguments by --shape, and of randn, ones, ... that name none.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help="The dtype of --shape, and of randn, ones, ... without dtype=.")] = "float32",
     jit: Annotated[bool, typer.Option("--jit/--no-jit", help="Compare the compiled function too.")] = True,
     values: Annotated[bool, typer.Option("--values/--no-values", help="Compare values, not only structure, shapes and types.")] = True,
     raises: Annotated[
-        Many, typer.Option("--raises", metavar="NAME", help="What both must raise: ValueError, mymodel:MyError; again for more.")
+        Many, typer.Option("--raises", metavar="NAME", help="An exception that both must raise: ValueError, mymodel:MyError; repeatable.")
     ] = None,
-    rtol: Annotated[float | None, typer.Option("--rtol", min=0, help="Relative tolerance; by dtype if not given.")] = None,
-    atol: Annotated[float | None, typer.Option("--atol", min=0, help="Absolute tolerance; by dtype if not given.")] = None,
-    draws: Annotated[int, typer.Option("--draws", min=100, help="Calls on each side if a random function draws other numbers.")] = 1000,
+    rtol: Annotated[float | None, typer.Option("--rtol", min=0, help="The relative tolerance; the default depends on the dtype.")] = None,
+    atol: Annotated[float | None, typer.Option("--atol", min=0, help="The absolute tolerance; the default depends on the dtype.")] = None,
+    draws: Annotated[int, typer.Option("--draws", min=100, help="The number of calls on each side if random numbers differ.")] = 1000,
     allow_empty: Annotated[
-        bool, typer.Option("--allow-empty", help="An output without tensors, or of empty tensors or NaN alone, is no failure.")
+        bool, typer.Option("--allow-empty", help="Accept outputs without tensors, or with empty tensors or NaN alone.")
     ] = False,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Of the arguments, of a module's parameters, and of what the function draws: each its own.")
+        int, typer.Option("--seed", min=0, help="The seed of the arguments, of the parameters and of the function's draws.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a function under torch.func and under torchfunc_jax, eagerly and compiled, and show where they differ.
 
-    Compared are values, structure, dtypes, shapes, devices and requires_grad of what is returned, its gradients, what is raised, and
-    inputs, parameters and buffers that were changed in place. Random functions are recognized and compared by the same numbers, or by
-    their distribution over many draws.
+    The comparison covers values, structure, dtypes, shapes, devices and requires_grad of the outputs, their gradients, the exceptions,
+    and the inputs, parameters and buffers that the function changes in place. Random functions are recognized, and compared by the same
+    numbers or by their distribution over many draws.
     """
     console = Console(stderr=True)
     fn: Any = _load(function, "MODULE:FUNCTION")

@@ -13,9 +13,9 @@ import torch
 
 from bridge import private
 from bridge.boundary import shared_memory
-from bridge.boundary.results import Computation, Result, conj, inexact, inexact_dtype, is_local, pick, torch_device
+from bridge.boundary.results import Computation, Result, conj, inexact, inexact_dtype, is_local, pick
 from bridge.convert import tensors
-from bridge.errors import reworded
+from bridge.errors import rewording
 from bridge.trace import tracing
 from bridge.trace.requires_grad import depends, flow
 from bridge.trace.storage import Node
@@ -49,12 +49,9 @@ class _Recorded:
         root.behind.clear()
         root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
-        try:
-            # restore the caller's modes: PyTorch switches both off for an autograd.Function's forward
-            with torch.enable_grad(), private.set_forward_mode_enabled(True):
-                result = self.compute(values)
-        except ValueError as error:
-            raise reworded(error) from error.__cause__
+        # restore the caller's modes: PyTorch switches both off for an autograd.Function's forward
+        with rewording(), torch.enable_grad(), private.set_forward_mode_enabled(True):
+            result = self.compute(values)
         out = list(result.values)
         self.count = len(out) - len(result.written)
         nodes = {id(node): t for t, node in root.captured.values()}
@@ -89,18 +86,11 @@ def differentiable(
 ) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
-    Args:
-        apply: ``calls.apply``, for derivatives of derivatives.
-        compute: maps the leaves' JAX values to a Result.
-        leaves: its arguments, torch tensors and other values.
-        known: captured tensors that require grad or may require it.
-        key: the JAX key that random operators draw from; None: they draw from torch's generator.
-
-    Returns:
-        (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values)
+    known: captured tensors that require grad or may require it.  key: the JAX key that random operators draw from; None: they draw from
+    torch's generator.  Returns (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values).
     """
     recorded = _Recorded(apply, compute, leaves, known, key)
-    outs = _Border.apply(recorded, torch_device(leaves), *recorded.inputs)
+    outs = _Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
     return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes
@@ -113,7 +103,7 @@ class Untransformed(torch.autograd.Function):
 class _Computed(Untransformed):
     @staticmethod
     def forward(ctx: Any, t: tracing.Traced) -> tracing.Traced:
-        return tracing.alias(t)
+        return tracing.over(t.node, t)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
@@ -172,13 +162,10 @@ class _Border(Untransformed):
                 )
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
-            try:
-                with tracing.root():
-                    found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
-            except ValueError as error:
-                raise reworded(error) from error.__cause__
-            needs = [n and u for n, u in zip(ctx.needs_input_grad[2:], used, strict=True)]
-            grads = [_grad(g, t, need) for g, t, need in zip(found, inputs, needs, strict=True)]
+            with rewording(), tracing.root():
+                found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
+            needs = [n and u and g.dtype != jax.dtypes.float0 for n, u, g in zip(ctx.needs_input_grad[2:], used, found, strict=True)]
+            grads = [tensors.to_torch(g, t.device) if need else None for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, *grads)
 
 
@@ -224,23 +211,12 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 def ended(pull: Callable[..., Any]) -> bool:
     """Whether a pullback holds tracers of a trace that has ended (a trace for torch's autograd on which no output depends)."""
-    return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in _held(pull))
+    return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in jax.tree_util.tree_leaves(pull))
 
 
 def addresses(pull: Callable[..., Any]) -> set[int]:
     """The addresses, in this process's memory, of the arrays that a pullback reads."""
-    return {a.unsafe_buffer_pointer() for a in _held(pull) if is_local(a)}
-
-
-def _held(pull: Callable[..., Any]) -> list[Any]:
-    """The arrays that a pullback reads."""
-    return jax.tree_util.tree_leaves(pull)
-
-
-def _grad(g: jax.Array, t: torch.Tensor, need: bool) -> torch.Tensor | None:
-    if not need or g.dtype == jax.dtypes.float0:
-        return None
-    return tensors.to_torch(g, t.device)
+    return {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if is_local(a)}
 
 
 def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:

@@ -14,14 +14,14 @@ import torch
 
 from bridge import compiling, private
 from bridge.boundary import autograd, shared_memory
-from bridge.boundary.closures import code_of, remember
 from bridge.boundary.closures import known as known_captures
-from bridge.boundary.results import Computation, Result, is_local, root_writes, split_arrays, torch_device, write_back
+from bridge.boundary.closures import remember
+from bridge.boundary.results import Computation, Result, is_local, root_writes, split_arrays, write_back
 from bridge.convert import tensors, trees
-from bridge.errors import reworded
+from bridge.errors import rewording
 from bridge.operators import operands
 from bridge.record.tensor import Unrecordable
-from bridge.trace import pieces, tracing
+from bridge.trace import tracing
 from bridge.trace.aliasing import read, write
 from bridge.trace.levels import Level, state
 from bridge.trace.storage import Geometry, Node
@@ -103,9 +103,8 @@ def apply(
         values = [value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         met_before, level.met = level.met, {}
         try:
-            result = compute(values)
-        except ValueError as error:
-            raise reworded(error) from error.__cause__
+            with rewording():
+                result = compute(values)
         finally:
             met, level.met = level.met, met_before
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -173,7 +172,6 @@ def _outermost(
     compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
 ) -> tuple[list[Any], Any]:
     refuse_recording()
-    pieces.called(code_of(fn), leaves)
     if not torch.is_grad_enabled():
         outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
         write_back(writes)
@@ -203,17 +201,15 @@ def direct(
     with tracing.root() as root:
         root.key, root.lasting = key, lasting
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        try:
+        with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
-        except ValueError as error:
-            raise reworded(error) from error.__cause__
         shared_memory.refuse(result, leaves, [*root.captured.values()])
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
     # a result never shares memory with an argument, a captured tensor or another result
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
-    device = torch_device(leaves)
+    device = tensors.common_device(leaves)
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
     if lasting:
         outs = [t.clone() for t in outs]
@@ -246,6 +242,3 @@ class Call:
 
     def traceable(self, fn: Callable[..., Any]) -> Traceable:
         return Traceable(fn, self.leaves, self.spec, self.where)
-
-
-__all__ = ["Call", "Traceable", "apply", "direct", "refuse_recording"]

@@ -16,19 +16,13 @@ from bridge.trace.storage import Node
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """The result of a computation.
+    """The result of a computation."""
 
-    Attributes:
-        values: JAX values, outputs first.
-        meta: what the transform needs to rebuild its outputs from the values; it holds no arrays.
-        written: (leaf index or outer node, index into values, detached) of each tensor from outside that the function wrote to.
-        apart: a write to one argument is not seen in another input, even if the two share memory, as under torch.func.
-    """
-
-    values: list[Any]
-    meta: Any = None
+    values: list[Any]  # JAX values, outputs first
+    meta: Any = None  # what the transform needs to rebuild its outputs from the values; it holds no arrays
+    #: (leaf index or outer node, index into values, detached) of each tensor from outside that the function wrote to
     written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
-    apart: bool = False
+    apart: bool = False  # a write to one argument is not seen in another input, even if the two share memory, as under torch.func
 
 
 Computation = Callable[[list[Any]], Result]
@@ -57,17 +51,6 @@ def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
     spec, static, is_tensor = meta
     source = iter(tensors_)
     return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
-
-
-def torch_device(leaves: Sequence[Any]) -> torch.device | None:
-    """The device of the results: that of the first tensor with dimensions, else of the first tensor."""
-    found = None
-    for x in leaves:
-        if isinstance(x, torch.Tensor):
-            if x.dim():
-                return x.device
-            found = found or x.device
-    return found
 
 
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding

@@ -102,6 +102,3 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     with torch.no_grad(), private.without_modes():
         return bool(torch.isin(_bytes(a), _bytes(b)).any())
-
-
-__all__ = ["Sharing", "refuse"]

@@ -5,51 +5,25 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  names for np.dtype
 import numpy as np
 import torch
 
-_PAIRS: tuple[tuple[torch.dtype, type], ...] = (
-    (torch.bool, np.bool_),
-    (torch.uint8, np.uint8),
-    (torch.uint16, np.uint16),
-    (torch.uint32, np.uint32),
-    (torch.uint64, np.uint64),
-    (torch.int8, np.int8),
-    (torch.int16, np.int16),
-    (torch.int32, np.int32),
-    (torch.int64, np.int64),
-    (torch.float16, np.float16),
-    (torch.bfloat16, ml_dtypes.bfloat16),
-    (torch.float32, np.float32),
-    (torch.float64, np.float64),
-    (torch.complex64, np.complex64),
-    (torch.complex128, np.complex128),
-    (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
-    (torch.float8_e5m2, ml_dtypes.float8_e5m2),
-    (torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz),
-    (torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz),
-)
-_TO_JAX = {t: np.dtype(j) for t, j in _PAIRS}
+_TO_JAX = {
+    getattr(torch, name): np.dtype(name)  # ml_dtypes teaches numpy bfloat16 and the 8-bit floats
+    for name in (
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+        "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    )
+}
 _TO_TORCH = {j: t for t, j in _TO_JAX.items()}
 
 
 def to_jax(dtype: torch.dtype) -> np.dtype:
-    """The JAX (numpy) dtype that holds the values of a torch dtype.
-
-    Args:
-        dtype: a torch dtype.
-
-    Returns:
-        np.dtype: same kind and width.
-
-    Raises:
-        TypeError: JAX has no such type (``complex32``, quantized types).
+    """The JAX (numpy) dtype of a torch dtype; raises TypeError if JAX has none (``complex32``, quantized types).
 
     Example:
-        >>> import torch
-        >>> from bridge.convert import dtypes
-        >>> dtypes.to_jax(torch.float32)
+        >>> to_jax(torch.float32)
         dtype('float32')
     """
     try:
@@ -61,29 +35,14 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
 
 
 def to_torch(dtype: object) -> torch.dtype:
-    """The torch dtype that holds the values of a JAX (numpy) dtype.
-
-    Args:
-        dtype: a numpy dtype, or anything ``np.dtype`` takes.
-
-    Returns:
-        torch.dtype: same kind and width.
-
-    Raises:
-        TypeError: torch has no such type (``int4``, PRNG keys, …).
+    """The torch dtype of a numpy dtype, or of anything that ``np.dtype`` takes; raises TypeError if torch has none (``int4``, PRNG keys).
 
     Example:
-        >>> import numpy as np
-        >>> from bridge.convert import dtypes
-        >>> dtypes.to_torch(np.int64)
+        >>> to_torch(np.int64)
         torch.int64
     """
     try:
-        return _TO_TORCH[dtype]  # type: ignore[index]
-    except (KeyError, TypeError):
-        pass
-    try:
-        return _TO_TORCH[np.dtype(dtype)]  # type: ignore[call-overload]
+        return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]  # type: ignore[call-overload]
     except (KeyError, TypeError):
         raise TypeError(f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast it first, for example with .astype") from None
 
@@ -113,23 +72,12 @@ def promoted(operands: Iterable[Any]) -> torch.dtype:
     """torch.result_type for any number of operands: tensors, JAX arrays and Python numbers.
 
     There are three classes of operands: with dimensions, 0-dim, and numbers.  A lower class counts only if its kind is higher
-    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc).
-
-    Args:
-        operands: tensors, arrays and numbers; None is left out.
-
-    Returns:
-        torch.dtype: the common dtype; complex64 if torch has complex32, which JAX lacks.
-
-    Raises:
-        TypeError: there are no operands.
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc).  None is no operand.
 
     Example:
-        >>> import torch
-        >>> from bridge.convert import dtypes
-        >>> dtypes.promoted([torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2])
+        >>> promoted([torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2])
         torch.float16
-        >>> dtypes.promoted([torch.ones(2, dtype=torch.int8), 2.5])
+        >>> promoted([torch.ones(2, dtype=torch.int8), 2.5])
         torch.float32
     """
     found: list[torch.dtype | None] = [None, None, None]

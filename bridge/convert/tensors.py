@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import torch
 
@@ -23,11 +22,7 @@ from bridge.process import process
 
 # numpy has no bfloat16 or 8-bit floats of its own: they are converted as integers of the same width
 _AS_INT = {
-    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: (torch.int8, np.dtype(ml_dtypes.float8_e5m2)),
-    torch.float8_e4m3fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fnuz)),
-    torch.float8_e5m2fnuz: (torch.int8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
+    t: (torch.int16 if j.itemsize == 2 else torch.int8, j) for t, j in dtypes._TO_JAX.items() if j.type.__module__ == "ml_dtypes"
 }
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
@@ -94,10 +89,6 @@ def _cross(t: torch.Tensor) -> jax.Array:
     return array
 
 
-
-
-
-
 def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
     """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, dtype and device.
 
@@ -120,6 +111,17 @@ def _signature(t: torch.Tensor) -> int:
     if t.is_nested:  # a nested tensor has no single shape: plain raises its TypeError
         plain(t)
     return process.signatures.setdefault((t.shape, t.dtype, t.device), len(process.signatures))
+
+
+def common_device(leaves: Sequence[Any]) -> torch.device | None:
+    """The device of the results: that of the first tensor with dimensions, else of the first tensor."""
+    found = None
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x.device
+            found = found or x.device
+    return found
 
 
 def crosses(t: torch.Tensor) -> bool:
@@ -167,7 +169,7 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
 Layout = tuple[torch.dtype, Any, bool, bool, tuple[int, ...], np.dtype]
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def layout(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
     """For arrays of this shape and dtype: torch's dtype, ctypes' buffer type, is empty, numpy knows torch's dtype, shape, dtype."""
     size = math.prod(shape)
@@ -222,16 +224,7 @@ def to_torch(
 
 @private.opaque
 def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.device | None) -> list[torch.Tensor]:
-    """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays.
-
-    Args:
-        arrays: the program's results.
-        layouts: the ``layout`` of each array.
-        device: as for ``to_torch``.
-
-    Returns:
-        list of torch.Tensor: they share the arrays' memory if ``to_torch`` would.
-    """
+    """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays."""
     if device is None or device.type != "cpu":
         return [to_torch(a, device, wait=False) for a in arrays]
     return [view(array, found) for array, found in zip(arrays, layouts, strict=True)]

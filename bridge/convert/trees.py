@@ -86,11 +86,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         is_leaf: a node for which it returns True is a leaf.
 
     Example:
-        >>> from bridge.convert import trees
-        >>> leaves, spec = trees.flatten({"b": 1, "a": (2, None)})
+        >>> leaves, spec = flatten({"b": 1, "a": (2, None)})
         >>> leaves
         [1, 2, None]
-        >>> trees.unflatten(spec, [10, 20, 30])
+        >>> unflatten(spec, [10, 20, 30])
         {'b': 10, 'a': (20, 30)}
     """
     leaves: list[Any] = []
@@ -107,7 +106,7 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
     elif kind is dict or kind is OrderedDict:
         items, context = tree.values(), tuple(tree)
     else:
-        found = _open(tree, kind)
+        found = _open(tree)
         if found is None:
             leaves.append(tree)
             return LEAF
@@ -125,21 +124,11 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
     return _make(kind, context, len(specs) if plain else tuple(specs))
 
 
-class _Jax:
-    """The context of a node that only JAX knows: its treedef, one level deep."""
+def _open(tree: Any) -> tuple[Any, Any] | None:
+    """The children and the context of a node that is not a list, tuple or dict; None if it is a leaf.
 
-    def __init__(self, treedef: jax.tree_util.PyTreeDef) -> None:
-        self.treedef = treedef
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Jax) and self.treedef == other.treedef
-
-    def __hash__(self) -> int:
-        return hash(self.treedef)
-
-
-def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
-    """The children and the context of a node that is not a list, tuple or dict; None if it is a leaf."""
+    The context of a node that only JAX knows is its treedef, one level deep.
+    """
     if isinstance(tree, torch.Tensor | jax.Array | str | bytes):
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -148,8 +137,7 @@ def _open(tree: Any, kind: type) -> tuple[Any, Any] | None:
     if opened is not None:
         return opened
     if not jax.tree_util.all_leaves([tree]):
-        children, treedef = jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-        return children, _Jax(treedef)
+        return jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     return None
 
 
@@ -159,11 +147,7 @@ def joined(*specs: Spec | None) -> Spec:
 
 
 def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
-    """The tree with this spec and these leaves; the inverse of ``flatten``.
-
-    Raises:
-        ValueError: the number of leaves differs from the spec's.
-    """
+    """The tree with this spec and these leaves, the inverse of ``flatten``; raises ValueError if their number differs from the spec's."""
     source = iter(leaves)
     tree = _build(spec, source)
     if next(source, source) is not source:
@@ -191,11 +175,11 @@ def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
         return items
     if kind is dict or kind is OrderedDict:
         return kind(zip(context, items, strict=True))
-    if isinstance(context, _Jax):
-        return jax.tree_util.tree_unflatten(context.treedef, items)
+    if isinstance(context, jax.tree_util.PyTreeDef):
+        return jax.tree_util.tree_unflatten(context, items)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*items)
-    return private.torch_node_build(kind, items, context)
+    return private.torch_node_build(items, context)
 
 
 def count(spec: Spec | None) -> int:
@@ -213,8 +197,7 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
     """The path to each leaf, made of keys, fields and positions.
 
     Example:
-        >>> from bridge.convert import trees
-        >>> trees.paths(trees.flatten({"w": [1, 2], "b": 3})[1])
+        >>> paths(flatten({"w": [1, 2], "b": 3})[1])
         [('w', 0), ('w', 1), ('b',)]
     """
     if spec is LEAF:
@@ -232,8 +215,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with fn applied to each leaf.
 
     Example:
-        >>> from bridge.convert import trees
-        >>> trees.map_leaves(lambda n: n + 1, [1, {"a": 2}])
+        >>> map_leaves(lambda n: n + 1, [1, {"a": 2}])
         [2, {'a': 3}]
     """
     leaves, spec = flatten(tree)
@@ -244,9 +226,8 @@ def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
     """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not fit.
 
     Example:
-        >>> from bridge.convert import trees
-        >>> _, spec = trees.flatten((1, [2, 3]))
-        >>> trees.broadcast((0, None), spec)
+        >>> _, spec = flatten((1, [2, 3]))
+        >>> broadcast((0, None), spec)
         [0, None, None]
     """
     out: list[Any] = []

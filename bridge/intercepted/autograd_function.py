@@ -6,6 +6,7 @@ this file run instead of a Function's forward.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from bridge import private
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
-from bridge.boundary.results import conj, inexact
+from bridge.boundary.results import conj, inexact, inexact_dtype, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks
@@ -30,13 +31,13 @@ from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import process
-from bridge.record import recorder
+from bridge.record import entries
 from bridge.trace.aliasing import read
-from bridge.trace.levels import Level, push, state
+from bridge.trace.levels import Level, innermost, push, state
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.requires_grad import stopped_by_torch
 from bridge.trace.storage import Node, OutsideOfView
-from bridge.trace.tracing import HANDED_IN, Traced, alias, assign, dispatch, node_of, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, node_of, over, value_of, wrap
 
 Function = torch.autograd.Function
 _lock = threading.Lock()
@@ -74,7 +75,7 @@ def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) 
         return None
     if state.level is None:
         if state.recorder is not None:
-            return recorder.PARTS["function"](cls, recording)
+            return entries.PARTS["function"](cls, recording)
         private.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context
@@ -162,9 +163,7 @@ class _Call:
         self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
         self.new_style = cls.setup_context is not Function.setup_context
         self.own_vmap = cls.vmap is not Function.vmap and not cls.generate_vmap_rule
-        self.spec: Any = None
-        self.is_tensor: list[bool] = []
-        self.static: list[Any] = []
+        self.rest: Any = None  # what ``take_apart`` leaves of the outputs
         self.dirty: list[tuple[int, int]] = []
         self.constant: list[bool] = []
         self.outer: list[Node] = []
@@ -195,17 +194,15 @@ class _Call:
         ):  # fmt: skip
             args = self._wrapped(values, level)
             for a, n in zip(args, flags, strict=True):
-                if n and (a.is_floating_point() or a.is_complex()):
+                if n and inexact_dtype(a.dtype):
                     a.requires_grad_()
             if self.new_style:
                 out = self.cls.forward(*args)
                 self.cls.setup_context(ctx, tuple(args), out)
             else:
                 out = self.cls.forward(ctx, *args)
-            leaves, spec = trees.flatten(out)
-            self._note(leaves, spec)
-            outs = [x for x in leaves if isinstance(x, torch.Tensor)]
-            self.constant = [any(o is c for c in ctx._constant) or not (o.is_floating_point() or o.is_complex()) for o in outs]
+            outs, self.rest = take_apart(out)
+            self.constant = [any(o is c for c in ctx._constant) or not inexact_dtype(o.dtype) for o in outs]
             self.dirty = [
                 (k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o
             ]
@@ -213,25 +210,15 @@ class _Call:
             kept = _Kept(ctx, residuals, [*outs, *[args[i] for i in self.where]], level)
             return [value_of(o) for o in outs], residuals, kept
 
-    def _note(self, leaves: list[Any], spec: Any) -> None:
-        """Note the structure of the outputs, and which of them are tensors."""
-        self.spec = spec
-        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        self.static = [None if t else x for x, t in zip(leaves, self.is_tensor, strict=True)]
-        if len(self.constant) != sum(self.is_tensor):
-            self.constant = [not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor)]
-
     def backward(
         self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any], outer: Sequence[jax.Array] = ()
     ) -> list[Any]:
         """Cotangents of the tensor arguments, with None for an argument without one; the given cotangents may be None too."""
         with push("plain") as level, self._given(outer):
             ctx = kept.restored(residuals, self.device, level)
-            cts: list[Any] = []
             given = iter(cotangents)
-            for t in self.is_tensor:
-                c = next(given) if t else None
-                cts.append(wrap(conj(c), self.device, level) if c is not None else None)
+            cts = [next(given) if is_tensor else None for is_tensor in self.rest[2]]
+            cts = [None if c is None else wrap(conj(c), self.device, level) for c in cts]
             method = self.cls.vjp if self.cls.vjp is not Function.vjp else self.cls.backward
             once = private.once_differentiable_inner(method)
             with torch.no_grad() if once else contextlib.nullcontext():
@@ -271,13 +258,11 @@ class _Call:
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
         level = state.level
-        innermost: Level | None = level
-        while innermost is not None and innermost.kind not in ("grad", "jvp"):
-            innermost = innermost.parent
+        differentiating = innermost("grad", "jvp")
         has_jvp = self.cls.jvp is not Function.jvp
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
-        forward_mode = innermost is not None and innermost.kind == "jvp"
-        if forward_mode and not has_jvp and has_backward and private.perturbed(values, innermost):
+        forward_mode = differentiating is not None and differentiating.kind == "jvp"
+        if forward_mode and not has_jvp and has_backward and private.perturbed(values, differentiating):
             raise no_jvp(self.cls.__name__)
         staged = level.root.staged
         self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
@@ -328,10 +313,12 @@ class _Call:
                 args = self._wrapped(values, level)
                 info = private.vmap_info(axis_size, (state.level.randomness or "error"))
                 out, out_dims = self.cls.vmap(info, tuple(dims), *args)
-                leaves, spec = trees.flatten(out)
-                flat_dims = trees.broadcast(out_dims, spec) or []
-                self._note(leaves, spec)
-                tensors = [(x, d) for x, d in zip(leaves, flat_dims, strict=True) if isinstance(x, torch.Tensor)]
+                outs, self.rest = take_apart(out)
+                spec, _, is_tensor = self.rest
+                if len(self.constant) != len(outs):
+                    self.constant = [not inexact_dtype(x.dtype) for x in outs]
+                flat_dims = itertools.compress(trees.broadcast(out_dims, spec) or [], is_tensor)
+                tensors = list(zip(outs, flat_dims, strict=True))
                 moved = [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in tensors]
                 return moved, [d is not None for _, d in tensors]
 
@@ -483,14 +470,13 @@ class _Call:
                 target = self.args[self.where[dirty[k]]]
                 assign(target, v)
                 # PyTorch returns an input without its history, unless it makes a node and the input is marked as dirty
-                tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else alias(target))
+                tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else over(target.node, target))
             elif earlier is not None and self._is_new(earlier[k]):
                 node_of(earlier[k]).value = v  # the tensor stays the same object, because the context may have kept it
                 tensors.append(earlier[k])
             else:
                 tensors.append(wrap(v, self.device))
-        source = iter(tensors)
-        return trees.unflatten(self.spec, [next(source) if t else x for x, t in zip(self.static, self.is_tensor, strict=True)])
+        return put_together(tensors, self.rest)
 
     def _is_new(self, t: torch.Tensor) -> bool:
         """Whether a tensor owns its memory and is not one of the arguments."""
@@ -507,17 +493,12 @@ class _Kept:
         places = {id(t): k for k, t in reversed(list(enumerate(known)))}
         self.fields: dict[str, Any] = {}
         for name, held in ctx.__dict__.items():
-            leaves, spec = trees.flatten(held)
-            slots = []
-            for x in leaves:
-                if isinstance(x, torch.Tensor):
-                    slots.append(len(residuals))
-                    self.links.append(places.get(id(x)))
-                    made_here = type(x) is Traced and x.node.root.level is level and id(x) not in places
-                    residuals.append(operands.constant(value_of(x)) if made_here else value_of(x))
-                else:
-                    slots.append(None)
-            self.fields[name] = (spec, slots, [None if isinstance(x, torch.Tensor) else x for x in leaves])
+            tensors, rest = take_apart(held)
+            self.fields[name] = (slice(len(residuals), len(residuals) + len(tensors)), rest)
+            for x in tensors:
+                self.links.append(places.get(id(x)))
+                made_here = type(x) is Traced and x.node.root.level is level and id(x) not in places
+                residuals.append(operands.constant(value_of(x)) if made_here else value_of(x))
 
     def linked(self, residuals: Sequence[jax.Array], known: Sequence[Any]) -> list[Any]:
         """The residuals, with the given values for those that are outputs or inputs; torch's autograd differentiates these alone."""
@@ -525,9 +506,8 @@ class _Kept:
 
     def restored(self, residuals: Sequence[jax.Array], device: torch.device, level: Level) -> Context:
         ctx = Context(())
-        for name, (spec, slots, static) in self.fields.items():
-            leaves = [x if s is None else wrap(residuals[s], device, level) for s, x in zip(slots, static, strict=True)]
-            ctx.__dict__[name] = trees.unflatten(spec, leaves)
+        for name, (where, rest) in self.fields.items():
+            ctx.__dict__[name] = put_together([wrap(r, device, level) for r in residuals[where]], rest)
         return ctx
 
 

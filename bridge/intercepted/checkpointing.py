@@ -9,7 +9,7 @@ import jax
 from bridge import private
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
-from bridge.record.recorder import PARTS
+from bridge.record.entries import PARTS
 from bridge.trace.levels import push, state
 
 

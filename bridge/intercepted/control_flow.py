@@ -4,7 +4,8 @@ If the values that decide are known (outside of compilation and vmap), the Pytho
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import torch
 from jax import lax
 
 from bridge import private
+from bridge.boundary.results import put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
 from bridge.trace.levels import push, state
@@ -29,36 +31,42 @@ def traced(*trees_: Any) -> bool:
 class _Body:
     """A Python function on trees of tensors as a function on flat lists of JAX values; it notes the structure of the output."""
 
-    def __init__(self, fn: Callable[..., Any], spec: Any, leaves: Sequence[Any], what: str) -> None:
-        self.fn, self.spec, self.what = fn, spec, what
-        self.static = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        self.device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        self.out_spec: Any = None
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
+        self.fn, self.what = fn, what
+        self.out_spec: trees.Spec | None = None
+        given, self.rest = take_apart(args)
+        self.values = [value_of(t) for t in given]
+        self.device = given[0].device if given else torch.device("cpu")
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         with push("plain") as level:
-            source = iter(values)
-            leaves = [wrap(next(source), self.device, level) if t else x for t, x in zip(self.is_tensor, self.static, strict=True)]
-            out = self.fn(*trees.unflatten(self.spec, leaves))
-            outs, spec = trees.flatten(out)
+            outs, spec = trees.flatten(self.fn(*put_together([wrap(v, self.device, level) for v in values], self.rest)))
             if self.out_spec is not None and spec != self.out_spec:
                 raise RuntimeError(f"{self.what}: expected an output of structure {self.out_spec}, got {spec}{at_line()}")
             self.out_spec = spec
-            for i, x in enumerate(outs):
-                if not isinstance(x, torch.Tensor):
-                    outs[i] = torch.as_tensor(x)
+            outs = [_tensor(x) for x in outs]
             if level.writes:
                 raise RuntimeError(f"{self.what}: must not write to tensors from outside it; return the new values instead{at_line()}")
             return [value_of(x) for x in outs]
 
 
-def _values(leaves: Sequence[Any]) -> list[Any]:
-    return [value_of(x) for x in leaves if isinstance(x, torch.Tensor)]
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
 
 
 def _wrapped(values: Sequence[Any], spec: Any, device: torch.device) -> Any:
     return trees.unflatten(spec, [wrap(v, device) for v in values])
+
+
+@contextlib.contextmanager
+def _explained(rule: str) -> Iterator[None]:
+    """While entered, JAX's TypeError about results that do not fit is raised as a RuntimeError that begins with the rule."""
+    try:
+        yield
+    except TypeError as error:
+        if is_no_jvp(error):
+            raise
+        raise RuntimeError(f"{rule}; {error}") from error
 
 
 def _known(pred: Any) -> bool | None:
@@ -84,14 +92,9 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
     value = value_of(pred)
     if value.size != 1 or value.dtype != jnp.bool_:
         raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of shape {list(pred.shape)}")
-    leaves, spec = trees.flatten(tuple(operands))
-    yes, no = _Body(true_fn, spec, leaves, "cond: true_fn"), _Body(false_fn, spec, leaves, "cond: false_fn")
-    try:
-        outs = lax.cond(value.reshape(()), yes, no, _values(leaves))
-    except TypeError as error:
-        if is_no_jvp(error):
-            raise
-        raise RuntimeError(f"cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes; {error}") from error
+    yes, no = _Body(true_fn, tuple(operands), "cond: true_fn"), _Body(false_fn, tuple(operands), "cond: false_fn")
+    with _explained("cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes"):
+        outs = lax.cond(value.reshape(()), yes, no, yes.values)
     if yes.out_spec != no.out_spec:
         raise RuntimeError(f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the same structure")
     return _wrapped(outs, yes.out_spec, yes.device)
@@ -109,17 +112,12 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
         known = _known(cond_fn(*carry, *additional_inputs))
     if known is not None:
         return carry
-    leaves, spec = trees.flatten(carry)
-    leaves = [x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in leaves]
-    test = _Body(lambda *xs: cond_fn(*xs, *additional_inputs), spec, leaves, "while_loop: cond_fn")
-    body = _Body(lambda *xs: body_fn(*xs, *additional_inputs), spec, leaves, "while_loop: body_fn")
-    try:
-        outs = lax.while_loop(lambda vs: test(vs)[0].reshape(()), body, _values(leaves))
-    except TypeError as error:
-        if is_no_jvp(error):
-            raise
-        raise RuntimeError(f"while_loop: body_fn must return tensors of the shapes and dtypes that it is given; {error}") from error
-    return tuple(_wrapped(outs, spec, body.device))
+    carry = trees.map_leaves(_tensor, carry)
+    test = _Body(lambda *xs: cond_fn(*xs, *additional_inputs), carry, "while_loop: cond_fn")
+    body = _Body(lambda *xs: body_fn(*xs, *additional_inputs), carry, "while_loop: body_fn")
+    with _explained("while_loop: body_fn must return tensors of the shapes and dtypes that it is given"):
+        outs = lax.while_loop(lambda vs: test(vs)[0].reshape(()), body, body.values)
+    return tuple(_wrapped(outs, trees.flatten(carry)[1], body.device))
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
@@ -142,26 +140,17 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     (length,) = lengths
     if not state.level.root.staged and length <= _UNROLLED:
         return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse, length)
-    flat_init = trees.flatten(init)[0]
-    n = len(flat_init)
-    spec = trees.flatten((init, xs))[1]
-    body = _Body(combine_fn, spec, [*flat_init, *flat_xs], "scan: combine_fn")
-    sizes: list[Any] = []
+    n = len(trees.flatten(init)[0])
+    body = _Body(combine_fn, (init, xs), "scan: combine_fn")
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = body([*carry, *x])
-        sizes[:] = [body.out_spec]
         return outs[:n], outs[n:]
 
-    moved = [jnp.moveaxis(value_of(x), dim, 0) for x in flat_xs]
-    try:
-        carry, ys = lax.scan(step, _values(flat_init), moved, reverse=reverse)
-    except TypeError as error:
-        if is_no_jvp(error):
-            raise
-        raise RuntimeError(f"scan: combine_fn must return a carry of the structure, shapes and dtypes of init; {error}") from error
-    ys = [jnp.moveaxis(y, 0, dim) for y in ys]
-    out = _wrapped([*carry, *ys], sizes[0], body.device)
+    moved = [jnp.moveaxis(v, dim, 0) for v in body.values[-len(flat_xs) :]]
+    with _explained("scan: combine_fn must return a carry of the structure, shapes and dtypes of init"):
+        carry, ys = lax.scan(step, body.values[: -len(flat_xs)], moved, reverse=reverse)
+    out = _wrapped([*carry, *[jnp.moveaxis(y, 0, dim) for y in ys]], body.out_spec, body.device)
     return out[0], out[1]
 
 
@@ -172,7 +161,7 @@ def _steps(
     for i in reversed(range(length)) if reverse else range(length):
         carry, y = combine_fn(carry, trees.unflatten(xs_spec, [x.select(dim, i) for x in flat_xs]))
         leaves, y_spec = trees.flatten(y)
-        columns.append([x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in leaves])
+        columns.append([_tensor(x) for x in leaves])
     if reverse:
         columns.reverse()
     return carry, trees.unflatten(y_spec, [torch.stack(list(c), dim) for c in zip(*columns, strict=True)])
@@ -182,14 +171,12 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     """torch's associative_scan as ``lax.associative_scan`` along dim."""
     if not traced(xs):
         return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
-    leaves, spec = trees.flatten(xs)
-    _, pair = trees.flatten((xs, xs))
-    body = _Body(combine_fn, pair, leaves * 2, "associative_scan: combine_fn")
+    body = _Body(combine_fn, (xs, xs), "associative_scan: combine_fn")
     # combine_fn gets slices without dim, as in torch, while JAX combines many slices at once
     combine = jax.vmap(lambda a, b: body([*a, *b]))
-    moved = [jnp.moveaxis(value_of(x), dim, 0) for x in leaves]
+    moved = [jnp.moveaxis(v, dim, 0) for v in body.values[: len(body.values) // 2]]
     outs = lax.associative_scan(combine, moved, reverse=reverse)
-    return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], spec, body.device)
+    return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], trees.flatten(xs)[1], body.device)
 
 
 private.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.convert.trees import flatten
 from bridge.intercepted.control_flow import _Body
 from bridge.trace.levels import state
 from bridge.trace.tracing import value_of, wrap
@@ -60,8 +59,7 @@ def _everywhere(fn: Callable[..., Any], shape: Sequence[int], scores: torch.Tens
     """fn at each (batch, head, query, key): its arguments are the score, if scores are given, and the four indices."""
     index = [wrap(jnp.zeros((), jnp.int64))] * 4
     given = index if scores is None else [wrap(jnp.zeros((), value_of(scores).dtype)), *index]
-    leaves, spec = flatten(tuple(given))
-    body = _Body(fn, spec, leaves, what)
+    body = _Body(fn, tuple(given), what)
 
     def at(*values: jax.Array) -> Any:
         outs = body(values)

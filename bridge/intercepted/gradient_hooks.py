@@ -19,35 +19,18 @@ from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.trace.aliasing import read
-from bridge.trace.levels import Level, push, state
+from bridge.trace.levels import Level, innermost, push, state
 from bridge.trace.tracing import HANDED_IN, resumed, value_of, wrap
 
 
-def _followed(values: Sequence[jax.Array]) -> None:
-    """Refuse a hook under a forward-mode transform, because JAX has no tangent of a value with a hook.
-
-    Raises:
-        NotImplementedError: the innermost differentiating transform is a forward-mode one.
-    """
-    level: Level = state.level
-    inner: Level | None = level
-    while inner is not None and inner.kind not in ("grad", "jvp"):
-        inner = inner.parent
+def _refuse_forward_mode() -> None:
+    """Refuse a hook if the innermost differentiating transform is a forward-mode one: JAX has no tangent of a value with a hook."""
+    inner = innermost("grad", "jvp")
     if inner is not None and inner.kind == "jvp":
         raise NotImplementedError(
             "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
             f"a value with a hook; register it outside of jvp, or use a reverse-mode transform{at_line()}"
         )
-
-
-def _differentiated() -> bool:
-    """Whether a transform around the present level differentiates."""
-    level: Level | None = state.level
-    while level is not None:
-        if level.kind in ("grad", "jvp"):
-            return True
-        level = level.parent
-    return False
 
 
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +46,7 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     hooked, value, hooks = t.node.hooked or (None, None, [])
     if value_of(t) is not hooked:
         value, hooks = value_of(t), []
-    _followed([value])
+    _refuse_forward_mode()
     hooks = [*hooks, _TensorHook(hook, handle, t, value)]
     t.node.value = hooked = _observed(value, hooks, private.saved_by_its_operator(t))
     t.node.seen = t.node.root.version
@@ -99,7 +82,7 @@ class _TensorHook:
 def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> jax.Array:
     """The value, whose cotangent passes through the hooks in their order; saved: its operator's derivative is computed from it."""
     # plain PyTorch calls a hook in a second backward pass too; inside a transform that differentiates, only that transform calls it
-    again = not _differentiated()
+    again = innermost("grad", "jvp") is None
     where = at_line() if again and saved else ""
 
     @jax.custom_vjp
@@ -218,7 +201,7 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
     """The node that PyTorch puts around a module with full backward hooks: an identity, to which it adds the hooks afterwards."""
     hooks = ctx.hooks_in_jax = _Hooks()
     values = [value_of(t) for t in tensors]
-    _followed(values)
+    _refuse_forward_mode()
     needed = [t.requires_grad for t in tensors]
     devices = [t.device for t in tensors]
 
@@ -232,7 +215,7 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
             left = hooks.called(tuple(wrap(conj(c), d, level) if n else None for c, d, n in given))
             return tuple(conj(value_of(g)) if n and g is not None else None for g, n in zip(left, needed, strict=True))
 
-    again = not _differentiated()
+    again = innermost("grad", "jvp") is None
     observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
     outs = tuple(wrap(v, d) for v, d in zip(observed(*values), devices, strict=True))
     ctx.mark_non_differentiable(*[o for o, n in zip(outs, needed, strict=True) if not n])
@@ -257,5 +240,3 @@ def _late() -> Iterator[Level]:
 
 
 HANDED_IN["graph_node"] = graph_node
-
-__all__ = ["graph_node", "module_hooks", "register_hook"]

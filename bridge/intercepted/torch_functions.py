@@ -127,6 +127,23 @@ def _bce_with_logits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return loss.mean() if reduction in ("mean", 1) else loss.sum()
 
 
+def _linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """linear of a vector as one product of a matrix and a vector; PyTorch's C++ makes six operators of it."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    if (
+        not given.keys() <= {"input", "weight", "bias"} or not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor)
+        or x.dim() != 1 or weight.dim() != 2
+        or x.shape[0] != weight.shape[1] or x.dtype is not weight.dtype or private.any_autocast()
+    ):
+        return func(*args, **kwargs)
+    if bias is None:
+        return torch.mv(weight, x)
+    if bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype:
+        return func(*args, **kwargs)
+    return torch.addmv(bias, weight, x)
+
+
 def _out_by_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the result is copied into out."""
     out = kwargs.get("out")
@@ -184,7 +201,7 @@ PYTHON_RULES |= {
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
-    F.one_hot: _one_hot, torch._assert: _assert,
+    F.one_hot: _one_hot, torch._assert: _assert, F.linear: _linear,
 }
 PYTHON_RULES |= FUNCTIONS
 private.IN_TRACES.update({"gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention})

@@ -18,15 +18,7 @@ def can_fall_back(func: torch._ops.OpOverload) -> bool:
 
 def fallback(func: torch._ops.OpOverload) -> Plan:
     """The plan that runs PyTorch's own decomposition on traced tensors; without one, the plan raises an error that says what to do."""
-    table = private.decompositions()
-    if private.is_composite(func):
-
-        def composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with traced_python():
-                return func.decompose(*args, **kwargs)
-
-        return composite
-    decomposition = table.get(func)
+    decomposition = func.decompose if private.is_composite(func) else private.decompositions().get(func)
     if decomposition is not None:
 
         def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,12 +26,9 @@ def _extent(t: torch.Tensor) -> tuple[int, int] | None:
 
 
 def refuse_overlap(apart: Container[str], targets: Iterable[Any], operands: Iterable[tuple[str, Any]]) -> None:
-    """Raise PyTorch's RuntimeError if an operand partly overlaps a target, or lies in the same memory and may not.
+    """Raise PyTorch's RuntimeError if an operand partly overlaps a target that is written, or lies in the same memory and may not.
 
-    Args:
-        apart: names of operands that must not share a target's memory at all; other operands may have exactly the same memory.
-        targets: tensors that are written.
-        operands: (name, tensor) of the tensors that are read; only traced tensors are compared.
+    apart: names of operands that must not share a target's memory at all.  operands: (name, tensor) of the tensors that are read.
     """
     named = [(name, t) for name, t in operands if type(t) is Traced]
     for target in targets:

@@ -58,16 +58,12 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
         raise RuntimeError(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
         )
-    if len(set(target.stride())) != target.dim() and 0 in target.stride() and target.numel() > 1 and _overlaps(target):
+    if 0 in target.stride() and target.numel() > 1 and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
     assign(target, value, detached or None, keep=not (detached or torch.is_grad_enabled()) and reverse_only())
-
-
-def _overlaps(t: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def write_plan(func: torch._ops.OpOverload) -> Plan:

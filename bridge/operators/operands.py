@@ -10,11 +10,12 @@ import torch
 from jax import lax
 
 from bridge import private
+from bridge.convert import tensors
 from bridge.errors import at_line
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks
-from bridge.trace.levels import Level, state
+from bridge.trace.levels import around, innermost, state
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
@@ -41,15 +42,7 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
                 f"there have no data, and JAX computes with data; give another device{at_line()}"
             )
         return device
-    found = None
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            if x.dim():
-                return x.device
-            found = found or x.device
-        elif type(x) is list and x and isinstance(x[0], torch.Tensor):
-            return x[0].device
-    return found or _CPU
+    return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 
 def wrap_all(out: Any, device: torch.device) -> Any:
@@ -96,15 +89,11 @@ def stop(out: Any) -> Any:
     level, root = state.level, state.level.root
     if level.kind == "function":  # the Function's own rule gives the derivative
         return out
-    forward, probes = False, [root.probe] if root.recorded else []
-    while level is not None:
-        forward = forward or level.kind == "jvp"
-        if level.kind == "grad":
-            probes.append(level.probe)
-        level = level.parent
+    probes = [root.probe] if root.recorded else []
+    probes += [each.probe for each in around() if each.kind == "grad"]
     if not probes:
         return out
-    if not forward:
+    if innermost("jvp") is None:
         return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
 
     def stopped(v: Any) -> Any:
@@ -120,34 +109,22 @@ def stop(out: Any) -> Any:
 
 def stop_tangents(out: Any) -> Any:
     """Make values computed while forward-mode AD is off constants to the innermost forward-mode transform."""
-    level: Level | None = state.level
-    while level is not None and level.kind != "jvp":
-        if level.kind == "function":  # the Function's own rule gives the derivative
-            return out
-        level = level.parent
-    if level is None:
+    level = innermost("jvp", "function")
+    if level is None or level.kind == "function":  # the Function's own rule gives the derivative
         return out
     return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe) if isinstance(v, jax.Array) else v, out)
 
 
 def reverse_only() -> bool:
     """Whether grad transforms or torch's autograd from outside are in progress, and no forward-mode transform, which ignores no_grad."""
-    level, found = state.level, state.level.root.recorded
-    while level is not None:
-        if level.kind == "jvp":
-            return False
-        found = found or level.kind == "grad"
-        level = level.parent
-    return found
+    return innermost("jvp") is None and (state.level.root.recorded or innermost("grad") is not None)
 
 
 def constant(value: jax.Array | None) -> jax.Array | None:
     """The same value as a constant to the transforms of every level."""
-    if value is None:
-        return None
-    if state.level.root.staged and isinstance(value, jax.core.Tracer):
-        return requires_grad.stopped_by_torch(value)
-    return lax.stop_gradient(value)
+    if not isinstance(value, jax.core.Tracer):
+        return value
+    return requires_grad.stopped_by_torch(value) if state.level.root.staged else lax.stop_gradient(value)
 
 
 def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:

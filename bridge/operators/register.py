@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bridge import private
+from bridge.lowering.common import loops
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 from bridge.process import process
@@ -93,10 +94,12 @@ def register_lowering(
     """
     if not operators:
         raise ValueError("operators: expected at least one name such as 'aten.sin'")
+    if writes is not None and not isinstance(writes, Mapping):
+        raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
     given = {
         "view_inverse": view_inverse,
         "view_parts": view_parts,
-        "writes": _mapping(writes),
+        "writes": writes,
         "no_grad_outputs": _tuple("no_grad_outputs", no_grad_outputs, "places such as (1,)"),
         "apart": _tuple("apart", apart, "names of arguments such as ('index',)"),
         "pointwise": pointwise,
@@ -112,7 +115,8 @@ def register_lowering(
 
     def register(fn: Lowering) -> Lowering:
         for op in found:  # an Operator is a row of the table that is put back as it was
-            LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(LOWERINGS.get(op, Operator(fn)), lowering=fn, **facts)
+            known = LOWERINGS.get(op, Operator(fn))
+            LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(known, lowering=loops.kept_in(fn), **facts)
             OVERRIDDEN.add(op)
         process.plans.clear()  # plans made while these operators had another lowering, or none
         pieces.forget()
@@ -123,12 +127,6 @@ def register_lowering(
 
 def _no_lowering(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
-
-
-def _mapping(writes: Mapping[str, int] | None) -> Mapping[str, int] | None:
-    if writes is not None and not isinstance(writes, Mapping):
-        raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
-    return writes
 
 
 def _tuple(name: str, given: Sequence[Any] | None, expected: str) -> tuple[Any, ...] | None:

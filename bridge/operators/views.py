@@ -12,12 +12,11 @@ from bridge.lowering.registry import Operator, overload
 from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, stop
 from bridge.trace.aliasing import View
-from bridge.trace.levels import state
+from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Geometry, Node, OutsideOfView
-from bridge.trace.tracing import Traced, node_of, own_rule, value_of
+from bridge.trace.tracing import Traced, node_of, over, own_rule, value_of
 
 aten = torch.ops.aten
-_make = private.make_wrapper
 
 
 def meta_of(t: torch.Tensor) -> torch.Tensor:
@@ -25,12 +24,6 @@ def meta_of(t: torch.Tensor) -> torch.Tensor:
         span = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
         return torch.empty(span, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), t.storage_offset())
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
-def _view_tensor(meta: torch.Tensor, node: Node, device: torch.device) -> Traced:
-    t: Traced = _make(Traced, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device)
-    t.node = node
-    return t
 
 
 def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
@@ -59,18 +52,15 @@ def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
     node = Node(None, state.level, parent, view)
     if not torch.is_grad_enabled():  # the same memory, no derivative through it
         node.value, node.seen = stop(view.forward(value_of(base))), node.root.version
-    return _view_tensor(meta, node, base.device)
+    return over(node, meta, base.device)
 
 
 @own_rule("aten.detach")
 def detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
-    t: Traced = _make(Traced, base.shape, strides=base.stride(), storage_offset=base.storage_offset(), dtype=base.dtype, device=base.device)
     if private.by_user() or type(base) is not Traced:  # also a captured tensor's .data, which autograd keeps as it is
-        t.node = _detached_node(base, constant)
-    else:
-        t.node = Node(None, state.level, node_of(base), View(aten.alias.default, (), {}))
-    return t
+        return over(_detached_node(base, constant), base)
+    return over(Node(None, state.level, node_of(base), View(aten.alias.default, (), {})), base)
 
 
 def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
@@ -84,9 +74,7 @@ def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
 
 def detach_in_place(t: Traced) -> None:
     """Detach a tensor from the innermost grad transform, as detach_() does: PyTorch's kernel changes only that transform's metadata."""
-    level: Any = state.level
-    while level is not None and level.kind != "grad":
-        level = level.parent
+    level = innermost("grad")
     t.node = _detached_node(t, constant if level is None else lambda v: private.stop_at(v, level.probe))
 
 
@@ -108,7 +96,7 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
     view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
-    return _view_tensor(meta, Node(None, state.level, root, view), base.device)
+    return over(Node(None, state.level, root, view), meta, base.device)
 
 
 def _first_place(root: Node) -> int:

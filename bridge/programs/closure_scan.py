@@ -69,15 +69,6 @@ class Place:
         return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
 
 
-class _OfTensor(Place):
-    """An attribute of the tensor that is at a place."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return getattr(self.container.get(), self.key)
-
-
 class Slots:
     """The attributes of an object without a ``__dict__``, as a container; it refers to the object weakly if the object allows that."""
 
@@ -94,23 +85,17 @@ class Slots:
 class _Asked(Place):
     """The answer of an object that is asked at each call: the value of a context variable, whether a weak reference is dead."""
 
-    __slots__ = ("_ask",)
+    __slots__ = ("get",)
 
-    def __init__(self, container: Any, ask: Callable[[], Any], owner: str) -> None:
-        super().__init__(container, None, owner)
-        self._ask = ask
-
-    def get(self) -> Any:
-        return self._ask()
+    def __init__(self, container: Any, ask: Callable[[], Any], owner: str, key: Any = None) -> None:
+        super().__init__(container, key, owner)
+        self.get = ask  # type: ignore[method-assign]
 
 
 class _Referent(Place):
-    """The object that a weak reference refers to; the place does not keep it alive."""
+    """The object that a weak reference, the container, refers to; the place does not keep it alive."""
 
     __slots__ = ()
-
-    def __init__(self, reference: weakref.ReferenceType[Any]) -> None:
-        super().__init__(reference, None, "the referent of a weak reference")
 
     def get(self) -> Any:
         return self.container()
@@ -207,7 +192,7 @@ class Found:
             if _GRAD in self._names and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
-                where = _OfTensor(place, name, "a tensor")
+                where = _Asked(place, functools.partial(lambda p, n: getattr(p.get(), n), place, name), "a tensor", name)
                 _visit(getattr(t, name), where, self, self.depth, _Edge(where, getattr(t, name), None, name != "grad"))
 
     @property
@@ -467,7 +452,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         referent = x()
         yield referent is None, _Asked(x, lambda: x() is None, "whether the referent of a weak reference is dead")
         if referent is not None:
-            yield referent, _Referent(x)
+            yield referent, _Referent(x, None, "the referent of a weak reference")
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")

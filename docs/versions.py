@@ -32,7 +32,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
 CORE = "not slow and not sweep"
-_NEEDED = 12e9  # bytes: CUDA's libraries, which PyPI's torch brings on Linux, and their downloads
+_NEEDED = 9.5e9  # bytes: CUDA's libraries, which PyPI's torch brings on Linux (6.5 GB), and their downloads; 9.3 GB were seen
 _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
 EXAMPLES = """
@@ -48,7 +48,7 @@ examples:
   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA, a tenth of the size
 
 An environment takes 6 GB with PyPI's torch on Linux and is made once; it is brought up to date when pyproject.toml changes.
-Ends with 1 where a test failed, or where a combination could not be installed.
+Ends with 1 if a test failed or a combination could not be installed; with --if-room, a disk that is too small counts as neither.
 """
 
 
@@ -87,6 +87,7 @@ class Row:
         counts: passed, failed, skipped; empty where no test ran.
         failures: the names of the tests that failed.
         problem: why there are no counts; "" where there are.
+        no_room: whether the problem is that the disk is too small.
         minutes: of installing, and of the tests.
         where: date, commit and machine.
     """
@@ -96,6 +97,7 @@ class Row:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[str] = dataclasses.field(default_factory=list)
     problem: str = ""
+    no_room: bool = False
     minutes: dict[str, float] = dataclasses.field(default_factory=dict)
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -107,6 +109,10 @@ class Row:
 
 class NotTested(Exception):
     """Why a combination has no counts."""
+
+
+class NoRoom(NotTested):
+    """The disk has too little room for an environment."""
 
 
 # -- Pythons ----------------------------------------------------------------------------------------------------------------------
@@ -166,7 +172,8 @@ def install(combination: Combination, here: dict[str, str]) -> Path:
     """Make the environment of a combination, or bring it up to date, and return its folder.
 
     Raises:
-        NotTested: there is no such Python, no room, or pip says no.
+        NoRoom: the disk has too little room.
+        NotTested: there is no such Python, or pip says no.
     """
     folder = environments() / combination.folder
     stamp, wanted = folder / ".installed", hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
@@ -177,7 +184,7 @@ def install(combination: Combination, here: dict[str, str]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if not stamp.exists() and free < _NEEDED:
-        raise NotTested(f"{free / 1e9:.0f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.0f}")
+        raise NoRoom(f"{free / 1e9:.1f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.1f}")
     if not stamp.exists():
         _run([here[combination.python], "-m", "venv", "--clear", str(folder)])
     pip = [*_python(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--no-color", "--disable-pip-version-check"]
@@ -285,7 +292,7 @@ def tested(combination: Combination, here: dict[str, str], asked: argparse.Names
         row.counts, row.failures = core(folder, asked.tests, asked.jobs, asked.limit, lambda done, bad: on_stage("testing", done, bad))
         row.minutes["testing"] = round((time.monotonic() - start) / 60, 1)
     except NotTested as why:
-        row.problem = str(why)
+        row.problem, row.no_room = str(why), isinstance(why, NoRoom)
     if asked.delete:
         shutil.rmtree(environments() / combination.folder, ignore_errors=True)
     return row
@@ -396,6 +403,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these test files, in the place of all")
     parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="stop the tests of a combination after so long (60)")
     parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
+    parser.add_argument("--if-room", action="store_true", help="a disk too small for an environment is named, and is no failure")
     parser.add_argument("--no-write", action="store_true", help="leave docs/versions.md and docs/versions.json as they are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(argv)
@@ -428,7 +436,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             for line in [row.problem] if row.problem else row.failures:
                 print(f"{row.combination}: {line}")
-    return 0 if all(row.right for row in rows) else 1
+    return 0 if all(row.right or (asked.if_room and row.no_room) for row in rows) else 1
 
 
 if __name__ == "__main__":

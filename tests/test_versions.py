@@ -130,7 +130,7 @@ def test_the_page_is_what_was_written() -> None:
 # -- a run --------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("combination", "room", "told"),
-    [("3.9,2.15.0,0.10.2", 1e12, "Python 3.9 is not on this machine"), ("{here},2.15.0,0.10.2", 2e9, "2 GB are free"),
+    [("3.9,2.15.0,0.10.2", 1e12, "Python 3.9 is not on this machine"), ("{here},2.15.0,0.10.2", 2e9, "2.0 GB are free"),
      pytest.param("{here},2.99.0,0.10.2", 1e12, "not installed: No matching distribution found", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_what_cannot_be_installed_is_a_row(
@@ -146,6 +146,8 @@ def test_what_cannot_be_installed_is_a_row(
     (row,) = json.loads(capsys.readouterr().out)
     assert re.search(told, row["problem"]), row
     assert row["counts"] == {}
+    assert versions.main(["--only", combination.format(here=here), "--json", "--no-write", "--if-room"]) == int(not row["no_room"])
+    assert row["no_room"] == ("free" in told)
 
 
 # -- another PyTorch ----------------------------------------------------------------------------------------------------------------

@@ -133,8 +133,7 @@ def _linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
     if (
         not given.keys() <= {"input", "weight", "bias"} or not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor)
-        or x.dim() != 1 or weight.dim() != 2
-        or x.shape[0] != weight.shape[1] or x.dtype is not weight.dtype or private.any_autocast()
+        or x.dim() != 1 or weight.dim() != 2 or x.shape[0] != weight.shape[1] or x.dtype is not weight.dtype or private.any_autocast()
     ):
         return func(*args, **kwargs)
     if bias is None:

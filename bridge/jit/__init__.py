@@ -5,5 +5,6 @@
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
 - ``autograd``: such a call as one node of torch's graph.
 - ``outer_products``: rewrites programs to save XLA a copy.
+- ``simplify``: removes what a program need not compute.
 - ``explaining``: says in sentences why a program was compiled.
 """

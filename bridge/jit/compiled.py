@@ -69,9 +69,9 @@ class Compiled:
 
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
-        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False,
+        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
     ) -> None:
-        self.tiered = tiered
+        self.tiered, self.pure = tiered, pure  # pure: to differentiate it runs no Python of the user's
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
         self.changing = changing  # which of these numbers are inputs
@@ -120,8 +120,6 @@ class Compiled:
             jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
         return jitted
-
-    pure = False  # whether to differentiate it runs no Python of the user's
 
     def clear(self) -> None:
         """Free the compiled code; a later call through a reference to this program compiles it anew."""

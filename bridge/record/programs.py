@@ -118,7 +118,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
             numbers.slots[kind] = [python_numbers.stored(numbers, kind, *slot) for slot in slots]
         compiled = object.__new__(Compiled)
         compiled.program = compiled.checked = program
-        compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered = True, (), None, True
+        compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
         compiled.where = list(range(len(recorder.inputs) + 2))
         compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
         compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
@@ -311,8 +311,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
-    compiled = Compiled(program, call, True, (), tiered=True)
-    compiled.pure = not rules
+    compiled = Compiled(program, call, True, (), tiered=True, pure=not rules)
     return _Program(compiled, numbers_in, asked, guards=[g for g in watched if g.needed])
 
 

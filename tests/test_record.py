@@ -4,6 +4,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -625,9 +628,30 @@ def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.Monk
         assert file.stat().st_mtime_ns > written
 
 
+def test_a_program_is_stored_if_the_process_ends_at_once(tmp_path: Any) -> None:
+    """Programs are stored by a thread, which the end of the process wakes up: it waits five seconds for work."""
+    code = (
+        "import atexit, time, torch, torchfunc_jax\n"
+        "torchfunc_jax.vmap(lambda r: (r @ r) * r)(torch.ones(4, 3))\n"
+        "time.sleep(1)\n"
+        "start = time.perf_counter()\n"
+        "from bridge.process import process\n"
+        "process.compiler.end()\n"
+        "print(time.perf_counter() - start < 2.5)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    for wait in (code, code.replace("time.sleep(1)", "pass")):
+        done = subprocess.run([sys.executable, "-c", wait], env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == "True\n"
+        (file,) = (tmp_path / "torchfunc_jax" / "programs").iterdir()
+        file.unlink()
+
+
 @contextlib.contextmanager
 def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
-    """Programs are stored in the folder; JAX's own cache, which the tests use elsewhere, is off."""
+    """Programs are stored in the folder, at once; JAX's own cache, which the tests use elsewhere, is off."""
+    later = process.compiler.later
+    monkeypatch.setattr(process.compiler, "later", lambda work, always=False: work() if always else later(work))
     monkeypatch.setattr(disk, "_place", lambda: (folder, ""))
     monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir
@@ -663,7 +687,7 @@ def test_an_index_out_of_range_in_one_step_is_found() -> None:
 @pytest.mark.parametrize("cube, slope, ahead", [(lambda x: x**3, lambda x: 3 * x**2, True), (Cubed.apply, lambda x: 5 * x, False)])
 def test_the_backward_pass_is_compiled_while_the_forward_pass_is_unless_it_runs_python(cube, slope, ahead, monkeypatch):
     waiting = []
-    monkeypatch.setattr(process.compiler, "later", waiting.append)
+    monkeypatch.setattr(process.compiler, "later", lambda work, always=False: None if always else waiting.append(work))
     monkeypatch.setenv("TORCHFUNC_JAX_CACHE", "0")
     known = set(process.programs.records)
     x = torch.linspace(-1, 1, 29, requires_grad=True)

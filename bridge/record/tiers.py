@@ -57,7 +57,7 @@ class Tiered:
                     else:
                         self._run = lowered.compile(compiling.options() or {})
                 self._took = time.perf_counter() - start
-                self._tell()
+                process.compiler.later(self._tell, always=True)
             return self._run
 
     def ahead(self, *avals: Any) -> None:
@@ -118,21 +118,21 @@ def _quickly(lowered: Any) -> jax.stages.Compiled:
 
 
 class _Worker:
-    """A thread that compiles the waiting programs one after the other, and ends if none has come for a while."""
+    """A thread that compiles and stores the waiting programs one after the other, and ends if none has come for a while."""
 
     def __init__(self) -> None:
-        self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
         self.ended = False
         atexit.register(self.end)
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Do this work after the work that waits already."""
+    def later(self, work: Callable[[], None], always: bool = False) -> None:
+        """Do this work after the work that waits already; always: even if the process ends first."""
         with self.starting:
             if self.ended:
                 return
-            self.waiting.put(work)
+            self.waiting.put((work, always))
             if self.thread is None or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self.run, name="torchfunc_jax compiles", daemon=True)
                 self.thread.start()
@@ -140,16 +140,22 @@ class _Worker:
     def run(self) -> None:
         while not self.ended:
             try:
-                work = self.waiting.get(timeout=5)
+                work, always = self.waiting.get(timeout=5)
             except queue.Empty:
                 return
-            work()
+            if always or not self.ended:
+                work()
 
     def end(self) -> None:
-        """Drop the waiting work and wait for the compilation in progress: XLA may crash if the process exits during one."""
+        """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is always done."""
         self.ended = True
+        self.waiting.put((lambda: None, False))  # wakes the thread up
         if self.thread is not None:
             self.thread.join()
+        while not self.waiting.empty():
+            work, always = self.waiting.get()
+            if always:
+                work()
 
 
 process.compiler = _Worker()

@@ -631,6 +631,15 @@ def linear_program(pull: Callable[..., Any]) -> Any:
     return getattr(pull, "jaxpr", None)
 
 
+def jet_rules() -> dict[Any, Callable[..., Any]]:
+    """By primitive, the rule of ``jax.experimental.jet``: (primals, series, **params) -> (primals, series), in Taylor coefficients.
+
+    Only the function ``jet`` is documented, which runs user code on tracers of its own and refuses a primitive without a rule.
+    """
+    rules: dict[Any, Callable[..., Any]] = importlib.import_module("jax.experimental.jet").jet_rules
+    return rules
+
+
 def scanned(eqn: Any) -> tuple[Any, int, int]:
     """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
 

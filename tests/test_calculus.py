@@ -454,9 +454,9 @@ def test_chunks_take_less_memory() -> None:
     assert taken(chunk_size=4) < taken() / 4
 
 
-@pytest.mark.parametrize("limit", [None, 200_000, 60_000])
+@pytest.mark.parametrize("limit", [None, 60_000])
 def test_automatic_chunks(limit: int | None) -> None:
-    x, w = torch.randn(100, 32), torch.randn(32, 200)
+    x, w = torch.randn(23, 8), torch.randn(8, 50)
     counted = Lanes(lambda x, w: (x @ w).sin().outer(x).sum(0))
     expected = torch.func.vmap(counted.f, in_dims=(0, None))(x, w)
     mapped = vmap(counted, in_dims=(0, None), chunk_size="auto", memory_limit=limit)

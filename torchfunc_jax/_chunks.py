@@ -1,4 +1,4 @@
-"""``vmap(chunk_size="auto")``: how many lanes at a time fit into the memory, by what XLA says of the compiled programs."""
+"""Chunks of a vmap: how many lanes fit into the memory (``chunk_size="auto"``), by what XLA says of programs; and chunks as a loop."""
 from __future__ import annotations
 
 import contextlib
@@ -7,16 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 
 from bridge import devices
-from bridge.boundary.results import is_array, split_arrays
+from bridge.boundary import autograd
+from bridge.boundary.results import is_array, put_together, split_arrays, take_apart
 from bridge.convert import tensors, trees
+from bridge.errors import NotInLoopError
 from bridge.jit.compiled import memory_of
 from bridge.jit.program import aval
 from bridge.record.tensor import Unrecordable
 from bridge.trace.levels import push, state
-from bridge.trace.tracing import value_of
+from bridge.trace.tracing import value_of, wrap
 
 _TRIALS = 6  # how many programs are compiled at most
 
@@ -97,4 +101,46 @@ def _needed(run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[
             torch.set_rng_state(generator)
 
 
-__all__ = ["fitting"]
+def looped(
+    run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], out_dims: Any, lanes: int, count: int
+) -> Any:
+    """The first ``count`` chunks of that many lanes as one loop of a program that is being traced; their results together.
+
+    Raises:
+        NotInLoopError: the function writes, draws random numbers, or checks values.
+    """
+    places = [i for i, d in enumerate(dims) if d is not None]
+    found: list[Any] = []
+
+    def rows(i: int) -> jax.Array:
+        value = value_of(leaves[i]) if isinstance(leaves[i], torch.Tensor) else leaves[i]
+        value = jnp.moveaxis(value, dims[i], 0)[: count * lanes]
+        return value.reshape(count, lanes, *value.shape[1:])
+
+    def step(_: None, chunk: list[jax.Array]) -> tuple[None, list[jax.Array]]:
+        with push("loop") as level:
+            part = list(leaves)
+            for i, value in zip(places, chunk, strict=True):
+                value = jnp.moveaxis(value, 0, dims[i])
+                if isinstance(leaves[i], torch.Tensor):
+                    part[i] = wrap(value, leaves[i].device, level).requires_grad_(leaves[i].requires_grad)
+                else:
+                    part[i] = value
+            outs, meta = take_apart(run(part, lanes))
+            if level.writes:
+                raise NotInLoopError("a write, in a loop")
+            axes = [d for d, x in zip(trees.broadcast(out_dims, meta[0]) or [out_dims], meta[2], strict=True) if x]
+            found[:] = [meta, axes, [(x.device, x.requires_grad) for x in outs]]
+            return None, [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in zip(outs, axes, strict=True)]
+
+    _, stacked = lax.scan(step, None, [rows(i) for i in places])
+    meta, axes, kinds = found
+    results = []
+    for value, d, (device, grad) in zip(stacked, axes, kinds, strict=True):
+        whole = value[0] if d is None else jnp.moveaxis(value.reshape(count * lanes, *value.shape[2:]), 0, d)
+        out = wrap(whole, device)
+        results.append(autograd.computed(out.requires_grad_()) if grad else out)
+    return put_together(results, meta)
+
+
+__all__ = ["fitting", "looped"]

@@ -1,6 +1,7 @@
 """vmap and chunk_vmap: the checks are torch.func's, and jax.vmap maps."""
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,14 @@ from jax import lax
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, is_array, put_together, take_apart
 from bridge.convert import trees
+from bridge.errors import NotInLoopError
 from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import lane_key, source
-from torchfunc_jax._chunks import fitting
+from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None
@@ -146,7 +148,7 @@ def _mapped(
             return _map(func, part, dims, spec, kwargs, out_dims, randomness, n)
 
         sizes = cut(size, run, leaves, dims)
-        return run(leaves, size) if len(sizes) == 1 else _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, sizes)
+        return run(leaves, size) if len(sizes) == 1 else _in_chunks(run, leaves, dims, out_dims, randomness, sizes)
 
     return wrapped
 
@@ -327,12 +329,16 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
 
 
 def _in_chunks(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
-    randomness: str, sizes: list[int],
+    run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], out_dims: out_dims_t, randomness: str, sizes: list[int]
 ) -> Any:
     pieces = []
     start = 0
     level = state.level
+    alike = sizes.index(sizes[-1]) if sizes[-1] != sizes[0] else len(sizes)
+    if level is not None and level.root.staged and alike > 2:  # one step instead of a program as long as all chunks together
+        with contextlib.suppress(NotInLoopError):
+            pieces.append(looped(run, leaves, dims, out_dims, sizes[0], alike))
+            start, sizes = sizes[0] * alike, sizes[alike:]
     draws = source(level).draws if level is not None else 0
     seed = torch.get_rng_state() if randomness == "same" and level is None else None
     for n in sizes:
@@ -343,7 +349,7 @@ def _in_chunks(
         elif seed is not None:
             torch.set_rng_state(seed)
         part = [x if d is None else _narrow(x, d, start, n) for x, d in zip(leaves, dims, strict=True)]
-        pieces.append(_map(func, part, dims, spec, kwargs, out_dims, randomness, n))
+        pieces.append(run(part, n))
         start += n
     flat = [trees.flatten(p) for p in pieces]
     out_spec = flat[0][1]

@@ -226,7 +226,7 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
 
     done = transforms.transform(func, [*primals, *terms], record)
     if done is not transforms.NOT_RECORDED:
-        return done  # type: ignore[no-any-return]
+        return done
     target = Differentiated(func, primals, {}, None, _JET)
 
     def compute(values: list[Any]) -> Result:

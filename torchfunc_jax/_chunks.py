@@ -139,7 +139,9 @@ def looped(
     for value, d, (device, grad) in zip(stacked, axes, kinds, strict=True):
         whole = value[0] if d is None else jnp.moveaxis(value.reshape(count * lanes, *value.shape[2:]), 0, d)
         out = wrap(whole, device)
-        results.append(autograd.computed(out.requires_grad_()) if grad else out)
+        if grad:
+            out.requires_grad_()
+        results.append(autograd.computed(out) if grad else out)
     return put_together(results, meta)
 
 

@@ -87,8 +87,8 @@ def vmap(
         raise ValueError(f'vmap: memory_limit should be greater than 0, and needs chunk_size="auto". (got {memory_limit}, {chunk_size})')
     chosen: dict[Any, int] = {}  # the chunk sizes that were found for "auto"
 
-    def cut(size: int, *call: Any) -> list[int]:
-        chunk = fitting(size, *call, memory_limit, chosen) if isinstance(chunk_size, str) else chunk_size
+    def cut(size: int, run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None]) -> list[int]:
+        chunk = fitting(size, run, leaves, dims, memory_limit, chosen) if isinstance(chunk_size, str) else chunk_size
         if chunk is None or chunk >= size:
             return [size]
         return [chunk] * (size // chunk) + [size % chunk]

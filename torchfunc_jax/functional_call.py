@@ -68,19 +68,24 @@ def functional_call(
 
         return plain(run)(*given)
     with SWAPPING:
-        state, names = _copied(module, parameter_and_buffer_dicts, strict) if return_buffers else (parameter_and_buffer_dicts, [])
+        if not return_buffers:
+            return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+        state, names = _copied(module, parameter_and_buffer_dicts, strict)
         # it puts into the dict the tensors with which the module replaces others
         out = _torch_functional_call(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
-        return (out, {name: state[name] for name in names}) if return_buffers else out
+        return out, {name: state[name] for name in names}
 
 
-def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[Any, list[str]]:
+def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[dict[str, Any], list[str]]:
     """One dict of what is given, with copies of the buffers and, unless strict, of the module's buffers that are missing; their names."""
     known = dict(module.named_buffers(remove_duplicate=False))
     dicts = [given] if isinstance(given, dict) else list(given)
+    if not all(isinstance(d, dict) for d in dicts):
+        raise ValueError(f"parameter_and_buffer_dicts: expected a dict, or several dicts, got {[type(d).__name__ for d in dicts]}")
     state = {name: t.clone() if name in known else t for d in dicts for name, t in d.items()}
     if len(state) < sum(map(len, dicts)):
-        return given, []  # a name is in several dicts, which torch's function refuses
+        names = [name for name in state if sum(name in d for d in dicts) > 1]
+        raise ValueError(f"parameter_and_buffer_dicts: {names} appeared in multiple dictionaries; give each name in one of them")
     there = {id(known[name]) for name in state if name in known}
     state |= {name: t.clone() for name, t in module.named_buffers() if not strict and id(t) not in there}
     return state, [name for name in state if name in known]

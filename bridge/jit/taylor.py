@@ -74,16 +74,16 @@ def _along(
 
 def _equation(jaxpr: Jaxpr, eqn: JaxprEqn, primals: list[Any], series: list[Series], order: int) -> tuple[Sequence[Any], Sequence[Series]]:
     active = [i for i, terms in enumerate(series) if terms is not None]
-    one = _alone(jaxpr, eqn)
-    if not active or not any(inexact(v.aval) for v in eqn.outvars):
-        return one(*primals), [None] * len(eqn.outvars)
+    one, outvars = _alone(jaxpr, eqn), list[Any](eqn.outvars)
+    if not active or not any(inexact(v.aval) for v in outvars):
+        return one(*primals), [None] * len(outvars)
     if eqn.primitive.name in ("jit", "pjit"):
         inner = eqn.params["jaxpr"]
         return _along(inner.jaxpr, inner.consts, primals, series, order)
     if len(active) == 1 and active[0] in _LINEAR_IN.get(eqn.primitive, ()):
         (i,) = active
         return one(*primals), [[one(*primals[:i], c, *primals[i + 1 :])[0] for c in series[i] or ()]]
-    rule = None if eqn.primitive.name in _BY_DERIVATIVE else jet_rules().get(eqn.primitive)
+    rule = None if eqn.primitive.name in _BY_DERIVATIVE else jet_rules.get(eqn.primitive)
     if rule is None:
         return _derived(one, primals, series, active, order)
     full = [[jnp.zeros_like(p)] * order if terms is None else terms for p, terms in zip(primals, series, strict=True)]

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import torch
@@ -61,6 +63,36 @@ def find(device: jax.Device | str) -> jax.Device:
     except (RuntimeError, IndexError, ValueError):
         have = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
         raise ValueError(f"device: no JAX device {device!r}; this machine has {have}") from None
+
+
+def free_memory(device: jax.Device) -> int:
+    """The bytes that are free on a device; for a CPU, those that the machine, or this process's cgroup, still has.
+
+    Args:
+        device: any JAX device.
+
+    Returns:
+        int: a device that does not tell counts as a CPU.
+
+    Source: https://docs.jax.dev/en/latest/_autosummary/jax.Device.html
+
+    Example:
+        >>> import jax
+        >>> from bridge import devices
+        >>> devices.free_memory(jax.devices()[0]) > 0
+        True
+    """
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, StopIteration):  # not Linux
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        free.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit, which says "max"
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(min(free), 0)
 
 
 def jax_device(device: torch.device) -> jax.Device | None:

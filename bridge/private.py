@@ -27,6 +27,13 @@ from torch.utils import _pytree
 # stable, but a module with an underscore exports it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
+# By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series).  Only the function ``jet`` is documented; it
+# runs user code on tracers of its own, and refuses a primitive without a rule.
+try:
+    from jax.experimental.jet import jet_rules
+except ImportError:  # jax.experimental may drop it: then bridge/jit/taylor.py goes by first derivatives alone, which takes longer
+    jet_rules = {}
+
 
 class _Missing:
     """Stands for a name that this version of PyTorch does not have: the package still imports, and a use of the name raises."""

@@ -737,19 +737,6 @@ def test_python_runs_at_every_call() -> None:
     assert len(calls) == 6
 
 
-def test_signatures_are_those_of_torch_func() -> None:
-    import inspect
-
-    import torchfunc_jax
-
-    describe = lambda f: [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
-    for name in (
-        "vmap", "grad", "grad_and_value", "vjp", "jvp", "linearize", "jacrev", "jacfwd", "hessian", "functionalize", "functional_call",
-        "stack_module_state",
-    ):
-        assert describe(getattr(torchfunc_jax, name)) == describe(getattr(torch.func, name)), name
-
-
 def test_torch_autograd_inside_vmap() -> None:
     from torchfunc_jax import jit, vmap
 

@@ -11,7 +11,8 @@ from bridge.boundary.results import is_array
 from bridge.convert import dtypes, trees
 
 argnums_t = int | tuple[int, ...]
-_FORWARD = ("jvp", "jacfwd", "linearize")  # these raise ValueError for an integer input; reverse mode raises RuntimeError
+#: These raise ValueError for an integer input; reverse mode raises RuntimeError.
+_FORWARD = ("jvp", "jacfwd", "linearize", "hvp", "jacobian_diagonal", "laplacian", "jet")
 
 
 def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, ...]]:

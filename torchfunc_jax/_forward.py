@@ -30,7 +30,7 @@ _API = "jvp(f, primals, tangents)"
 
 
 @contextlib.contextmanager
-def _forward_mode() -> Iterator[None]:
+def forward_mode() -> Iterator[None]:
     """While entered, JAX's refusal of forward mode for a Function with only a backward becomes torch's error (checkpoint, scan)."""
     try:
         yield
@@ -71,11 +71,15 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
 
 
 def jvp_with_argnums(
-    func: Callable[..., Any], primals: Any, tangents: Any, argnums: _args.argnums_t | None, strict: bool, has_aux: bool, tied: bool = True
+    func: Callable[..., Any], primals: Any, tangents: Any, argnums: _args.argnums_t | None, strict: bool = False, has_aux: bool = False,
+    tied: bool = True, api: str = _API,
 ) -> Any:
-    """``jvp`` with respect to some of the primals; argnums None: all of them.  tied: see ``bridge.trace.requires_grad.tie_tangents``."""
+    """``jvp`` with respect to some of the primals; argnums None: all of them.
+
+    tied: see ``bridge.trace.requires_grad.tie_tangents``.  api: how errors name the call.
+    """
     if not isinstance(primals, tuple):
-        raise RuntimeError(f"{_API}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
+        raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
     diff = primals if argnums is None else _args.select(primals, argnums)[0]
     if argnums is not None and isinstance(argnums, int):
         diff = (diff,)
@@ -83,20 +87,20 @@ def jvp_with_argnums(
     flat_tangents, tangents_spec = trees.flatten(tangents)
     if spec != tangents_spec:
         raise RuntimeError(
-            f"{_API}: Expected primals and tangents to have the same python structure. For example, if primals is a tuple of 3 tensors, "
+            f"{api}: Expected primals and tangents to have the same python structure. For example, if primals is a tuple of 3 tensors, "
             f"tangents also must be. Got primals with structure {spec} and tangents with structure {tangents_spec}"
         )
     for leaves, what in ((flat_primals, "primals"), (flat_tangents, "tangents")):
         if not leaves:
-            raise RuntimeError(f"{_API}: Expected {what} to contain at least one Tensor.")
+            raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
         for x in leaves:
             if not is_array(x):
-                raise RuntimeError(f"{_API}: Expected {what} to only contain Tensors, got {type(x)}")
+                raise RuntimeError(f"{api}: Expected {what} to only contain Tensors, got {type(x)}")
     for i, (p, t) in enumerate(zip(flat_primals, flat_tangents, strict=True)):
         if tuple(p.shape) != tuple(t.shape):
-            raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
+            raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
-            raise RuntimeError(f"{_API}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
+            raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
         out_spec, n, aux_spec = meta
@@ -104,19 +108,19 @@ def jvp_with_argnums(
         return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
 
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, primals, {}, argnums, _API)
+        target = Differentiated(func, primals, {}, argnums, api)
         params = (target.active, strict, tied)
-        tensors, meta = target.entered(recorder, "jvp", params, functools.partial(_outputs, has_aux=has_aux), flat_tangents)
+        tensors, meta = target.entered(recorder, "jvp", params, functools.partial(outputs, has_aux=has_aux, api=api), flat_tangents)
         outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
         return outs, lambda outs: build(outs, meta)
 
     done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, primals, {}, argnums, _API)
+    target = Differentiated(func, primals, {}, argnums, api)
 
     def finish(out: Any) -> tuple[list[Any], Any]:
-        tensors, meta = _outputs(out, has_aux)
+        tensors, meta = outputs(out, has_aux, api)
         if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "
@@ -129,7 +133,7 @@ def jvp_with_argnums(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values[:width], "jvp", finish, found, lambda meta: meta[1])
-        with _forward_mode():
+        with forward_mode():
             outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         pushed = tie_tangents(pushed, outs) if tied else pushed
@@ -140,14 +144,14 @@ def jvp_with_argnums(
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
 
 
-def _outputs(out: Any, has_aux: bool) -> tuple[list[Any], tuple[Any, int, Any]]:
+def outputs(out: Any, has_aux: bool, api: str) -> tuple[list[Any], tuple[Any, int, Any]]:
     """The tensors of a function's output and aux, and (the spec of the output, the number of its tensors, the spec of aux)."""
     aux: Any = None
     if has_aux:
-        out, aux = _args.pair(out, _API)
+        out, aux = _args.pair(out, api)
     aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
     leaves, out_spec = trees.flatten(out)
-    _args.non_empty_tensors(leaves, _API)
+    _args.non_empty_tensors(leaves, api)
     return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
 
 
@@ -220,7 +224,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
-        with _forward_mode():
+        with forward_mode():
             outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)

@@ -11,7 +11,7 @@ import torch
 
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result
-from bridge.convert import dtypes, trees
+from bridge.convert import trees
 from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
@@ -139,19 +139,27 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
 
 
 @opaque
-def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False, *, randomness: str = "error") -> Callable[..., Any]:
+def jacfwd(
+    func: Callable[..., Any],
+    argnums: argnums_t = 0,
+    has_aux: bool = False,
+    *,
+    randomness: str = "error",
+    chunk_size: int | str | None = None,
+) -> Callable[..., Any]:
     """The Jacobian, computed column by column in forward mode, which suits functions with fewer inputs than outputs.
 
     Args:
         func, argnums, has_aux: as in ``jacrev``.
         randomness: the randomness of the ``vmap`` that computes the columns.
+        chunk_size: how many columns are computed at a time, as in ``vmap``; torch.func has it in ``jacrev`` alone.
 
     Returns:
         Callable: as in ``jacrev``.
 
     Raises:
         RuntimeError: an input or output is complex; a random operator runs while randomness is "error".
-        ValueError: an input to differentiate is not a tensor, or has an integer dtype.
+        ValueError: an input to differentiate is not a tensor, or has an integer dtype; chunk_size < 1.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacfwd.html
 
@@ -169,15 +177,13 @@ def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = Fal
         diff, _ = _args.select(args, argnums)
         primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
         _args.differentiable(primals, "jacfwd(f)(*args)")
-        sizes = [_numel(p) for p in primals]
-        basis = trees.unflatten(spec, _basis(primals, sizes))
 
-        def push(tangents: Any) -> Any:
-            output = jvp_with_argnums(func, args, tangents, argnums, False, has_aux)
+        def push(tangents: list[torch.Tensor]) -> Any:
+            output = jvp_with_argnums(func, args, trees.unflatten(spec, tangents), argnums, False, has_aux)
             _args.real("jacfwd", output[0], "outputs")
             return output[1:] if has_aux else output[1]
 
-        pushed = vmap(push, randomness=randomness)(basis)
+        pushed = along_units(push, func, primals, randomness=randomness, chunk_size=chunk_size)
         if has_aux:
             pushed, aux = pushed
             aux = trees.map_leaves(lambda a: a[0], aux)
@@ -185,10 +191,7 @@ def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = Fal
         jacobians = []
         for out in outs:
             moved = out.movedim(0, -1) if isinstance(out, torch.Tensor) else jnp.moveaxis(out, 0, -1)
-            blocks, start = [], 0
-            for p, n in zip(primals, sizes, strict=True):
-                blocks.append(moved[..., start : start + n].reshape(tuple(moved.shape[:-1]) + tuple(p.shape)))
-                start += n
+            blocks = [moved[..., k].reshape(tuple(moved.shape[:-1]) + tuple(p.shape)) for p, k in zip(primals, spans(primals), strict=True)]
             tree = trees.unflatten(spec, blocks)
             jacobians.append(tree[0] if isinstance(argnums, int) else tree)
         jacobian = trees.unflatten(out_spec, jacobians)
@@ -197,32 +200,46 @@ def jacfwd(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = Fal
     return wrapped
 
 
-def _numel(p: torch.Tensor | jax.Array) -> int:
-    return p.numel() if isinstance(p, torch.Tensor) else p.size
+def along_units(
+    push: Callable[[list[torch.Tensor]], Any], func: Callable[..., Any], primals: list[Any], *, randomness: str,
+    chunk_size: int | str | None,
+) -> Any:
+    """``push`` for each unit vector of the space of all primals together, mapped by ``vmap``.
+
+    push: takes a unit vector as one tangent for each primal.  The vector is made from its number, inside, so that a chunk of the vectors
+        takes a chunk's memory.
+    func: the user's function, which push calls.
+    """
+    cuts = spans(primals)
+
+    def lane(number: torch.Tensor) -> Any:
+        places = [torch.arange(k.start, k.stop, device=number.device).reshape(p.shape) for p, k in zip(primals, cuts, strict=True)]
+        return push([(place == number).to(_args.dtype_of(p)) for p, place in zip(primals, places, strict=True)])
+
+    lane.transforms = func  # type: ignore[attr-defined]  # whether a call can be recorded depends on it (bridge/record/transforms.py)
+    count, first = cuts[-1].stop if cuts else 0, primals[0] if primals else None
+    numbers = jnp.arange(count) if isinstance(first, jax.Array) else torch.arange(count, device=getattr(first, "device", None))
+    return vmap(lane, randomness=randomness, chunk_size=chunk_size)(numbers)
 
 
-def _basis(primals: list[Any], sizes: list[int]) -> list[Any]:
-    """The standard basis of all primals together, cut into a block of shape [sum of sizes, *primal.shape] for each primal."""
-    total, start = sum(sizes), 0
-    blocks: list[Any] = []
-    for p, n in zip(primals, sizes, strict=True):
-        if isinstance(p, torch.Tensor):
-            block = torch.zeros(total, n, dtype=p.dtype, device=p.device)
-            block.diagonal(-start).fill_(1)
-            blocks.append(block.reshape(total, *p.shape))
-        else:
-            blocks.append(jnp.eye(total, n, -start, dtype=dtypes.to_jax(dtypes.to_torch(p.dtype))).reshape(total, *p.shape))
+def spans(primals: list[Any]) -> list[slice]:
+    """The places of each primal's elements among those of all primals together."""
+    found, start = [], 0
+    for p in primals:
+        n = p.numel() if isinstance(p, torch.Tensor) else p.size
+        found.append(slice(start, start + n))
         start += n
-    return blocks
+    return found
 
 
 @opaque
-def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., Any]:
+def hessian(func: Callable[..., Any], argnums: argnums_t = 0, *, chunk_size: int | None = None) -> Callable[..., Any]:
     """The Hessian, forward over reverse: ``jacfwd(jacrev(func))``.
 
     Args:
         func: returns real floating tensors in any pytree.
         argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of real floating tensors.
+        chunk_size: how many columns, and how many of their rows, are computed at a time; torch.func does not have it.
 
     Returns:
         Callable: takes func's arguments and returns a tree nested by output, input and input, of tensors of shape
@@ -230,7 +247,7 @@ def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., A
 
     Raises:
         RuntimeError: an input or output is complex; an output is not a floating tensor.
-        ValueError: an input to differentiate is not a tensor, or has an integer dtype.
+        ValueError: an input to differentiate is not a tensor, or has an integer dtype; chunk_size < 1.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.hessian.html
 
@@ -241,4 +258,4 @@ def hessian(func: Callable[..., Any], argnums: argnums_t = 0) -> Callable[..., A
         tensor([[ 6.,  0.],
                 [ 0., 12.]])
     """
-    return jacfwd(jacrev(func, argnums), argnums)
+    return jacfwd(jacrev(func, argnums, chunk_size=chunk_size), argnums, chunk_size=chunk_size)

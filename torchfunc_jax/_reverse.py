@@ -56,7 +56,7 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
     @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        gradients, value = _grad_and_value(func, argnums, has_aux, args, kwargs)
+        gradients, value = gradients_and_value(func, argnums, has_aux, args, kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return wrapped
@@ -90,7 +90,7 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
     @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return _grad_and_value(func, argnums, has_aux, args, kwargs)
+        return gradients_and_value(func, argnums, has_aux, args, kwargs)
 
     return wrapped
 
@@ -109,7 +109,7 @@ class Differentiated:
 
     def entered(self, recorder: Recorder, kind: str, params: Any, finish: Any, more: Sequence[torch.Tensor] = ()) -> tuple[list[Any], Any]:
         """Begin the transform in a record and run the function in it; returns what ``finish`` makes of the function's result."""
-        avals = transforms.avals_of(self.leaves, () if kind in ("jvp", "linearize") else self.active)
+        avals = transforms.avals_of(self.leaves, () if kind in ("jvp", "linearize", "jet") else self.active)
         return transforms.entered(recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish)
 
     @functools.cached_property
@@ -169,10 +169,11 @@ def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
     return [out, *aux_tensors], aux_spec
 
 
-def _grad_and_value(
-    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+def gradients_and_value(
+    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
+    api: str = "grad_and_value(f)(*args)",
 ) -> tuple[Any, Any]:
-    api = "grad_and_value(f)(*args)"
+    """The gradients and the value; api: how errors name the call."""
     finish = functools.partial(_scalar, has_aux=has_aux, api=api)
 
     def build(target: Differentiated, outs: Sequence[Any], aux_spec: Any) -> tuple[Any, Any]:
@@ -211,7 +212,7 @@ def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int
         out, *aux = body(*arguments)
         return out, tuple(aux)
 
-    gradients, (value, aux) = _grad_and_value(f, active, True, tuple(operands), {})
+    gradients, (value, aux) = gradients_and_value(f, active, True, tuple(operands), {})
     return [*gradients, value, *aux], None
 
 

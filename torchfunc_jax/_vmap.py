@@ -1,6 +1,7 @@
 """vmap and chunk_vmap: the checks are torch.func's, and jax.vmap maps."""
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ from jax import lax
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, is_array, put_together, take_apart
 from bridge.convert import trees
+from bridge.errors import NotInLoopError
 from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import lane_key, source
+from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]
 out_dims_t = int | tuple[int, ...] | None
@@ -40,7 +43,8 @@ def vmap(
     out_dims: out_dims_t = 0,
     randomness: str = "error",
     *,
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
+    memory_limit: int | None = None,
 ) -> Callable[..., Any]:
     """Map ``func`` over a dimension of its inputs, all lanes at once; without ``jit``, its Python runs at each call.
 
@@ -49,7 +53,10 @@ def vmap(
         in_dims: which dimension to map over, for each input: an int, None (not mapped), or a tree of them that is a prefix of the inputs.
         out_dims: where the mapped dimension appears in the outputs.
         randomness: "error", "same" (all lanes draw the same numbers) or "different".
-        chunk_size: map so many lanes at a time, one call of ``func`` for each chunk; None: all of them.
+        chunk_size: map so many lanes at a time, one call of ``func`` for each chunk; None: all of them; "auto": as many as the memory
+            allows. torch.func does not have "auto".
+        memory_limit: with chunk_size="auto", how many bytes the program of one chunk may take: its arguments, its results and what it
+            computes in between, as XLA reports them. None: half of the memory that is free on the device, or on the machine for CPUs.
 
     Returns:
         Callable: takes func's arguments, each mapped one with its extra dimension, and returns func's outputs, each with the mapped
@@ -57,9 +64,10 @@ def vmap(
 
     Raises:
         ValueError: in_dims or out_dims do not fit; there is nothing to map over; mapped sizes differ; an output is not a tensor;
-            chunk_size < 1.
+            chunk_size < 1 or another word than "auto"; memory_limit without "auto", or < 1.
         IndexError: an out_dim is out of range.
-        RuntimeError: an unknown randomness; a random operator while randomness is "error".
+        RuntimeError: with chunk_size="auto", not even one lane fits into the memory; an unknown randomness; a random operator while
+            randomness is "error".
         DataDependentError: (a RuntimeError) func asks for the value of a mapped tensor, or for a shape that depends on it.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vmap.html
@@ -73,13 +81,17 @@ def vmap(
     """
     if randomness not in ("error", "different", "same"):
         raise RuntimeError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
-    if not (chunk_size is None or chunk_size > 0):
-        raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
+    if chunk_size != "auto" and (isinstance(chunk_size, str) or not (chunk_size is None or chunk_size > 0)):
+        raise ValueError(f'vmap: chunk_size should be None, greater than 0, or "auto". (got {chunk_size})')
+    if memory_limit is not None and (chunk_size != "auto" or memory_limit < 1):
+        raise ValueError(f'vmap: memory_limit should be greater than 0, and needs chunk_size="auto". (got {memory_limit}, {chunk_size})')
+    chosen: dict[Any, int] = {}  # the chunk sizes that were found for "auto"
 
-    def cut(size: int) -> list[int]:
-        if chunk_size is None or chunk_size >= size:
+    def cut(size: int, run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None]) -> list[int]:
+        chunk = fitting(size, run, leaves, dims, memory_limit, chosen) if isinstance(chunk_size, str) else chunk_size
+        if chunk is None or chunk >= size:
             return [size]
-        return [chunk_size] * (size // chunk_size) + [size % chunk_size]
+        return [chunk] * (size // chunk) + [size % chunk]
 
     return _mapped(func, in_dims, out_dims, randomness, cut)
 
@@ -118,23 +130,25 @@ def chunk_vmap(
     if chunks == 1:
         return vmap(func, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
 
-    return _mapped(func, in_dims, out_dims, randomness, lambda size: [len(range(k, size, chunks)) for k in range(chunks)])
+    return _mapped(func, in_dims, out_dims, randomness, lambda size, *_: [len(range(k, size, chunks)) for k in range(chunks)])
 
 
 def _mapped(
-    func: Callable[..., Any], in_dims: in_dims_t, out_dims: out_dims_t, randomness: str, cut: Callable[[int], list[int]]
+    func: Callable[..., Any], in_dims: in_dims_t, out_dims: out_dims_t, randomness: str, cut: Callable[..., list[int]]
 ) -> Callable[..., Any]:
-    """func as a function of mapped arguments; cut: takes the mapped size and returns the sizes of the chunks."""
+    """func as a function of mapped arguments; cut: takes the mapped size and the call as ``fitting`` does, returns the chunks' sizes."""
 
     @opaque
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
         leaves, dims, spec, size = _check_inputs(in_dims, args, func)
-        sizes = cut(size)
-        if len(sizes) == 1:
-            return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
-        return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, sizes)
+
+        def run(part: list[Any], n: int) -> Any:
+            return _map(func, part, dims, spec, kwargs, out_dims, randomness, n)
+
+        sizes = cut(size, run, leaves, dims)
+        return run(leaves, size) if len(sizes) == 1 else _in_chunks(run, leaves, dims, out_dims, randomness, sizes)
 
     return wrapped
 
@@ -315,12 +329,16 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
 
 
 def _in_chunks(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
-    randomness: str, sizes: list[int],
+    run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], out_dims: out_dims_t, randomness: str, sizes: list[int]
 ) -> Any:
     pieces = []
     start = 0
     level = state.level
+    alike = sizes.index(sizes[-1]) if sizes[-1] != sizes[0] else len(sizes)
+    if level is not None and level.root.staged and alike > 2:  # one step instead of a program as long as all chunks together
+        with contextlib.suppress(NotInLoopError):
+            pieces.append(looped(run, leaves, dims, out_dims, sizes[0], alike))
+            start, sizes = sizes[0] * alike, sizes[alike:]
     draws = source(level).draws if level is not None else 0
     seed = torch.get_rng_state() if randomness == "same" and level is None else None
     for n in sizes:
@@ -331,7 +349,7 @@ def _in_chunks(
         elif seed is not None:
             torch.set_rng_state(seed)
         part = [x if d is None else _narrow(x, d, start, n) for x, d in zip(leaves, dims, strict=True)]
-        pieces.append(_map(func, part, dims, spec, kwargs, out_dims, randomness, n))
+        pieces.append(run(part, n))
         start += n
     flat = [trees.flatten(p) for p in pieces]
     out_spec = flat[0][1]

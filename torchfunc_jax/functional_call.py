@@ -24,6 +24,7 @@ def functional_call(
     *,
     tie_weights: bool = True,
     strict: bool = False,
+    return_buffers: bool = False,
 ) -> Any:
     """Call a module with these parameters and buffers instead of its own.
 
@@ -35,9 +36,13 @@ def functional_call(
         kwargs: its keyword arguments.
         tie_weights: parameters that are tied in the module are tied in the call too.
         strict: every parameter and buffer of the module must be given, and no other.
+        return_buffers: return the buffers after the call too, and change none in place: neither the module's nor those that are given.
+            torch.func does not have it. For modules that update buffers, such as BatchNorm in training mode, under grad and vmap, which
+            refuse in-place changes of captured buffers.
 
     Returns:
-        The module's output for these arguments; its tensors are jax.Arrays if any jax.Array was given.
+        The module's output for these arguments; its tensors are jax.Arrays if any jax.Array was given. With return_buffers (output,
+        buffers), where buffers has each buffer of the module by its name: new tensors of the shapes and dtypes of those before the call.
 
     Raises:
         ValueError: a name is in several dicts; a value is not a dict; tied parameters have different values.
@@ -51,15 +56,39 @@ def functional_call(
         >>> model = torch.nn.Linear(2, 1)
         >>> functional_call(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
         tensor([[2.]])
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> out, buffers = functional_call(norm, {}, torch.ones(4, 2), return_buffers=True)
+        >>> buffers["running_mean"], norm.running_mean
+        (tensor([0.1000, 0.1000]), tensor([0., 0.]))
     """
     given = (parameter_and_buffer_dicts, args, kwargs)
     if any(isinstance(x, jax.Array) for x in trees.flatten(given)[0]):
         def run(parameters: Any, args: Any, kwargs: Any) -> Any:
-            return functional_call(module, parameters, args, kwargs, tie_weights=tie_weights, strict=strict)
+            return functional_call(module, parameters, args, kwargs, tie_weights=tie_weights, strict=strict, return_buffers=return_buffers)
 
         return plain(run)(*given)
     with SWAPPING:
-        return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+        if not return_buffers:
+            return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+        state, names = _copied(module, parameter_and_buffer_dicts, strict)
+        # it puts into the dict the tensors with which the module replaces others
+        out = _torch_functional_call(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
+        return out, {name: state[name] for name in names}
+
+
+def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """One dict of what is given, with copies of the buffers and, unless strict, of the module's buffers that are missing; their names."""
+    known = dict(module.named_buffers(remove_duplicate=False))
+    dicts = [given] if isinstance(given, dict) else list(given)
+    if not all(isinstance(d, dict) for d in dicts):
+        raise ValueError(f"parameter_and_buffer_dicts: expected a dict, or several dicts, got {[type(d).__name__ for d in dicts]}")
+    state = {name: t.clone() if name in known else t for d in dicts for name, t in d.items()}
+    if len(state) < sum(map(len, dicts)):
+        names = [name for name in state if sum(name in d for d in dicts) > 1]
+        raise ValueError(f"parameter_and_buffer_dicts: {names} appeared in multiple dictionaries; give each name in one of them")
+    there = {id(known[name]) for name in state if name in known}
+    state |= {name: t.clone() for name, t in module.named_buffers() if not strict and id(t) not in there}
+    return state, [name for name in state if name in known]
 
 
 def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dict[str, Any], dict[str, Any]]:

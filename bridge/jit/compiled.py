@@ -307,4 +307,17 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * float(finite.max() if finite.size else 0), equal_nan=True))
 
 
-__all__ = ["Changed", "Compiled", "ProgramInfo"]
+def memory_of(function: Callable[..., list[jax.Array]], avals: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """The bytes that the compiled program of a function of arrays takes: arguments, results, and what it computes in between.
+
+    The function may use tracers of a trace in progress; they count as arguments.
+    """
+    with jax.enable_x64(True), compiling.correctly():
+        closed = jax.make_jaxpr(function)(*avals)
+        consts = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(jax.typeof, closed.consts)]
+        program = jax.jit(lambda consts, *arrays: jax.core.eval_jaxpr(closed.jaxpr, consts, *arrays), compiler_options=compiling.options())
+        found = program.lower(consts, *avals).compile().memory_analysis()
+    return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes)
+
+
+__all__ = ["Changed", "Compiled", "ProgramInfo", "memory_of"]

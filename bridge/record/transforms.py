@@ -65,7 +65,7 @@ def _outermost(
     lasting: bool,
 ) -> Any:
     refuse_recording()
-    key = (code_of(func), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
+    key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
         return NOT_RECORDED
     recorder = state.recorder = Recorder(run)

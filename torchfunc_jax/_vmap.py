@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, is_array, put_together, take_apart
 from bridge.convert import trees
-from bridge.private import opaque
+from bridge.private import torch_chunk_vmap, trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
@@ -33,7 +34,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return repr(func)
 
 
-@opaque
+@handing_over.transform(torch.func.vmap)
 def vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -84,7 +85,7 @@ def vmap(
     return _mapped(func, in_dims, out_dims, randomness, cut)
 
 
-@opaque
+@handing_over.transform(torch_chunk_vmap)
 def chunk_vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -126,9 +127,7 @@ def _mapped(
 ) -> Callable[..., Any]:
     """func as a function of mapped arguments; cut: takes the mapped size and returns the sizes of the chunks."""
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
         leaves, dims, spec, size = _check_inputs(in_dims, args, func)
         sizes = cut(size)
@@ -136,7 +135,7 @@ def _mapped(
             return _map(func, leaves, dims, spec, kwargs, out_dims, randomness, size)
         return _in_chunks(func, leaves, dims, spec, kwargs, out_dims, randomness, sizes)
 
-    return wrapped
+    return mapped
 
 
 def _check_out_dims(out_dims: out_dims_t, func: Callable[..., Any]) -> None:
@@ -268,6 +267,7 @@ def _map(
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
                     level.key, level.lane = (lambda: lane_key(parent, lane)), lane
+                level.probe = next(trace_of(v) for v, d in zip(lanes, in_axes, strict=True) if d is not None)
                 result = traceable.run(level, lanes, finish)
             axes = result.meta[1]
             result.values[: len(axes)] = [

@@ -8,6 +8,7 @@ import jax
 import torch
 from torch import nn
 
+from bridge.boundary import handing_over
 from bridge.boundary.untransformed import plain
 from bridge.convert import trees
 from bridge.modules import SWAPPING
@@ -16,6 +17,8 @@ from bridge.modules import SWAPPING
 _torch_functional_call = torch.func.functional_call
 
 
+
+@handing_over.call(_torch_functional_call)
 def functional_call(
     module: nn.Module,
     parameter_and_buffer_dicts: dict[str, Any] | Sequence[dict[str, Any]],

@@ -133,19 +133,6 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
 _functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 
 
-def watched_by_torch() -> bool:
-    """Whether one of torch's transforms is in progress, or a dispatch mode is entered (the user's, make_fx's or torch.export's).
-
-    There is no public way to ask.
-    """
-    return transformed_by_torch() or count_of_dispatch_modes() > 0
-
-
-def recorded_by_torch() -> bool:
-    """Whether make_fx or torch.export records."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
 @contextlib.contextmanager
 def parametrizations_anew() -> Iterator[None]:
     """While entered, ``torch.nn.utils.parametrize.cached`` has an empty cache; afterwards it has its earlier cache again."""
@@ -162,23 +149,12 @@ def which_generator(generator: torch.Generator) -> int:
     return generator._cdata  # type: ignore[attr-defined]
 
 
-def dispatch_mode() -> str | None:
-    """The name of a torch dispatch mode that the user has entered, or None.
-
-    PyTorch's own modes have a key, except for one that copies written arguments and changes no values.
-    """
-    if not count_of_dispatch_modes():
-        return None
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    names = [type(m).__name__ for m in modes if getattr(m, "_mode_key", None) is None]
-    return next((name for name in names if name != "_CloneArgBeforeMutateMode"), None)
-
-
+#: The number of torch dispatch modes that are entered, PyTorch's own among them; there is no public way to ask.
 count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:
-    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress."""
+    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress; there is no public way to ask."""
     return _functorch_innermost() is not None or forward_ad._current_level >= 0
 
 
@@ -243,6 +219,19 @@ def _at_level_jvp(inside: int, rule: Any, primals: Sequence[jax.Array], tangents
     return rule(primals[0], tangents[0])
 
 
+def peeled(value: Any) -> Iterator[tuple[Any, int | None, Any]]:
+    """The outermost layer of a tracer of vmap, grad or jvp, if it is one: (its trace, vmap's dimension or None, the value inside)."""
+    if hasattr(value, "batch_dim"):
+        yield value._trace, value.batch_dim, value.val
+    elif hasattr(value, "primal"):
+        yield value._trace, None, value.primal
+
+
+def same_trace(one: Any, other: Any) -> bool:
+    """Whether two traces are the same one; a vmap enters its trace again, as another object with the same tag, for a function with rules."""
+    return one is other or (hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag)
+
+
 def times_differentiated(value: Any) -> int:
     """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
     return sum(not hasattr(tracer, "val") for tracer in _nested(value))
@@ -284,15 +273,40 @@ def batched_value(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
 
 
-def mapped_first(values: Iterable[Any]) -> bool:
-    """Whether a vmap maps one of the values, and no transform inside that vmap differentiates."""
-    trace: Any = _jax("core").trace_ctx.trace
-    mapping = {v._trace for v in values if batched_value(v) is not None}
-    while hasattr(trace, "axis_data"):  # vmap's
-        if trace in mapping:
-            return True
-        trace = trace.parent_trace
-    return False
+def mapped(values: Iterable[Any]) -> bool:
+    """Whether a vmap maps one of the values, also if a transform inside that vmap differentiates it."""
+    return any(batched_value(tracer) is not None for value in values for tracer in _nested(value))
+
+
+class Lanes:
+    """The lanes of a vmap.  JAX has no public way to compute for a moment outside of a vmap that is in progress."""
+
+    def __init__(self, trace: Any) -> None:
+        self.trace, self.size = trace, trace.axis_data.size
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Lanes | None:
+        """Those of the innermost vmap that maps one of the values; None if there is none, or a transform inside it differentiates."""
+        trace: Any = _jax("core").trace_ctx.trace
+        mapping = [v._trace for v in values if batched_value(v) is not None]
+        while hasattr(trace, "axis_data"):  # vmap's
+            if any(same_trace(trace, other) for other in mapping):
+                return cls(trace)
+            trace = trace.parent_trace
+        return None
+
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        """While entered, JAX computes outside of the vmap."""
+        return _jax("core").set_current_trace(self.trace.parent_trace)
+
+    def joined(self, value: Any) -> tuple[Any, int | None]:
+        """The value of all lanes, and its mapped dimension; None if the vmap does not map it."""
+        of_these = batched_value(value) is not None and same_trace(value._trace, self.trace)
+        return (value.val, value.batch_dim) if of_these else (value, None)
+
+    def apart(self, value: Any, dim: int | None) -> Any:
+        """The value inside the vmap of what has a mapped dimension outside."""
+        return value if dim is None else _jax("interpreters.batching").BatchTracer(self.trace, value, dim)
 
 
 # JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough.
@@ -328,6 +342,29 @@ def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] 
 def vmap_info(batch_size: int, randomness: str) -> Any:
     """The ``info`` argument of a Function's vmap staticmethod."""
     return torch._functorch.autograd_function.VmapInfo(batch_size=batch_size, randomness=randomness)
+
+
+def check_vmap_rules(cls: type[torch.autograd.Function]) -> None:
+    """Raise PyTorch's own error for a Function that has two rules for vmap, or none."""
+    if (cls.vmap is not torch.autograd.Function.vmap) is cls.generate_vmap_rule:
+        torch._functorch.autograd_function.custom_function_call_vmap(None, cls)
+
+
+_ANY = torch.empty(0)
+
+
+def results_of_rule(
+    result: Any, arguments: Sequence[Any], originals: Sequence[Any], lane: Callable[[torch.Tensor, int | None], torch.Tensor]
+) -> Any:
+    """What a Function's vmap staticmethod has returned, with PyTorch's checks, as the Function's results.
+
+    Args:
+        arguments: those of the staticmethod; an output that is one of them becomes the original.
+        lane: takes another output and its out_dim.
+    """
+    rules = torch._functorch.autograd_function
+    rules.validate_vmap_returns_tuple_of_two_elements(_ANY if isinstance(result, torch.Tensor) else result)  # it names the type
+    return rules.wrap_outputs_maintaining_identity(result[0], arguments, originals, lane, out_dims=result[1])
 
 
 def perturbed(values: Iterable[Any], level: Any) -> bool:
@@ -443,6 +480,7 @@ _REDIRECTED = {
     "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention"),
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
+    "is_compiling": ("torch.compiler", "is_compiling"),
 }
 
 
@@ -512,6 +550,11 @@ def by_user() -> bool:
     A program's calls come through the ADInplaceOrView layer, which then excludes itself; autograd's own calls do not.
     """
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+#: torch.func's; not every version has them under public names.
+torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
+torch_debug_unwrap = _named("torch.func.debug_unwrap")
 
 
 def torch_rearrange() -> Callable[..., torch.Tensor]:

@@ -403,10 +403,6 @@ _SAVED = Other(
     match="don't yet support saved tensor hooks", ways="functionalize, jit, vmap, jvp",
 )
 _KEPT = "JAX's values are never changed in place, so that the gradient is right where PyTorch refuses it."
-_NO_WATCHING = Other(
-    "refused", "A dispatch mode around the call would see none of the operators, which are JAX's.", when="around, between",
-    match="dispatch mode",
-)
 _INFERENCE = Other(
     "works", "Tensors made in inference mode are ordinary ones in JAX, which torch.func cannot differentiate.", when="inside",
     tensors="passed", ways="grad, jit(grad), jvp",
@@ -713,7 +709,7 @@ for _name, _mode in {
     "dispatch mode that changes": DispatchedSinIsCos,
 }.items():
     state(_name, lambda _, mode=_mode: mode(), lambda p, x, w: p.linear(x, w).sin(),
-          *[_NO_WATCHING] * ("dispatch" in _name), *[Other(
+          *[Other(
               "differs", "What is differentiated is the operator that the mode runs, and not the one that was called.", when="inside"
           )] * (_name == "dispatch mode that changes"))
 state("DisableTorchFunctionSubclass", lambda _: torch._C.DisableTorchFunctionSubclass(), lambda p, x, w: p.linear(x, w)[..., 1:])

@@ -172,7 +172,7 @@ torch._ops._OpNamespace.__getattr__ = lookup
 """
 PRIVATE = (
     "torch._C._dynamo.eval_frame._FrameExecStrategy", "torch._C.DisableTorchFunctionSubclass",
-    "torch._C._functorch.peek_interpreter_stack", "torch._C._get_dispatch_mode", "torch._C._is_any_autocast_enabled",
+    "torch._C._functorch.peek_interpreter_stack", "torch._C._len_torch_dispatch_stack", "torch._C._is_any_autocast_enabled",
     "torch._C._len_torch_function_stack",
 )  # fmt: skip
 IMPORTS = "import bridge, bridge.flax, bridge.operators.plan, torchfunc_jax, torchfunc_jax.ensemble, torchfunc_jax.doctor; hidden.clear()"

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.boundary import autograd
+from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
-from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
@@ -40,7 +39,7 @@ def forward_mode() -> Iterator[None]:
         raise no_jvp("an autograd.Function") from error
 
 
-@opaque
+@handing_over.call(torch.func.jvp)
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
     """func's value and its derivative in the direction of the tangents; without ``jit``, func's Python runs at each call.
 
@@ -171,7 +170,10 @@ def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any,
 replay.TRANSFORMS["jvp"] = _jvp_again
 
 
-@opaque
+_torchs_jvp = torch.func.jvp  # even after ``patch()``
+
+
+@handing_over.call(torch.func.linearize)
 def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """func's value, and its derivative at the primals as a linear function that takes many tangents.
 
@@ -205,7 +207,6 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         kept = transforms.Kept(func, recorder, outs[0].ref)
         wanted, spec = _wanted(target.diff_leaves), target.diff_spec
 
-        @opaque
         def jvp_fn(*tangents: Any) -> Any:
             with transforms.unwatched():
                 given = _tangent_leaves(tangents, spec, wanted)
@@ -213,7 +214,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
                 given, results, lambda pushed: trees.unflatten(out_spec, pushed), lambda: linearize(func, *primals)[1](*tangents)
             )
 
-        return outs, lambda outs: (trees.unflatten(out_spec, outs), jvp_fn)
+        return outs, lambda outs: (trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals))
 
     done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
     if done is not transforms.NOT_RECORDED:
@@ -235,7 +236,6 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     versions = autograd.versions(target.call.arrays) if recorded else []
     wanted = _wanted(target.diff_leaves)
 
-    @opaque
     def jvp_fn(*tangents: Any) -> Any:
         leaves = _tangent_leaves(tangents, target.diff_spec, wanted)
         if recorded:
@@ -248,7 +248,12 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         pushed, _ = apply(forward, leaves, func)
         return trees.unflatten(out_spec, pushed)
 
-    return trees.unflatten(out_spec, outs), jvp_fn
+    return trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals)
+
+
+def _pushes(jvp_fn: Callable[..., Any], func: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+    """The pushforward, or where torch looks torch.func's jvp; torch.func's linearize itself has no derivative with respect to tangents."""
+    return handing_over.either(jvp_fn, lambda: lambda *tangents: _torchs_jvp(func, primals, tangents)[1])
 
 
 _LINEARIZE = "linearize(f, *primals)"

@@ -1,7 +1,6 @@
 """Jacobians and Hessians: jacrev, jacfwd and hessian."""
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from bridge.boundary import handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result
 from bridge.convert import trees
-from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
@@ -23,7 +22,7 @@ from torchfunc_jax._reverse import Differentiated
 from torchfunc_jax._vmap import vmap
 
 
-@opaque
+@handing_over.transform(torch.func.jacrev)
 def jacrev(
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -61,9 +60,7 @@ def jacrev(
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any) -> Any:
+    def jacobian_of(*args: Any) -> Any:
         _args.real("jacrev", args, "inputs")
 
         def finish(out: Any) -> tuple[list[Any], Any]:
@@ -100,7 +97,7 @@ def jacrev(
 
         return build(target, *apply(compute, target.call.arrays, func))
 
-    return wrapped
+    return jacobian_of
 
 
 def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, int | None], n: int) -> Any:
@@ -138,7 +135,10 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
     return [p.reshape(out.shape + p.shape[1:]) for p in pieces]
 
 
-@opaque
+_torch_jacfwd = torch.func.jacfwd  # torch's own, even after ``patch()`` has replaced it
+
+
+@handing_over.transform(lambda func, *args, chunk_size=None, **kwargs: _torch_jacfwd(func, *args, **kwargs))
 def jacfwd(
     func: Callable[..., Any],
     argnums: argnums_t = 0,
@@ -170,9 +170,7 @@ def jacfwd(
         tensor([2., 4.])
     """
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any) -> Any:
+    def jacobian_of(*args: Any) -> Any:
         _args.real("jacfwd", args, "inputs")
         diff, _ = _args.select(args, argnums)
         primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
@@ -197,7 +195,7 @@ def jacfwd(
         jacobian = trees.unflatten(out_spec, jacobians)
         return (jacobian, aux) if has_aux else jacobian
 
-    return wrapped
+    return jacobian_of
 
 
 def along_units(
@@ -232,7 +230,6 @@ def spans(primals: list[Any]) -> list[slice]:
     return found
 
 
-@opaque
 def hessian(func: Callable[..., Any], argnums: argnums_t = 0, *, chunk_size: int | None = None) -> Callable[..., Any]:
     """The Hessian, forward over reverse: ``jacfwd(jacrev(func))``.
 

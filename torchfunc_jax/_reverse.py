@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.boundary import autograd
+from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.results import Result, conj, is_array, split_arrays
 from bridge.convert import trees
-from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
@@ -25,7 +24,7 @@ from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
 
-@opaque
+@handing_over.transform(torch.func.grad)
 def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The gradient of a function that returns a scalar; without ``jit``, func's Python runs at each call.
 
@@ -53,16 +52,14 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
         tensor(12.)
     """
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: Any, **kwargs: Any) -> Any:
         gradients, value = gradients_and_value(func, argnums, has_aux, args, kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
-    return wrapped
+    return gradient
 
 
-@opaque
+@handing_over.transform(torch.func.grad_and_value)
 def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The gradient of a function that returns a scalar, together with the function's value.
 
@@ -87,12 +84,7 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
         (tensor([2., 4.]), tensor(5.))
     """
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return gradients_and_value(func, argnums, has_aux, args, kwargs)
-
-    return wrapped
+    return lambda *args, **kwargs: gradients_and_value(func, argnums, has_aux, args, kwargs)
 
 
 class Differentiated:
@@ -219,7 +211,10 @@ def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int
 replay.TRANSFORMS["grad"] = _grad_again
 
 
-@opaque
+_torchs = torch.func.vjp  # even after ``patch()``
+
+
+@handing_over.call(_torchs)
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """func's value, and the function that pulls cotangents back through func.
 
@@ -256,6 +251,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any], vjp_fn: Callable[..., Any]) -> Any:
         out_spec, n, aux_spec = meta
+        vjp_fn = handing_over.either(vjp_fn, lambda: _torchs(func, *primals, has_aux=has_aux)[1])
         output = trees.unflatten(out_spec, outs[:n])
         return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
 
@@ -267,7 +263,6 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         kept = transforms.Kept(func, recorder, outs[0].ref)
         inputs, diff_spec, shapes = fresh(target.diff_leaves), target.diff_spec, _shapes(tensors[:n])
 
-        @opaque
         def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
             with transforms.unwatched():
                 leaves = _cotangent_leaves(cotangents, out_spec, shapes)
@@ -298,7 +293,6 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(pull)
     versions = autograd.versions(target.call.arrays) if recorded else []
 
-    @opaque
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         leaves = _cotangent_leaves(cotangents, out_spec, shapes)
         autograd.check_unchanged(versions)

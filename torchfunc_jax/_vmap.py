@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, is_array, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
-from bridge.private import opaque
+from bridge.private import torch_chunk_vmap, trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
@@ -36,7 +37,14 @@ def name_of(func: Callable[..., Any]) -> str:
     return repr(func)
 
 
-@opaque
+_torch_vmap = torch.func.vmap  # torch's own, even after ``patch()`` has replaced it
+
+
+def _in_torch(func: Callable[..., Any], *args: Any, chunk_size: Any = None, memory_limit: int | None = None, **kwargs: Any) -> Any:
+    return _torch_vmap(func, *args, chunk_size=None if chunk_size == "auto" else chunk_size, **kwargs)
+
+
+@handing_over.transform(_in_torch)
 def vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -96,7 +104,7 @@ def vmap(
     return _mapped(func, in_dims, out_dims, randomness, cut)
 
 
-@opaque
+@handing_over.transform(torch_chunk_vmap)
 def chunk_vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -138,9 +146,7 @@ def _mapped(
 ) -> Callable[..., Any]:
     """func as a function of mapped arguments; cut: takes the mapped size and the call as ``fitting`` does, returns the chunks' sizes."""
 
-    @opaque
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
         leaves, dims, spec, size = _check_inputs(in_dims, args, func)
 
@@ -150,7 +156,7 @@ def _mapped(
         sizes = cut(size, run, leaves, dims)
         return run(leaves, size) if len(sizes) == 1 else _in_chunks(run, leaves, dims, out_dims, randomness, sizes)
 
-    return wrapped
+    return mapped
 
 
 def _check_out_dims(out_dims: out_dims_t, func: Callable[..., Any]) -> None:
@@ -282,6 +288,7 @@ def _map(
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
                     level.key, level.lane = (lambda: lane_key(parent, lane)), lane
+                level.probe = next(trace_of(v) for v, d in zip(lanes, in_axes, strict=True) if d is not None)
                 result = traceable.run(level, lanes, finish)
             axes = result.meta[1]
             result.values[: len(axes)] = [

@@ -1,14 +1,14 @@
 """torch.func's transforms in a file of the same name as torch's: vmap, grad and the others, functionalize and debug_unwrap."""
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bridge.boundary import handing_over
 from bridge.boundary.untransformed import plain
-from bridge.private import opaque
+from bridge.private import torch_debug_unwrap
 from bridge.record.tensor import Recorded, Unrecordable
 from bridge.trace import tracing
 from torchfunc_jax._forward import jvp, linearize
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-@opaque
+@handing_over.transform(torch.func.functionalize)
 def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Callable[..., Any]:
     """func as a program without mutations, which every traced program in JAX is; writes to inputs are carried out at the end.
 
@@ -52,10 +52,10 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
             "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
             " replaced with their non-aliasing counterparts, {view}_copy.\n"
         )
-    return opaque(functools.wraps(func)(plain(func)))
+    return plain(func)
 
 
-@opaque
+@handing_over.call(torch_debug_unwrap)
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """The values of a tensor inside a transform, with every level removed, as a plain torch tensor to look at.
 

@@ -8,6 +8,7 @@ import jax
 import torch
 from torch import nn
 
+from bridge.boundary import handing_over
 from bridge.boundary.untransformed import plain
 from bridge.convert import trees
 from bridge.modules import SWAPPING
@@ -16,6 +17,20 @@ from bridge.modules import SWAPPING
 _torch_functional_call = torch.func.functional_call
 
 
+def _in_torch(
+    module: nn.Module, parameter_and_buffer_dicts: Any, args: Any = None, kwargs: dict[str, Any] | None = None, *, tie_weights: bool = True,
+    strict: bool = False, return_buffers: bool = False,
+) -> Any:
+    """functional_call of torch tensors."""
+    if not return_buffers:
+        return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+    state, names = _copied(module, parameter_and_buffer_dicts, strict)
+    # it puts into the dict the tensors with which the module replaces others
+    out = _torch_functional_call(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
+    return out, {name: state[name] for name in names}
+
+
+@handing_over.call(_in_torch)
 def functional_call(
     module: nn.Module,
     parameter_and_buffer_dicts: dict[str, Any] | Sequence[dict[str, Any]],
@@ -68,12 +83,9 @@ def functional_call(
 
         return plain(run)(*given)
     with SWAPPING:
-        if not return_buffers:
-            return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
-        state, names = _copied(module, parameter_and_buffer_dicts, strict)
-        # it puts into the dict the tensors with which the module replaces others
-        out = _torch_functional_call(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
-        return out, {name: state[name] for name in names}
+        return _in_torch(
+            module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict, return_buffers=return_buffers
+        )
 
 
 def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[dict[str, Any], list[str]]:

@@ -5,12 +5,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from bridge.jit.compiled import ProgramInfo
 from bridge.jit.jitted import Jitted
-from bridge.private import opaque
 
 
-@opaque
 def jit(
     func: Callable[..., Any] | None = None, *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (),
     max_programs: int = 64,
@@ -55,6 +55,8 @@ def jit(
     """
     if max_programs < 1:
         raise ValueError(f"max_programs: expected a positive number, got {max_programs}")
+    if is_dynamo_compiling() and func is not None:
+        return func
     if func is None:
         return functools.partial(jit, donate=donate, static_argnums=static_argnums, max_programs=max_programs)
     return Jitted(func, _positions(donate), _positions(static_argnums), max_programs)

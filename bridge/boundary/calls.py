@@ -149,29 +149,9 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
     return _outputs(result), result.meta
 
 
-def refuse_recording() -> None:
-    """Raise RuntimeError if a mode or transform of torch watches ATen operators, because it cannot see a computation in JAX."""
-    if not private.watched_by_torch():
-        return
-    mode = private.dispatch_mode()
-    if mode is not None:
-        raise RuntimeError(
-            f"a function that runs in JAX was called inside of the torch dispatch mode {mode}, which would see none of its operators; "
-            "enter the mode inside of the function, or call torch.func's transform"
-        )
-    if private.transformed_by_torch():
-        raise RuntimeError(
-            "a function that runs in JAX was called inside a transform of torch.func's, or of torch.autograd.forward_ad, which cannot see "
-            "through it; use torchfunc_jax's transform outside too, or put everything into `with torchfunc_jax.patch():`"
-        )
-    if private.recorded_by_torch():
-        raise RuntimeError("make_fx and torch.export cannot record a function that runs in JAX; record torch.func's transform instead")
-
-
 def _outermost(
     compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
 ) -> tuple[list[Any], Any]:
-    refuse_recording()
     if not torch.is_grad_enabled():
         outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
         write_back(writes)

@@ -33,7 +33,7 @@ from bridge.operators import operands
 from bridge.process import process
 from bridge.record import entries
 from bridge.trace.aliasing import read
-from bridge.trace.levels import Level, innermost, push, state
+from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.requires_grad import stopped_by_torch
 from bridge.trace.storage import Node, OutsideOfView
@@ -107,6 +107,15 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     op = private.operator_without_formula(cls)
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
+    if innermost("vmap") is not None:
+        leaves, spec = trees.flatten(args)
+        every = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
+        if private.mapped(every):
+            if cls.setup_context is not Function.setup_context:
+                private.check_vmap_rules(cls)
+            lanes = private.Lanes.of(every)
+            if lanes is not None and _has_own_vmap(cls):
+                return _by_own_vmap(cls, lanes, leaves, every, spec)
     call = _Call(cls, args)
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
@@ -114,6 +123,50 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     with torch.no_grad(), private.set_forward_mode_enabled(False):
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
     return call.run(values, out)
+
+
+def _has_own_vmap(cls: type[Function]) -> bool:
+    return cls.vmap is not Function.vmap and not cls.generate_vmap_rule
+
+
+def _by_own_vmap(cls: type[Function], lanes: private.Lanes, leaves: Sequence[Any], values: Sequence[Any], spec: Any) -> Any:
+    """The outputs of a Function by its vmap staticmethod, which runs outside of the vmap; transforms around the vmap differentiate it.
+
+    Args:
+        leaves, spec: the flattened arguments.
+        values: those of the tensors among the leaves.
+    """
+    inside = state.level
+    assert inside is not None
+    if any(lanes.joined(read(node, inside))[1] is not None for node in followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])):
+        raise RuntimeError(
+            f"{cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it along which "
+            f"dimension; pass that tensor to apply as an argument{at_line()}"
+        )
+    mapping = next((level for level in around() if level.kind == "vmap" and private.same_trace(level.probe, lanes.trace)), None)
+    info = private.vmap_info(lanes.size, "error" if mapping is None else mapping.randomness or "error")
+    joined = [lanes.joined(v) for v in values]
+    state.level = inside if mapping is None else mapping.parent
+    try:
+        with lanes.outside(), push("plain") as level:
+            given = [wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x for x, (v, _) in zip(leaves, joined, strict=True)]
+            args = trees.unflatten(spec, given)
+            result = cls.vmap(info, tuple(trees.unflatten(spec, [d for _, d in joined])), *args)
+
+            def lane(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+                dim = dim if dim is None or dim >= 0 else dim + t.dim()
+                return wrap(lanes.apart(value_of(t), dim), t.device, inside)
+
+            out = private.results_of_rule(result, args, trees.unflatten(spec, leaves), lane)
+            written = [
+                (x, lanes.apart(value_of(t), d), t.node.detached)
+                for x, t, (_, d) in zip(leaves, given, joined, strict=True) if type(t) is Traced and t.node.version
+            ]
+    finally:
+        state.level = inside
+    for x, value, detached in written:
+        assign(x, value, detached)
+    return out
 
 
 class Context:
@@ -154,6 +207,17 @@ class Context:
         """Has no effect; it is deprecated in torch and has none there either."""
 
 
+def refuse_saved_inputs(ctx: Context, args: Sequence[Any], out: Any) -> None:
+    """Raise PyTorch's error if a new-style Function saves an input that it also returns, and does not mark it as dirty."""
+    saved = [s for s in (*ctx._saved, *ctx._saved_forward) if s is not None and not any(s is d for d in ctx._dirty)]
+    if any(s is a and s is o for s in saved for a in args for o in trees.flatten(out)[0]):
+        raise RuntimeError(
+            "An input that has been returned as-is as output is being saved for backward. This is not supported if you override "
+            "setup_context. You should return and save a view of the input instead, e.g. with x.view_as(x) or setup ctx inside the "
+            "forward function itself."
+        )
+
+
 class _Call:
     """One call of a Function inside a trace."""
 
@@ -162,7 +226,6 @@ class _Call:
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
         self.new_style = cls.setup_context is not Function.setup_context
-        self.own_vmap = cls.vmap is not Function.vmap and not cls.generate_vmap_rule
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
         self.dirty: list[tuple[int, int]] = []
         self.constant: list[bool] = []
@@ -197,8 +260,9 @@ class _Call:
                 if n and inexact_dtype(a.dtype):
                     a.requires_grad_()
             if self.new_style:
-                out = self.cls.forward(*args)
+                out = self._outputs(args)
                 self.cls.setup_context(ctx, tuple(args), out)
+                refuse_saved_inputs(ctx, args, out)
             else:
                 out = self.cls.forward(ctx, *args)
             outs, self.rest = take_apart(out)
@@ -209,6 +273,16 @@ class _Call:
             residuals: list[Any] = []
             kept = _Kept(ctx, residuals, [*outs, *[args[i] for i in self.where]], level)
             return [value_of(o) for o in outs], residuals, kept
+
+    def _outputs(self, args: list[Any]) -> Any:
+        """What a new-style forward returns, or in a vmap the Function's own vmap."""
+        if _has_own_vmap(self.cls):
+            leaves, spec = trees.flatten(args)
+            values = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
+            lanes = private.Lanes.of(values)
+            if lanes is not None:
+                return _by_own_vmap(self.cls, lanes, leaves, values, spec)
+        return self.cls.forward(*args)
 
     def backward(
         self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any], outer: Sequence[jax.Array] = ()
@@ -273,8 +347,6 @@ class _Call:
             f, *constants = self._staged_with_vjp(values) if staged else (self._with_vjp(),)
         else:
             f, constants = self._constant, []
-        if self.own_vmap and private.mapped_first(values):
-            f = self._batched(f)  # the transforms around the vmap differentiate its rule
         try:
             outs = _called(f, (captured, *constants), values)
         except TypeError as error:
@@ -287,49 +359,10 @@ class _Call:
     def _constant(self, captured: Any, *values: jax.Array) -> list[Any]:
         return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
 
-    def primal(self) -> Callable[..., Any]:
-        """The forward alone, batched by the Function's own vmap if it has one."""
-
-        def plain(captured: Any, *values: jax.Array) -> list[Any]:
-            return self.forward(values, [True] * len(values), captured[0])[0]
-
-        return self._batched(plain) if self.own_vmap else plain
-
-    def _batched(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """f with the Function's vmap staticmethod as its batching rule."""
-        batched = jax.custom_batching.custom_vmap(f)
-
-        @batched.def_vmap
-        def rule(axis_size: int, in_batched: Any, captured: Any, *values: jax.Array) -> Any:
-            dims: list[int | None] = [None] * len(self.args)
-            for i, b in zip(self.where, in_batched[1:], strict=True):
-                dims[i] = 0 if b else None
-            if any(in_batched[0][0]):
-                raise RuntimeError(
-                    f"{self.cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it "
-                    f"along which dimension; pass that tensor to apply as an argument{at_line()}"
-                )
-            with push("plain") as level, self._given(captured[0]):
-                args = self._wrapped(values, level)
-                info = private.vmap_info(axis_size, (state.level.randomness or "error"))
-                out, out_dims = self.cls.vmap(info, tuple(dims), *args)
-                outs, self.rest = take_apart(out)
-                spec, _, is_tensor = self.rest
-                if len(self.constant) != len(outs):
-                    self.constant = [not inexact_dtype(x.dtype) for x in outs]
-                flat_dims = itertools.compress(trees.broadcast(out_dims, spec) or [], is_tensor)
-                tensors = list(zip(outs, flat_dims, strict=True))
-                moved = [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in tensors]
-                return moved, [d is not None for _, d in tensors]
-
-        return batched
-
     def _with_vjp(self) -> Callable[..., Any]:
-        primal = self.primal()
-
         @jax.custom_vjp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return primal(captured, *values)
+            return self.forward(values, [True] * len(values), captured[0])[0]
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
             captured = ([g.value for g in captured[0]],)
@@ -337,7 +370,7 @@ class _Call:
             outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given], captured[0])
             # at the enclosing levels the outputs have the Function's own derivative again
             outside = any(isinstance(v, jax.core.Tracer) for v in (*values, *captured[0]))
-            again = _called(f, captured, values) if outside else primal(captured, *values) if self.own_vmap else outs
+            again = _called(f, captured, values) if outside else outs
             return again, (captured, kept.linked(residuals, [*again, *values]), kept)
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -354,11 +387,9 @@ class _Call:
         return f
 
     def _with_jvp(self) -> Callable[..., Any]:
-        primal = self.primal()
-
         @jax.custom_jvp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return primal(captured, *values)
+            return self.forward(values, [True] * len(values), captured[0])[0]
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (captured, *primals), (_, *tangents) = primals, tangents
@@ -558,18 +589,34 @@ def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
 _of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
 
 
-@jax.custom_jvp
 def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
+    """The value; its derivative raises, which in reverse mode the backward pass does, as PyTorch's."""
+    return (_only_value if innermost("jvp") is not None else _only_forward)(v, *sources)
+
+
+@jax.custom_jvp
+def _only_value(v: jax.Array, *sources: jax.Array) -> jax.Array:
     return v
 
 
-def _refuse(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents):
-        return primals[0], tangents[0]
+def _refused(*_: Any) -> Any:
     raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
-_undifferentiable.defjvp(_refuse, symbolic_zeros=True)
+def _refused_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    constant = all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents)
+    return (primals[0], tangents[0]) if constant else _refused()
+
+
+_only_value.defjvp(_refused_tangent, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _only_forward(v: jax.Array, *sources: jax.Array) -> jax.Array:
+    return v
+
+
+_only_forward.defvjp(lambda v, *sources: (v, None), _refused)
 
 
 HANDED_IN["intercepted"] = intercepted

@@ -6,6 +6,7 @@ of the computation: an identity whose derivative calls it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -142,6 +143,9 @@ class GraphNode:
     def __repr__(self) -> str:
         return repr(self._node)
 
+    def name(self) -> str:
+        return type(self).__name__ if isinstance(self._node, torch.autograd.function.BackwardCFunction) else self._node.name()
+
     def __eq__(self, other: object) -> bool:
         return self._node == (other._node if isinstance(other, GraphNode) else other)
 
@@ -194,7 +198,19 @@ class _Hook:
 
 def graph_node(node: Any) -> Any:
     """The ``grad_fn`` of a traced tensor, made from PyTorch's own node."""
-    return None if node is None else GraphNode(node, getattr(node, "hooks_in_jax", None))
+    return None if node is None else _node_class(_name_of(node))(node, getattr(node, "hooks_in_jax", None))
+
+
+def _name_of(node: Any) -> str:
+    """The name of a node's class, which for an autograd.Function under grad is another one, as in torch.func."""
+    name = type(node).__name__
+    of_function = isinstance(node, torch.autograd.function.BackwardCFunction) and innermost("grad") is not None
+    return f"{name.removesuffix('Backward')}GeneratedBackward" if of_function else name
+
+
+@functools.lru_cache(4096)
+def _node_class(name: str) -> type[GraphNode]:
+    return type(name, (GraphNode,), {})
 
 
 def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import refuse
 from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
-from bridge.trace.levels import state
+from bridge.trace.levels import innermost, state
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
 
 
@@ -92,6 +92,14 @@ def _detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     out = func(*args, **kwargs)
     views.detach_in_place(out)
     return out
+
+
+def _truth(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
+    (t,) = args or kwargs.values()
+    if innermost("vmap") is not None and t.numel() == 1:
+        concrete(t, "bool()")
+    return func(*args, **kwargs)
 
 
 def _assert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,6 +201,11 @@ def fused_attention() -> bool:
     return state.level is None and state.recorder is None and private.original("fused_attention")()
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is at work, or this thread traces a jitted function: libraries then ask for no values."""
+    return state.jitting or private.original("is_compiling")()
+
+
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
@@ -200,7 +213,9 @@ PYTHON_RULES |= {
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
-    F.one_hot: _one_hot, torch._assert: _assert, F.linear: _linear,
+    F.one_hot: _one_hot, torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, torch._assert: _assert, F.linear: _linear,
 }
 PYTHON_RULES |= FUNCTIONS
-private.IN_TRACES.update({"gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention})
+private.IN_TRACES.update({
+    "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
+})  # fmt: skip

@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import torch
 from jax.extend.core import ClosedJaxpr
+from torch.compiler import is_dynamo_compiling
 
 from bridge import compiling
-from bridge.boundary.calls import Call, refuse_recording
+from bridge.boundary.calls import Call
+from bridge.boundary.handing_over import torch_looks
 from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
@@ -100,11 +102,15 @@ class Jitted:
         self.__dict__.update(state)
         self._start()
 
-    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or torch_looks((args, kwargs)):
+            return self._func(*args, **kwargs)
+        return self._called(args, kwargs)
+
+    @opaque
+    def _called(self, args: Any, kwargs: dict[str, Any]) -> Any:
         if state.level is not None or state.recorder is not None:  # the call is part of the outer transform's or jit's program
             return self._func(*args, **kwargs)
-        refuse_recording()
         if self._static:
             try:
                 args = tuple(Same(a) if i in self._static else a for i, a in enumerate(args))

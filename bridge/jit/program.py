@@ -4,11 +4,12 @@ This file traces the function, finds the program's other inputs (captured tensor
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from bridge.jit.simplify import simplified
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.trace import random_keys, tracing
-from bridge.trace.levels import push
+from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.value_checks import Bounds, ends
 
@@ -139,6 +140,17 @@ class Program:
         return seeds
 
 
+@contextlib.contextmanager
+def _jitting() -> Iterator[None]:
+    """While entered, ``torch.compiler.is_compiling()`` is true in this thread's traces."""
+    before, state.jitting = state.jitting, True
+    try:
+        yield
+    finally:
+        state.jitting = before
+
+
+@_jitting()
 def stage(fn: Callable[..., Any], call: Call) -> Program:
     """Trace fn once on the shapes of a call's arguments.
 

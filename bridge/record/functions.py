@@ -16,6 +16,7 @@ from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
 from bridge.record.tensor import Unrecordable, aval_of
 from bridge.record.transforms import transform
+from bridge.trace.levels import state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,20 @@ def _function(cls: type[torch.autograd.Function], recording: bool) -> Callable[.
     if cls.__module__.startswith("torch."):
         raise Unrecordable(cls.__name__)
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
+    own_vmap = cls.vmap is not torch.autograd.Function.vmap
+    if new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
+        raise Unrecordable("a Function with two rules for vmap, or none: whether that matters shows where the values are known")
 
     def forward(*given: Any) -> Any:
         args = given if new_style else given[1:]
         if not any(isinstance(a, torch.Tensor) for a in args):
             return cls.forward(*given)
-        out = transform(cls, args, lambda recorder: (_applied(recorder, cls, args, recording, new_style), lambda found: found[0]))
+        try:
+            out = transform(cls, args, lambda recorder: (_applied(recorder, cls, args, recording, new_style), lambda found: found[0]))
+        except Exception as error:
+            if own_vmap and state.recorder.mapped():
+                raise Unrecordable("a forward that the Function's own vmap may replace") from error
+            raise
         if new_style:
             private.skip_setup_context(cls)
         return out
@@ -73,6 +82,10 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
                 cls.setup_context(ctx, tuple(filled), out)
         leaves, spec = trees.flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not tensors:
+            raise Unrecordable("a Function without tensors as results")
+        if new_style:
+            intercepted.refuse_saved_inputs(ctx, filled, out)
         kept = {name: x for name, x in vars(ctx).items() if name not in attributes}
         kept_leaves, kept_spec = trees.flatten((list(ctx._saved), list(ctx._saved_forward), kept))
         saved = [x for x in kept_leaves if isinstance(x, torch.Tensor)]

@@ -106,6 +106,8 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
             inputs.append(number)
             continue
         if kind is Begin:
+            if what.kind == "function" and what.params[0].vmap is not torch.autograd.Function.vmap:
+                return None  # it is told how many lanes there are
             if depth == 0:
                 if begin is not None or what.kind != "vmap" or what.params[1] != "error":
                     return None

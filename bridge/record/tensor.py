@@ -107,7 +107,9 @@ class Recorded(torch.Tensor):
         raise Unrecordable(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}{'' if self.level.open else ', escaped'})"
+        if self.level.open and self.level.owner.active():
+            raise Unrecordable("a tensor that is shown, with its values")
+        return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 
 
 def recorded(ref: int, what: Aval, level: Any) -> Recorded:

@@ -11,7 +11,6 @@ import torch
 
 from bridge import private
 from bridge.boundary import autograd
-from bridge.boundary.calls import refuse_recording
 from bridge.boundary.closures import code_of
 from bridge.boundary.results import split_arrays
 from bridge.convert import trees
@@ -64,7 +63,6 @@ def _outermost(
     func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
     lasting: bool,
 ) -> Any:
-    refuse_recording()
     key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
         return NOT_RECORDED

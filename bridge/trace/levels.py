@@ -84,6 +84,7 @@ class _State(threading.local):
     checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
+    jitting = False  # a jitted function is being traced
 
 
 state = _State()

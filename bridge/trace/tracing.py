@@ -6,6 +6,7 @@ ATen operator, factories included, to ``dispatch``.  bridge/operators/plan.py de
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from bridge.process import process
 from bridge.programs import guards
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import read, write
-from bridge.trace.levels import Level, innermost, push, state
+from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
 
 _make = private.make_wrapper
@@ -53,14 +54,9 @@ class Traced(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        level = state.level
-        if level is None or self.node.level.closed:
+        if state.level is None or self.node.level.closed:
             return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
-        value = value_of(self)
-        shown = f"shape={tuple(self.shape)}, dtype={self.dtype}"
-        with contextlib.suppress(jax.errors.JAXTypeError):
-            shown = np.array2string(np.asarray(jax.lax.stop_gradient(value)), separator=", ", prefix="Traced(") + f", dtype={self.dtype}"
-        return f"Traced({shown})"
+        return _shown(value_of(self), self.device)
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec or self.dim() else format(self.item(), spec)
@@ -102,6 +98,22 @@ HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Rules that run instead of PyTorch's own code for a public function; bridge/intercepted/torch_functions.py fills the table.
 PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def _shown(value: Any, device: torch.device) -> str:
+    """A value in torch.func's words: the kind and number of each level that knows it, and the value if there is one."""
+    levels = [level for level in around() if level.kind in ("vmap", "grad", "jvp")]
+    for trace, dim, inner in private.peeled(value):
+        shown = _shown(inner, device)
+        number = next((len(levels) - k for k, level in enumerate(levels) if private.same_trace(level.probe, trace)), None)
+        if number is None:
+            return shown
+        kind = f"GradTrackingTensor(lvl={number}" if dim is None else f"BatchedTensor(lvl={number}, bdim={dim}"
+        return f"{kind}, value=\n{textwrap.indent(shown, '    ')}\n)"
+    if isinstance(value, jax.core.Tracer):
+        return f"Traced(shape={value.shape}, dtype={dtypes.to_torch(value.dtype)})"
+    with private.below_python():  # a tensor to look at, which is not part of the trace
+        return repr(tensors.to_torch(value, device))
 
 
 def wrap(value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None) -> Traced:
@@ -209,7 +221,7 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)
-    if t.requires_grad or private.differentiates(value):
+    if state.level.kind != "function" and (t.requires_grad or private.differentiates(value)):  # a Function has a derivative of its own
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
             f"with it would have no derivative either{at_line()}"

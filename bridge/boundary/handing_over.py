@@ -1,0 +1,68 @@
+"""Calls that torch itself must see: they are handed over to torch.func's own transform.
+
+torch.compile, torch.export, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and torch.autograd.forward_ad see
+torch's operators, and no computation in JAX.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from torch.compiler import is_dynamo_compiling
+
+from bridge import private
+from bridge.convert import trees
+from bridge.trace.levels import state
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_transformed, _dispatch_modes = private.transformed_by_torch, private.count_of_dispatch_modes  # each call asks for these
+
+
+def torch_looks(given: Any) -> bool:
+    """Whether something of torch's watches the operators of a call with these arguments.
+
+    Dynamo cannot trace this function: ask ``is_dynamo_compiling`` first.  Our own traces are dispatch modes too, but a transform of
+    torch.func's in one of them is inside of it, and what is inside the transform is torch's.
+    """
+    if not _transformed() and (not _dispatch_modes() or state.level is not None or state.recorder is not None):
+        return False
+    return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
+
+
+def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A function that runs ours, or what ``theirs`` returns if torch looks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or torch_looks((args, kwargs)):
+            return theirs()(*args, **kwargs)
+        return _ours(ours, args, kwargs)
+
+    return run
+
+
+@private.opaque
+def _ours(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return ours(*args, **kwargs)
+
+
+def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorator of a transform that takes a function and returns one; theirs: torch.func's own."""
+
+    def decorate(make: Any) -> Any:
+        @functools.wraps(make)
+        def made(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return theirs(func, *args, **kwargs)
+            options = tuple(kwargs.items())  # a dict would be compared at each call of a jitted function that captures this one
+            return functools.wraps(func)(either(make(func, *args, **kwargs), lambda: theirs(func, *args, **dict(options))))
+
+        return made
+
+    return decorate
+
+
+def call(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own."""
+    return lambda ours: functools.wraps(ours)(either(ours, lambda: theirs))  # type: ignore[return-value]

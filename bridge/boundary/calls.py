@@ -136,7 +136,7 @@ def apply(
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
-        made = [wrap(v, device) for v in outs]
+        made: list[torch.Tensor] = [wrap(v, device) for v in outs]
         _share(result, leaves, made)
         return autograd.attached(apply, made, compute, leaves), result.meta
     if state.recorder is not None:

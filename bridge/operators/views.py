@@ -33,27 +33,27 @@ def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
-        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs))
+        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs), base.device)
 
     def run_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
         metas = func(meta_of(base), *rest, **kwargs)
         return [
-            _viewed(base, meta, View(overload(name), own, {}))
+            _viewed(base, meta, View(overload(name), own, {}), base.device)
             for meta, (name, own) in zip(metas, parts(tuple(base.shape), *rest, **kwargs), strict=True)
         ]
 
     return run_view if parts is None else run_views
 
 
-def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: torch.device | None = None) -> Traced:
+def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: torch.device) -> Traced:
     """The view of a tensor or node; meta: a tensor on the device meta with the view's geometry."""
     parent = base if isinstance(base, Node) else node_of(base)
     parent.used = True
     node = Node(None, state.level, parent, view)
     if not torch.is_grad_enabled():  # the same memory, no derivative through it
-        node.value, node.seen = stop(view.forward(read(parent, state.level))), node.root.version
-    return over(node, meta, device or base.device)
+        node.value, node.seen = stop(view.forward(read(base, state.level) if isinstance(base, Node) else value_of(base))), node.root.version
+    return over(node, meta, device)
 
 
 def view_again(t: torch.Tensor | Node, views: tuple[View, ...]) -> Traced | None:

@@ -80,8 +80,10 @@ def aval(*what: Any) -> Aval:
 
 
 def aval_of(t: torch.Tensor) -> Aval:
-    """The aval of a tensor of PyTorch's."""
-    return aval(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad)
+    """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each batch of a data set would be another."""
+    if type(t) is Recorded:
+        return t.aval
+    return aval(tuple(t.shape), t.stride(), 0, t.dtype, t.device, t.requires_grad)
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:

@@ -69,8 +69,9 @@ class Geometry:
 
 def strides_of(t: object) -> tuple[int, ...] | None:
     """The strides of a tensor that is not contiguous; None for one that is contiguous or has no strides."""
-    strided = isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested
-    return t.stride() if strided and not t.is_contiguous() else None
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.is_contiguous():
+        return None
+    return t.stride()
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class Process:
     arrays: dict[int, tuple[weakref.ref[torch.Tensor], Any, int, list[int]]] = field(default_factory=dict)
     #: tensors that have crossed once: only what crosses again is kept in ``arrays``
     met: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    signatures: dict[Any, int] = field(default_factory=dict)  # numbers for (shape, dtype, device)
+    signatures: dict[Any, int] = field(default_factory=dict)  # numbers for (shape, strides, dtype, device)
     treedefs: dict[Any, Any] = field(default_factory=dict)  # one object for each structure of arguments
     #: captured tensors that require grad, by what a function closes over
     captured: dict[Any, list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
@@ -38,6 +38,7 @@ class Process:
     no_pieces: dict[Any, set[Any]] = field(default_factory=dict)  # operands for which an operator cannot be compiled by itself
     lowerings_changed: int = 0  # how often a user has registered a lowering
     recorded: dict[Any, Any] = field(default_factory=dict)  # one object for each operator of a record with its static arguments and avals
+    alike: dict[Any, Any] = field(default_factory=dict)  # the first of those objects whose avals differ at most in their strides
     programs: Any = None  # programs of records, and
     widths: Any = None  # which numbers of lanes share one (bridge/record/programs.py)
     #: calls that cannot be recorded, by the function's code and the kinds of its tensors

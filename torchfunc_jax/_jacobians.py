@@ -91,9 +91,7 @@ def jacrev(
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
             outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
-            result = found[0]
-            shift = len(blocks) - len(outs)
-            return Result([*blocks, *rest], result.meta, [(t, i + shift, d) for t, i, d in result.written])
+            return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
 
         return build(target, *apply(compute, target.call.arrays, func))
 

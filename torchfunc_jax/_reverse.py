@@ -192,9 +192,7 @@ def gradients_and_value(
             grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
         else:
             grads = [jnp.zeros_like(v) for v in target.split(values)]
-        result = found[0]
-        n = len(grads)
-        return Result([*grads, out, *rest], result.meta, [(t, i + n, d) for t, i, d in result.written])
+        return found[0].after([*grads, out, *rest], len(grads))
 
     return build(target, *apply(compute, target.call.arrays, func))
 
@@ -284,7 +282,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
         outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
         pulls[:] = [pull]
-        return Result([*outs, *rest], found[0].meta, found[0].written)
+        return found[0].after([*outs, *rest], 0)
 
     outs, meta = apply(compute, target.call.arrays, func, lasting=True)
     out_spec, n, _ = meta

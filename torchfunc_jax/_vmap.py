@@ -13,13 +13,14 @@ from jax import lax
 
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
-from bridge.boundary.results import Result, is_array, put_together, take_apart
+from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
 from bridge.private import torch_chunk_vmap, trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
+from bridge.trace.aliasing import Inner, View, expanded
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import lane_key, source
 from torchfunc_jax._chunks import fitting, looped
@@ -260,7 +261,7 @@ def _map(
     def record(recorder: Recorder) -> Any:
         avals = []
         for a, d in zip(map(aval_of, arrays), in_axes, strict=True):
-            avals.append(a if d is None else a.like(a.shape[:d] + a.shape[d + 1 :], a.requires_grad))
+            avals.append(a if d is None else a.lane(d))
         params = (tuple(in_axes), randomness)
         tensors, (meta, out_axes) = transforms.entered(recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish)
         avals, placed = [], []
@@ -275,6 +276,7 @@ def _map(
         return done
     traceable = call.traceable(func)
     traceable.as_given(arrays)
+    traceable.geometries = [g.lane(d) for g, d in zip(traceable.geometries, in_axes, strict=True)]
     lane_axis = [0] if randomness == "different" else []
     name = name_of(func)
 
@@ -305,10 +307,28 @@ def _map(
             mapped = jax.vmap(body, in_axes=in_axes + lane_axis, out_axes=out_axes, axis_size=size)(*inputs)
         except ValueError as error:
             raise _unmapped(error, name, found) from error
-        return Result(mapped, found[0].meta, found[0].written)
+        result = found[0]
+        return Result(mapped, result.meta, result.written, _shared(result, in_axes, mapped))
 
     outs, (meta, _) = apply(compute, arrays, func)
     return put_together(outs, meta)
+
+
+def _shared(result: Result, in_axes: list[int | None], mapped: list[Any]) -> dict[int, tuple[Any, tuple[View, ...]]]:
+    """``Result.shared`` of the mapped results, from that of a lane's."""
+    found = {}
+    for i, (origin, views) in result.shared.items():
+        in_dim, out_dim = in_axes[origin] if isinstance(origin, int) else None, result.meta[1][i]
+        if isinstance(origin, Output) and (in_dim := result.meta[1][origin.index]) is not None:
+            in_dim %= mapped[origin.index].ndim
+        if out_dim is not None:
+            out_dim %= mapped[i].ndim
+            if in_dim is None:  # each lane has the same memory
+                views = (*views, *expanded(out_dim, mapped[i].shape))
+            elif views or in_dim != out_dim:
+                views = (Inner(views, in_dim, out_dim),)
+        found[i] = (origin, views)
+    return found
 
 
 def _again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, str], placed: tuple[int | None, ...]) -> Any:

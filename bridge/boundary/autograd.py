@@ -13,7 +13,7 @@ import torch
 
 from bridge import private
 from bridge.boundary import shared_memory
-from bridge.boundary.results import Computation, Result, conj, inexact, inexact_dtype, is_local, pick
+from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.trace import tracing
@@ -65,6 +65,7 @@ class _Recorded:
         self.meta, self.targets = result.meta, targets
         self.seen = [t for t, _ in root.captured.values()]
         shared_memory.refuse(result, self.leaves, [*root.captured.values()])
+        self.shared = shared_memory.outputs(result, self.leaves, root.captured.values())
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
         self.live = set(root.live)
         self.key = root.key
@@ -83,17 +84,18 @@ class _Recorded:
 
 def differentiable(
     apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: jax.Array | None = None
-) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
     known: captured tensors that require grad or may require it.  key: the JAX key that random operators draw from; None: they draw from
-    torch's generator.  Returns (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values).
+    torch's generator.  Returns (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values,
+    outputs that share memory).
     """
     recorded = _Recorded(apply, compute, leaves, known, key)
     outs = _Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
-    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes
+    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes, recorded.shared
 
 
 class Untransformed(torch.autograd.Function):
@@ -243,7 +245,7 @@ def attached(apply: Apply, outs: list[Any], compute: Computation, leaves: Sequen
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
     found.update(level.outer)  # tensors of enclosing levels stay there, because that level's result depends on them too
     level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
-    if not found or not torch.is_grad_enabled() or not any(inexact(t.node.value) for t in outs):
+    if not found or not torch.is_grad_enabled() or not any(inexact_dtype(t.dtype) for t in outs):
         return outs
     return list(_Attached.apply(apply, outs, compute, leaves, *found.values()))
 
@@ -256,7 +258,7 @@ class _Attached(Untransformed):
     def forward(
         ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact(t.node.value) for t in outs]
+        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact_dtype(t.dtype) for t in outs]
         ctx.save_for_backward(*watched)
         ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
         return tuple(outs)

@@ -16,16 +16,27 @@ from bridge import compiling, private
 from bridge.boundary import autograd, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
-from bridge.boundary.results import Computation, Result, is_local, root_writes, split_arrays, write_back
+from bridge.boundary.results import (
+    Computation,
+    Output,
+    Result,
+    SharedOutput,
+    is_local,
+    root_writes,
+    shared_placed,
+    split_arrays,
+    write_back,
+)  # fmt: skip
 from bridge.convert import tensors, trees
 from bridge.errors import rewording
 from bridge.operators import operands
+from bridge.operators.views import view_again
 from bridge.record.tensor import Unrecordable
 from bridge.trace import tracing
-from bridge.trace.aliasing import read, write
+from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, state
 from bridge.trace.storage import Geometry, Node
-from bridge.trace.tracing import value_of, wrap
+from bridge.trace.tracing import node_of, value_of, wrap
 
 
 class Traceable:
@@ -63,9 +74,10 @@ class Traceable:
             finish: takes what the function returned (torch tensors in any tree), checks it, and gives its tensors and a meta.
         """
         leaves = list(self.leaves)
-        arguments = [wrap(v, d, level) for v, d in zip(values, self.devices, strict=True)]
-        for t, geometry in zip(arguments, self.geometries, strict=True):
-            t.node.geometry = geometry
+        arguments = [wrap(v, d, level, g.strides) for v, d, g in zip(values, self.devices, self.geometries, strict=True)]
+        nodes: dict[Node, int] = {}
+        for k, (t, geometry) in enumerate(zip(arguments, self.geometries, strict=True)):
+            t.node.geometry, nodes[t.node] = geometry, k
         for k in self.active:
             arguments[k].requires_grad_()
         for k, (i, t) in enumerate(zip(self.where, arguments, strict=True)):
@@ -73,6 +85,13 @@ class Traceable:
         args, kwargs = trees.unflatten(self.spec, leaves)
         outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
+        ways = [views_between(node_of(t)) for t in outs]
+        whole = {node: i for i, (node, views) in reversed([*enumerate(ways)]) if not views}
+        for i, (node, views) in enumerate(ways):
+            if node in nodes or node.level is not level:
+                result.shared[i] = (nodes.get(node, node), views)
+            elif whole.get(node, i) != i:
+                result.shared[i] = (Output(whole[node]), views)
         for k, t in enumerate(arguments):
             if t.node.version:
                 result.written.append((k, len(result.values), t.node.detached))
@@ -117,7 +136,9 @@ def apply(
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
-        return autograd.attached(apply, [wrap(v, device) for v in outs], compute, leaves), result.meta
+        made: list[torch.Tensor] = [wrap(v, device) for v in outs]
+        _share(result, leaves, made)
+        return autograd.attached(apply, made, compute, leaves), result.meta
     if state.recorder is not None:
         raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
@@ -127,6 +148,14 @@ def apply(
 
 def _outputs(result: Result) -> list[Any]:
     return result.values[: len(result.values) - len(result.written)]
+
+
+def _share(result: Result, leaves: Sequence[Any], outs: list[torch.Tensor]) -> None:
+    """Replace the outputs of a call inside a trace that share memory by views of the tensors whose memory it is."""
+    for i, (source, views) in result.shared.items():
+        t = outs[source.index] if isinstance(source, Output) else leaves[source] if isinstance(source, int) else source
+        out = view_again(t, views) if isinstance(t, torch.Tensor | Node) else None
+        outs[i] = outs[i] if out is None else out
 
 
 def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
@@ -153,30 +182,30 @@ def _outermost(
     compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
 ) -> tuple[list[Any], Any]:
     if not torch.is_grad_enabled():
-        outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
+        outs, meta, _, _, writes, shared = direct(compute, leaves, None, lasting)
         write_back(writes)
-        return outs, meta
+        return shared_placed(outs, shared), meta
     known, key = known_captures(fn), None
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key, writes = autograd.differentiable(apply, compute, leaves, known, key)
+            outs, meta, met, key, writes, shared = autograd.differentiable(apply, compute, leaves, known, key)
         else:
-            outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
+            outs, meta, met, key, writes, shared = direct(compute, leaves, key, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
             write_back(writes)
             remember(fn, captured)
-            return outs if wanted or captured else [t.detach() for t in outs], meta
+            return shared_placed(outs if wanted or captured else [t.detach() for t in outs], shared), meta
         # the closure scan missed tensors that require grad: run again with them as differentiable inputs; the first run writes nothing
         known = captured
 
 
 def direct(
     compute: Computation, leaves: Sequence[Any], key: jax.Array | None = None, lasting: bool = False
-) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
     """Run a computation at the border without a node in torch's graph; the results are those of ``autograd.differentiable``."""
     with tracing.root() as root:
         root.key, root.lasting = key, lasting
@@ -184,16 +213,18 @@ def direct(
         with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
         shared_memory.refuse(result, leaves, [*root.captured.values()])
+        shared = shared_memory.outputs(result, leaves, root.captured.values())
         _carry_out(result, leaves)
         writes = root_writes(root)
         met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
-    # a result never shares memory with an argument, a captured tensor or another result
+    # a result whose values are computed never shares memory with an argument, a captured tensor or another result
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = tensors.common_device(leaves)
-    outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
+    given = {i: t for i, t, _ in shared if isinstance(t, torch.Tensor)}
+    outs = [given[i] if i in given else tensors.to_torch(v, device, avoid) for i, v in enumerate(_outputs(result))]
     if lasting:
-        outs = [t.clone() for t in outs]
-    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
+        outs = [t if i in given else t.clone() for i, t in enumerate(outs)]
+    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
 
 
 @dataclasses.dataclass(slots=True)

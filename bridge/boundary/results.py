@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import torch
 
 from bridge.convert import trees
+from bridge.trace.aliasing import View, again
 from bridge.trace.levels import Level
 from bridge.trace.storage import Node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """Another output of the same computation, by its index."""
+
+    index: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,10 +30,25 @@ class Result:
     meta: Any = None  # what the transform needs to rebuild its outputs from the values; it holds no arrays
     #: (leaf index or outer node, index into values, detached) of each tensor from outside that the function wrote to
     written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
+    #: by the index of an output that shares the memory of a leaf, an outer node or another output: which one, and its views that lead there
+    shared: dict[int, tuple[int | Node | Output, tuple[View, ...]]] = dataclasses.field(default_factory=dict)
     apart: bool = False  # a write to one argument is not seen in another input, even if the two share memory, as under torch.func
+
+    def after(self, values: list[Any], shift: int, first: int = 0) -> Result:
+        """The same result with other values in front; of its outputs, those before ``first`` are no longer there."""
+        return Result(
+            values, self.meta, [(target, index + shift, detached) for target, index, detached in self.written],
+            {
+                index + shift: (Output(source.index + shift) if isinstance(source, Output) else source, views)
+                for index, (source, views) in self.shared.items()
+                if min(index, source.index if isinstance(source, Output) else index) >= first
+            },
+        )
 
 
 Computation = Callable[[list[Any]], Result]
+#: An output at the border that shares memory: its index, the tensor from outside or the other output, and the views that lead to it.
+SharedOutput = tuple[int, torch.Tensor | Output, tuple[View, ...]]
 
 
 def is_array(x: Any) -> bool:
@@ -79,6 +102,14 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not target.is_leaf and not target._is_view():
             target.detach_()  # PyTorch may have given it a history inside the trace; the new value already has all of it
         target.copy_(value)
+
+
+def shared_placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
+    """The outputs, those that share memory replaced by views of the tensors whose memory it is, which have been written to by now."""
+    for i, source, views in shared:
+        t = outs[source.index] if isinstance(source, Output) else source
+        outs[i] = again(t.resolve_conj().resolve_neg(), views) if views else t
+    return outs
 
 
 def conj(v: jax.Array) -> jax.Array:

@@ -1,17 +1,19 @@
-"""Finds tensors that share memory, before a compiled program that writes to its inputs runs and after a transform has run.
+"""Finds tensors that share memory: inputs, before a compiled program that writes to its inputs runs and after a transform has run.
 
-Both treat each input as memory of its own, so a write to one is not seen in another.
+Both treat each input as memory of its own, so a write to one is not seen in another.  Also finds outputs that share an input's memory.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from bridge import private
-from bridge.boundary.results import Result
+from bridge.boundary.results import Output, Result, SharedOutput
+from bridge.convert import dtypes
+from bridge.operators.views import can_repeat
 from bridge.trace.storage import Node
 
 _Span = tuple[int, int, bool]  # (first byte, the byte after the last, whether it is written to)
@@ -56,6 +58,23 @@ class Sharing:
             if is_written:
                 end_of_written = max(end_of_written, last)
         return False
+
+
+def outputs(result: Result, leaves: Sequence[Any], met: Iterable[tuple[torch.Tensor, Node]]) -> list[SharedOutput]:
+    """The outputs at the border that share memory; met: the captured tensors with their nodes."""
+    of_node = {node: t for t, node in met}
+    found: list[SharedOutput] = []
+    with private.without_modes():
+        for i, (source, views) in result.shared.items():
+            if isinstance(source, Output):
+                v = result.values[source.index]
+                if can_repeat(torch.empty(v.shape, dtype=dtypes.to_torch(v.dtype), device="meta"), views):
+                    found.append((i, source, views))
+                continue
+            t = leaves[source] if isinstance(source, int) else of_node.get(source)
+            if isinstance(t, torch.Tensor) and can_repeat(t, views):
+                found.append((i, t, views))
+    return found
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

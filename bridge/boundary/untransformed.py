@@ -23,6 +23,8 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
             with push("plain") as level:
                 result = traceable.run(level, values, take_apart)
             result.apart = True
+            written = {target for target, _, _ in result.written}  # torch.func copies what it writes back
+            result.shared = {i: way for i, way in result.shared.items() if way[0] not in written}
             return result
 
         return put_together(*apply(compute, call.arrays, func))

@@ -19,6 +19,7 @@ import torch
 from bridge import devices, private
 from bridge.convert import dtypes
 from bridge.process import process
+from bridge.trace.storage import strides_of
 
 # numpy has no bfloat16 or 8-bit floats of its own: they are converted as integers of the same width
 _AS_INT = {
@@ -90,7 +91,7 @@ def _cross(t: torch.Tensor) -> jax.Array:
 
 
 def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
-    """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, dtype and device.
+    """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, strides, dtype and device.
 
     The array is what ``to_jax`` returns; for a small tensor that is met for the first time it is numpy's view of the tensor.
     """
@@ -110,7 +111,7 @@ def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
 def _signature(t: torch.Tensor) -> int:
     if t.is_nested:  # a nested tensor has no single shape: plain raises its TypeError
         plain(t)
-    return process.signatures.setdefault((t.shape, t.dtype, t.device), len(process.signatures))
+    return process.signatures.setdefault((t.shape, strides_of(t), t.dtype, t.device), len(process.signatures))
 
 
 def common_device(leaves: Sequence[Any]) -> torch.device | None:

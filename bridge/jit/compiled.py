@@ -93,7 +93,7 @@ class Compiled:
         self.active: dict[Any, Any] = {}
         self.device = tensors.common_device(call.arrays) if torch_out else None
         self.one_out = (  # the only output is a tensor on the CPU
-            all(program.is_tensor) and program.out_spec is None and not program.written and self.packing is None
+            all(program.is_tensor) and program.out_spec is None and not program.written and not program.shared and self.packing is None
             and self.device is not None and self.device.type == "cpu"
         )
 
@@ -165,7 +165,7 @@ class Compiled:
         if (
             avals[0] != avals[1] or mine.out_spec != theirs.out_spec or mine.is_tensor != theirs.is_tensor or mine.count != theirs.count
             or mine.kinds != theirs.kinds or mine.draws != theirs.draws or mine.generators != theirs.generators
-            or mine.written_places() != theirs.written_places()
+            or mine.memory() != theirs.memory()
             or any(x is not y and Same(x) != Same(y) for x, y in zip(self.static(values), theirs.static, strict=True))
         ):
             return False
@@ -198,6 +198,8 @@ class Compiled:
                 raise Changed
             values.append(array)
             recording = recording or t.requires_grad
+        if program.shared and not self.layouts and self.bounds is None and not program.draws and not program.generators:
+            return self._finish([], leaves, captured)  # every output is a view of an input
         if recording and torch.is_grad_enabled() and self.torch_out:
             active = self._active(leaves, captured)
             if any(self.pair(*active).kinds):
@@ -236,12 +238,16 @@ class Compiled:
 
     def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
+        arguments = [leaves[i] for i in self.where] if program.written or program.shared else []
         if program.written:
-            targets = program.written_to([leaves[i] for i in self.where], captured)
+            targets = program.written_to(arguments, captured)
             write_back([(t, v) for t, v in zip(targets, results[program.count :], strict=True) if isinstance(t, torch.Tensor)])
+        outs = results[: program.count]
+        if program.shared:
+            outs = program.outputs(outs, arguments, captured)
         if not program.static or all(program.is_tensor):
-            return trees.unflatten(program.out_spec, results[: program.count])
-        return self._tree(results, leaves)
+            return trees.unflatten(program.out_spec, outs)
+        return self._tree(outs, leaves)
 
     def _tree(self, results: Sequence[Any], leaves: list[Any]) -> Any:
         program = self.program

@@ -15,6 +15,7 @@ from bridge.convert import trees
 from bridge.jit.compiled import Compiled
 from bridge.process import process
 from bridge.programs.guards import Guards, describe
+from bridge.trace.storage import strides_of
 
 
 @contextmanager
@@ -93,6 +94,8 @@ def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
         name = ("args" if which == 0 else "kwargs") + "".join(f"[{step!r}]" for step in steps)
         if isinstance(x, torch.Tensor):
             what = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            strides = strides_of(x)
+            what += f" with strides {list(strides)}" if strides else ""
             what += f" on {x.device}" if x.device.type != "cpu" else ""
             what += ", requires grad" if recording and x.requires_grad else ""
         elif isinstance(x, jax.Array):

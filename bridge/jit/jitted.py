@@ -211,7 +211,7 @@ class Jitted:
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
                 start = time.perf_counter()
-                program = stage(self._unwrapped, call)
+                program = stage(self._unwrapped, call, self._donated(call))
                 entry = Compiled(program, call, key[-3], self._donated(call))
                 entry.seconds = time.perf_counter() - start
                 if not misfit and (family.first is None or family.first[1].captured() is None):
@@ -251,7 +251,7 @@ class Jitted:
 
         try:
             traced = functools.wraps(self._func, updated=())(with_numbers)
-            program = stage(traced, inner)
+            program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
             entry = Compiled(program, inner, torch_out, self._donated(call), numbers_in, numbered, changing)
             entry.traced = traced

@@ -20,14 +20,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
+from bridge.boundary import shared_memory
 from bridge.boundary.calls import Call
-from bridge.boundary.results import conj, inexact, is_array, pick, take_apart
+from bridge.boundary.results import Output, conj, inexact, is_array, pick, shared_placed, take_apart
 from bridge.convert import dtypes, tensors
 from bridge.jit import outer_products
 from bridge.jit.simplify import simplified
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.trace import random_keys, tracing
+from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.value_checks import Bounds, ends
@@ -57,6 +59,8 @@ class Program:
         kinds: for each output and written value, whether torch's autograd can go back through it.
         sources: for each output and written value, the inputs of the jaxpr that autograd goes back to, as bits of a number.
         behind: ``sources``, and the inputs that only rules of autograd.Functions use: a second derivative goes back to them.
+        shared: the outputs that are views and no outputs of the jaxpr, in order: (index, "argument", "captured" or "output", the index of
+            that of which it is a view, the views).
     """
 
     jaxpr: ClosedJaxpr
@@ -76,14 +80,27 @@ class Program:
     kinds: list[bool]
     sources: list[int]
     behind: list[int]
+    shared: list[tuple[int, str, int, tuple[View, ...]]]
 
     def written_to(self, arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
         """The targets of the written values among these arguments and captured tensors."""
         return [arguments[i] if kind == "argument" else captured[i] for kind, i in self.written]
 
-    def written_places(self) -> list[tuple[Any, ...]]:
-        """The targets of the written values: an argument's index, or the place of a captured tensor."""
-        return [(kind, i) if kind == "argument" else (kind, id(self.places[i].container), self.places[i].key) for kind, i in self.written]
+    def outputs(self, computed: list[Any], arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
+        """All outputs, from those of the jaxpr; call it when the written values have been written."""
+        found = list(computed)
+        for i, *_ in self.shared:
+            found.insert(i, None)
+        of: dict[str, Any] = {"argument": arguments, "captured": captured, "output": list(map(Output, range(len(found))))}
+        return shared_placed(found, [(i, of[kind][k], views) for i, kind, k, views in self.shared])
+
+    def memory(self) -> tuple[list[Any], list[Any]]:
+        """The targets of the written values, and the outputs that share memory, with each captured tensor given by its place."""
+        places = [("captured", id(p.container), p.key) for p in self.places]
+        return (
+            [(kind, i) if kind == "argument" else places[i] for kind, i in self.written],
+            [(i, kind, places[k] if kind == "captured" else k, views) for i, kind, k, views in self.shared],
+        )
 
     def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The given arguments and captured tensors that torch's autograd goes back to."""
@@ -151,8 +168,8 @@ def _jitting() -> Iterator[None]:
 
 
 @_jitting()
-def stage(fn: Callable[..., Any], call: Call) -> Program:
-    """Trace fn once on the shapes of a call's arguments.
+def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Program:
+    """Trace fn once on the shapes of a call's arguments; donated: those whose memory no output may share.
 
     Raises:
         DataDependentError: the function asks for values.
@@ -165,7 +182,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
 
     found = closure_scan.scan(*roots)
     candidates = those_of(found)
-    program, missing = trace(fn, call, candidates, found)
+    program, missing = trace(fn, call, candidates, found, donated=donated)
     if missing:
         found = closure_scan.scan(*roots, deeper=True)
         candidates = those_of(found)
@@ -175,7 +192,7 @@ def stage(fn: Callable[..., Any], call: Call) -> Program:
         # the scan cannot find these tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
         candidates = candidates + [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = trace(fn, call, candidates, found)
+        program, missing = trace(fn, call, candidates, found, donated=donated)
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
     raise RuntimeError(
         f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
@@ -191,11 +208,12 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 
 def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
-    watch: random_keys.Watch | random_keys.Unwatched | None = None,
+    watch: random_keys.Watch | random_keys.Unwatched | None = None, donated: Sequence[int] = (),
 ) -> tuple[Program, list[torch.Tensor]]:
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
+    position = {id(t): i for i, (t, _) in enumerate(candidates)}
     watch = watch or random_keys.Watch(found.generators)
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
@@ -226,11 +244,20 @@ def trace(
                 result = traceable.run(level, arguments, take_apart)
             met = root.captured
             values = result.values[: len(result.values) - len(result.written)]
+            shared: list[Any] = []
+            if all(isinstance(x, torch.Tensor) for x in call.arrays):
+                for i, t, views in shared_memory.outputs(result, call.arrays, met.values()):
+                    source = result.shared[i][0]
+                    if isinstance(source, Output):
+                        shared.append((i, "output", source.index, views))
+                    elif source not in donated:
+                        shared.append((i, *(("argument", source) if isinstance(source, int) else ("captured", id(t))), views))
+            placed = {i for i, *_ in shared}
+            values = [v for i, v in enumerate(values) if i not in placed]
             written: list[tuple[str, int]] = []
             extra: list[Any] = []
             detached: list[bool] = []
             nodes = {id(node): key for key, (_, node) in met.items()}
-            position = {id(t): i for i, (t, _) in enumerate(candidates)}
             for target, index, alone in result.written:
                 if isinstance(target, int):
                     written.append(("argument", target))
@@ -242,7 +269,7 @@ def trace(
                 detached.append(alone)
             kinds = [inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)]
             info.update(
-                meta=result.meta, count=len(values), written=written, kinds=kinds, generators=generators,
+                meta=result.meta, count=len(values), written=written, shared=shared, kinds=kinds, generators=generators,
                 asked={key for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked},
                 used=[position[key] for key in met if key in position], missing=[t for key, (t, _) in met.items() if key not in position],
             )
@@ -262,6 +289,7 @@ def trace(
         [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
         len(candidates), strided, found.names("type"), info["kinds"], _sources(jaxpr.jaxpr),
         _sources(jaxpr.jaxpr, behind=True),
+        [(i, kind, order.get(position.get(k), -1) if kind == "captured" else k, views) for i, kind, k, views in info["shared"]],
     )
     return program, info["missing"]
 

@@ -16,6 +16,7 @@ from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks
 from bridge.trace.levels import around, innermost, state
+from bridge.trace.storage import strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
@@ -79,9 +80,24 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)
-        return wrap(out, device) if isinstance(out, jax.Array) else wrap_all(out, device)
+        return wrap(out, device, strides=_strides(func, args, kwargs, out)) if isinstance(out, jax.Array) else wrap_all(out, device)
 
     return run_pure
+
+
+def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: jax.Array) -> tuple[int, ...] | None:
+    """The strides that PyTorch gives a result if an operand is not contiguous; None: it is contiguous.
+
+    Whether a later ``.view`` of the result is possible depends on them.
+    """
+    if all(type(x) is not Traced or x.is_contiguous() for x in args):
+        return None
+    try:
+        with private.below_python():
+            like = func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+    except Exception:  # the operator has no kernel for the device meta
+        return None
+    return strides_of(like) if tuple(like.shape) == out.shape else None
 
 
 def stop(out: Any) -> Any:

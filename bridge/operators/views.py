@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from bridge import private
+from bridge.convert import dtypes
 from bridge.errors import at_line
 from bridge.lowering.registry import Operator, overload
 from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, stop
-from bridge.trace.aliasing import View
+from bridge.trace.aliasing import Inner, View, read, repeated
 from bridge.trace.levels import innermost, state
-from bridge.trace.storage import Geometry, Node, OutsideOfView
+from bridge.trace.storage import Geometry, Node, OutsideOfView, contiguous
 from bridge.trace.tracing import Traced, node_of, over, own_rule, value_of
 
 aten = torch.ops.aten
@@ -32,27 +33,56 @@ def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
-        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs))
+        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs), base.device)
 
     def run_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
         metas = func(meta_of(base), *rest, **kwargs)
         return [
-            _viewed(base, meta, View(overload(name), own, {}))
+            _viewed(base, meta, View(overload(name), own, {}), base.device)
             for meta, (name, own) in zip(metas, parts(tuple(base.shape), *rest, **kwargs), strict=True)
         ]
 
     return run_view if parts is None else run_views
 
 
-def _viewed(base: torch.Tensor, meta: torch.Tensor, view: View) -> Traced:
-    """The view of a tensor; meta: a tensor on the device meta with the view's geometry."""
-    parent = node_of(base)
+def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: torch.device) -> Traced:
+    """The view of a tensor or node; meta: a tensor on the device meta with the view's geometry."""
+    parent = base if isinstance(base, Node) else node_of(base)
     parent.used = True
     node = Node(None, state.level, parent, view)
     if not torch.is_grad_enabled():  # the same memory, no derivative through it
-        node.value, node.seen = stop(view.forward(value_of(base))), node.root.version
-    return over(node, meta, base.device)
+        node.value, node.seen = stop(view.forward(read(base, state.level) if isinstance(base, Node) else value_of(base))), node.root.version
+    return over(node, meta, device)
+
+
+def view_again(t: torch.Tensor | Node, views: tuple[View, ...]) -> Traced | None:
+    """The views that a transform's function has taken of a tensor, or of a root node, as views of it where the transform was called.
+
+    None: PyTorch's own transforms have no such view.
+    """
+    with private.without_modes():
+        base, device = _of_root(t) if isinstance(t, Node) else (meta_of(t), t.device)
+        meta = repeated(base, views)
+    if meta is None:
+        return None
+    if views:
+        return _viewed(t, meta, Inner(views), device)
+    return over(t if isinstance(t, Node) else node_of(t), meta, device)
+
+
+def can_repeat(t: torch.Tensor, views: tuple[View, ...]) -> bool:
+    """Whether PyTorch's own transforms take the same views of a tensor."""
+    return not views or repeated(meta_of(t), views) is not None
+
+
+def _of_root(node: Node) -> tuple[torch.Tensor, torch.device]:
+    """A tensor on the device meta with the geometry of a root node, and the device of the node's tensor."""
+    found = next((t for t, other in state.level.root.captured.values() if other is node), None)
+    if found is not None:
+        return meta_of(found), found.device
+    strides = contiguous(node.value.shape) if node.geometry is None else node.geometry.strides
+    return torch.empty_strided(node.value.shape, strides, dtype=dtypes.to_torch(node.value.dtype), device="meta"), torch.device("cpu")
 
 
 @own_rule("aten.detach")
@@ -67,7 +97,10 @@ def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
     """A node on the same memory, without derivatives."""
     with torch.no_grad():  # the tensor becomes a captured one, but this use needs no derivative
         value, parent = value_of(base), node_of(base)
-    node = Node(stopped(value), state.level, parent, View(aten.detach.default, (), {}, stopped))
+    view = View(aten.detach.default, (), {}, stopped)
+    if stopped is not constant:
+        view.recording = None  # it detaches from one transform alone
+    node = Node(stopped(value), state.level, parent, view)
     node.seen = node.root.version
     return node
 
@@ -96,6 +129,8 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
     view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
+    if first:
+        view.recording = None  # it counts from where the tensor's memory begins
     return over(Node(None, state.level, root, view), meta, base.device)
 
 

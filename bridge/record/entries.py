@@ -49,6 +49,7 @@ class Op:
         changed: the positions of the operands that it writes to, with their avals afterwards.
         numbers: how many Python numbers it takes from the program's inputs.
         single: the aval of its only result, if it writes nothing.
+        alike: the first operator that differs at most in its operands' strides.
     """
 
     func: Callable[..., Any]
@@ -61,6 +62,7 @@ class Op:
     draws: bool
     words: str | None = None  # made and used by bridge/record/disk.py
     single: Aval | None = None
+    alike: Any = None
 
     def __post_init__(self) -> None:
         self.single = self.outs.aval if type(self.outs) is Out and not self.changed else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge.boundary.autograd import Untransformed
-from bridge.record.entries import Begin, End, Input, interned, values_of
+from bridge.record.entries import Begin, End, Input, Op, interned, values_of
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, aval_of
 
@@ -32,7 +32,7 @@ class Wide:
     def __init__(self, recorder: Recorder, mapped: dict[int, int], placed: dict[int, int | None], lanes: int) -> None:
         self.recorder, self.mapped, self.placed, self.lanes, self.size = recorder, mapped, placed, lanes, _size_for(lanes)
         self.family = tuple([
-            (_without(what.aval, mapped[number]), ()) if type(what) is Input and number in mapped else (what, refs)
+            (_without(what.aval, mapped[number]), ()) if type(what) is Input and number in mapped else (_alike(what), refs)
             for number, what, refs in _numbered(recorder.trace)
         ])  # fmt: skip
 
@@ -49,7 +49,7 @@ class Wide:
                     t = _filled_up(t, self.mapped[number], self.size)
                     what = interned(Input, aval_of(t))
                 wide.inputs.append(t)
-            wide.trace.append((what, refs))
+            wide.trace.append((_alike(what), refs))
         return wide
 
     def narrow(self, refs: Sequence[int], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,6 +154,11 @@ def _without(aval: Aval, dim: int) -> tuple[Any, ...]:
     return (aval.shape[:dim], aval.shape[dim + 1 :], aval.dtype, aval.device, aval.requires_grad)
 
 
+def _alike(what: Any) -> Any:
+    """An entry of a record without its operands' strides, which may depend on the number of lanes."""
+    return what.alike if type(what) is Op else what
+
+
 def _size_for(lanes: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least the number of lanes."""
     power = 1 << (lanes - 1).bit_length()
@@ -162,8 +167,8 @@ def _size_for(lanes: int) -> int:
 
 def _filled_up(t: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     lanes = t.shape[dim]
-    last = t.narrow(dim, lanes - 1, 1)
-    return torch.cat([t, last.expand([size - lanes if d == dim else -1 for d in range(t.dim())])], dim)
+    lanes_first = t.movedim(dim, 0)  # so that each lane is contiguous, and every view of it possible
+    return torch.cat([lanes_first, lanes_first[-1:].expand(size - lanes, *lanes_first.shape[1:])]).movedim(0, dim)
 
 
 def _narrowed(t: torch.Tensor, dim: int, lanes: int) -> torch.Tensor:
@@ -185,7 +190,7 @@ class _Narrowed(Untransformed):
 
 
 class Writes(Exception):
-    """The program of a wider record writes to its inputs, which are copies."""
+    """The program of a wider record writes to its inputs, which are copies, or has an output that shares the memory of one."""
 
 
 __all__ = ["Wide", "Widths", "Writes", "wide"]

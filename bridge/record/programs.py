@@ -109,8 +109,8 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         return None
     try:
         program = found["program"]
-        program.out_spec = trees.flatten(tuple(range(program.count)))[1]
-        program.static = [None] * program.count
+        total = program.count + len(program.shared)
+        program.out_spec, program.static = trees.flatten(tuple(range(total)))[1], [None] * total
         alike = recorder.alike()
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
         numbers = Inputs([0] * found["size"], found["size"])
@@ -189,6 +189,7 @@ class _Kept:
         """Forget the operators of records that have no program any more, and return memory to the system."""
         used = {id(what) for key in self.records for what, _ in key[0]}  # type: ignore[index]
         process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
+        process.alike = {k: op for k, op in list(process.alike.items()) if id(op) in used}
         pieces.trim()
 
 
@@ -247,9 +248,9 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     compiled = program.compiled
     extra = program.numbers.evaluated(recorder.numbers)
     given = recorder.inputs
+    if recorder.copied and (compiled.program.written or any(kind != "output" for _, kind, *_ in compiled.program.shared)):
+        raise lanes.Writes
     if compiled.program.written:
-        if recorder.copied:
-            raise lanes.Writes
         if not final:
             given = list(given)
             for _, k in compiled.program.written:

@@ -147,6 +147,7 @@ class Recorder(TorchFunctionMode):
             except Exception:  # PyTorch refuses the operands; the caller may catch that
                 del self.numbers[numbers:]
                 raise
+            op.alike = process.alike.setdefault(_without_strides(whole), op)
             process.recorded[whole] = op
         if op.draws:
             self.draw()
@@ -304,8 +305,12 @@ class Recorder(TorchFunctionMode):
         other = Recorder(self.execute)
         other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
         for t in self.inputs:
-            other.inputs.append(torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.requires_grad))
+            other.inputs.append(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad))
         return other
+
+    def keep(self) -> None:
+        """Copy the inputs for later runs, so that later writes to them change no result; a write to one that requires grad raises."""
+        self.inputs = [t if t.requires_grad else t.detach().clone() for t in self.inputs]
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""
@@ -318,6 +323,13 @@ class Recorder(TorchFunctionMode):
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
         self.count = values
+
+
+def _without_strides(key: Any) -> Any:
+    """The key of an operator with contiguous operands in the place of its own."""
+    if type(key) is tuple:
+        return tuple(map(_without_strides, key))
+    return key.like(key.shape, key.requires_grad) if type(key) is Aval else key
 
 
 _ATOMS = frozenset({

@@ -11,6 +11,7 @@ import torch
 from bridge import private
 from bridge.errors import EscapedTensorError, at_line
 from bridge.trace.levels import state
+from bridge.trace.storage import contiguous
 
 _make = private.make_wrapper
 
@@ -59,7 +60,12 @@ class Aval:
 
     def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
         """The aval of a contiguous tensor of that shape, with this dtype and device."""
-        return aval(shape, _contiguous(shape), 0, self.dtype, self.device, requires_grad)
+        return aval(shape, contiguous(shape), 0, self.dtype, self.device, requires_grad)
+
+    def lane(self, dim: int) -> Aval:
+        """The aval of one lane of a tensor that is mapped over this dimension."""
+        shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
+        return aval(shape, strides, 0, self.dtype, self.device, self.requires_grad)
 
     def with_grad(self, requires_grad: bool) -> Aval:
         if requires_grad is self.requires_grad:
@@ -73,17 +79,11 @@ def aval(*what: Any) -> Aval:
     return Aval(*what)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
-
-
 def aval_of(t: torch.Tensor) -> Aval:
-    """The aval of a tensor of PyTorch's."""
-    return aval(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad)
+    """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each batch of a data set would be another."""
+    if type(t) is Recorded:
+        return t.aval
+    return aval(tuple(t.shape), t.stride(), 0, t.dtype, t.device, t.requires_grad)
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:

@@ -74,7 +74,10 @@ def _outermost(
         state.recorder = None
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
-        return build(run(recorder, [t.ref for t in outs], True))
+        found = run(recorder, [t.ref for t in outs], True)
+        if lasting:
+            recorder.keep()
+        return build(found)
     except Unrecordable as reason:
         process.unrecordable.add(key)
         _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
@@ -156,10 +159,7 @@ class Kept:
         self.func = func
         self.recorder, self.first, self.level = recorder, first, recorder.level
         self.outermost = recorder.lasting and recorder.level is None  # the record ends with it, and is repeated for each call
-        self.versions = []
-        if self.outermost:  # copies, so that later writes change no result; a write to one that requires grad raises
-            self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad])
-            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
+        self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad]) if self.outermost else []
 
     def call(
         self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any], again: Callable[[], Any]

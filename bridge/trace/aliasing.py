@@ -1,18 +1,20 @@
 """Reads and writes values of a trace through views.
 
 A write to a view rewrites its root by the inverse of each view operator between them.  A view is computed again if it is read after its
-root has changed.
+root has changed.  A result that is a view of a tensor from outside is made by the same operators on that tensor (``again``).
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
+from torch.func import vmap as torch_vmap
 
 from bridge.lowering.common.promotion import cast
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import LOWERINGS, overload
 from bridge.lowering.tensors.copies import revalue
 from bridge.trace import pieces
 from bridge.trace.levels import Level
@@ -20,13 +22,25 @@ from bridge.trace.storage import Node
 
 
 class View:
-    """A view operator with its arguments: forward returns the view of a base, inverse returns the base with the view replaced."""
+    """A view operator with its arguments: forward returns the view of a base, inverse returns the base with the view replaced.
 
-    __slots__ = ("args", "func", "kwargs", "lowering")
+    Attributes:
+        recording: whether torch's autograd records it; None: it cannot be done again on a tensor of PyTorch's (see ``again``).
+    """
+
+    __slots__ = ("args", "func", "kwargs", "lowering", "recording")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: Callable[..., Any] | None = None) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.lowering = lowering or LOWERINGS[func].lowering
+        self.recording: bool | None = torch.is_grad_enabled() if _plain((args, *kwargs.values())) else None
+
+    def __reduce__(self) -> Any:
+        return _stored, (str(self.func), self.args, self.kwargs, self.recording)
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor of PyTorch's."""
+        return self.func(t, *self.args, **self.kwargs)
 
     def forward(self, base: jax.Array) -> jax.Array:
         return pieces.run(self.func, self.lowering, (base, *self.args), self.kwargs)
@@ -46,6 +60,105 @@ class View:
         index = self.lowering(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape), *args, **kwargs)
         flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
         return flat.reshape(base.shape)
+
+
+class Inner(View):
+    """The views that the function of a transform has taken of one of its arguments, as one view.
+
+    Args:
+        views: a view of the argument, a view of that, ...
+        in_dim, out_dim: under vmap, the mapped dimension of the argument and of the result; None: no dimension is mapped.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, views: tuple[View, ...], in_dim: int | None = None, out_dim: int | None = None) -> None:
+        super().__init__(Inner, (views, in_dim, out_dim), {}, self._forward)
+
+    def __reduce__(self) -> Any:
+        return Inner, self.args
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        views, in_dim, out_dim = self.args
+        return again(t, views) if in_dim is None else torch_vmap(lambda lane: again(lane, views), in_dim, out_dim)(t)
+
+    def _forward(self, base: jax.Array, *_: Any) -> jax.Array:
+        views, in_dim, out_dim = self.args
+        return _mapped(lambda lane: _bases(lane, views)[-1], in_dim, out_dim)(base)
+
+    def inverse(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        views, in_dim, out_dim = self.args
+
+        def back(base: jax.Array, value: jax.Array) -> jax.Array:
+            for view, part in reversed(list(zip(views, _bases(base, views), strict=False))):
+                value = view.inverse(part, value)
+            return value
+
+        return _mapped(back, (in_dim, out_dim), in_dim)(base, value)
+
+
+def _mapped(fn: Callable[..., jax.Array], in_dims: Any, out_dim: int | None) -> Callable[..., jax.Array]:
+    return fn if out_dim is None else jax.vmap(fn, in_dims, out_dim)
+
+
+def _bases(value: jax.Array, views: tuple[View, ...]) -> list[jax.Array]:
+    """A value, the first view of it, the second view of that, ..."""
+    found = [value]
+    for view in views:
+        found.append(view.lowering(found[-1], *view.args, **view.kwargs))
+    return found
+
+
+def expanded(dim: int, shape: Sequence[int]) -> tuple[View, ...]:
+    """The views that expand a tensor to this shape, which has one dimension more."""
+    unsqueezed, expand = overload("aten.unsqueeze"), overload("aten.expand")
+    return View(unsqueezed, (dim,), {}), View(expand, ([*shape],), {})
+
+
+def again(t: torch.Tensor, views: Sequence[View]) -> torch.Tensor:
+    """The same views of a tensor of PyTorch's; they share its memory and have the strides, ``_base`` and grad_fn that PyTorch gives."""
+    for view in views:
+        with torch.set_grad_enabled(bool(view.recording) and torch.is_grad_enabled()):
+            t = view.of(t)
+    return t
+
+
+def detaches(view: View) -> bool:
+    """Whether a view has no derivative."""
+    return any(map(detaches, view.args[0])) if isinstance(view, Inner) else view.func is overload("aten.detach")
+
+
+def views_between(node: Node) -> tuple[Node, tuple[View, ...]]:
+    """The root of a node, and the views that lead from it to the node, except for those that PyTorch's autograd takes by itself."""
+    views = []
+    while node.parent is not None:
+        if node.view.func is not overload("aten.alias"):
+            views.append(node.view)
+        node = node.parent
+    return node, tuple(reversed(views))
+
+
+def repeated(t: torch.Tensor, views: Sequence[View]) -> torch.Tensor | None:
+    """The same views of a tensor on the device meta; None if they cannot be done again on a tensor of PyTorch's."""
+    if any(view.recording is None for view in views):
+        return None
+    try:
+        return again(t, views)
+    except RuntimeError:
+        return None
+
+
+def _plain(x: object) -> bool:
+    """Whether arguments of a view are the same at each call: no tensors, and no numbers that are inputs of a program."""
+    if isinstance(x, list | tuple):
+        return all(map(_plain, x))
+    return x is None or type(x) in (int, bool, torch.dtype, torch.memory_format) or (isinstance(x, View) and x.recording is not None)
+
+
+def _stored(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recording: bool | None) -> View:
+    view = View(overload(name), args, kwargs)
+    view.recording = recording
+    return view
 
 
 def _hashable(x: object) -> object:

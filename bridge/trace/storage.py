@@ -36,28 +36,51 @@ class Geometry:
 
     Attributes:
         plain: whether it is contiguous and begins where its memory begins.
+        shape, strides: its own.
         asked: whether the function called ``as_strided``, which counts from where the memory begins.
         outer: the geometry of the tensor that this one stands for at the next outer level.
     """
 
-    __slots__ = ("asked", "outer", "plain")
+    __slots__ = ("asked", "outer", "plain", "shape", "strides")
 
-    def __init__(self, plain: bool, outer: Geometry | None = None) -> None:
-        self.plain, self.outer, self.asked = plain, outer, False
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], plain: bool, outer: Geometry | None = None) -> None:
+        self.shape, self.strides, self.plain, self.outer, self.asked = shape, strides, plain, outer, False
 
     @classmethod
     def of(cls, t: object) -> Geometry:
         node = getattr(t, "node", None)
-        try:
-            plain = not isinstance(t, torch.Tensor) or bool(t.is_contiguous() and t.storage_offset() == 0)
-        except (RuntimeError, AttributeError):  # a tensor without strides, which cannot be converted
-            plain = True
-        return cls(plain, None if node is None else node.root.geometry)
+        strides = strides_of(t)
+        plain = strides is None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.storage_offset() == 0)
+        shape = () if getattr(t, "is_nested", False) else tuple(t.shape)  # type: ignore[attr-defined]  # jax.Arrays have one too
+        return cls(shape, strides or contiguous(shape), plain, None if node is None else node.root.geometry)
+
+    def lane(self, dim: int | None) -> Geometry:
+        """The geometry of one lane of a tensor that is mapped over this dimension."""
+        if dim is None:
+            return self
+        shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
+        return Geometry(shape, strides, strides == contiguous(shape), self)
 
     def ask(self) -> bool:
         """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""
         self.asked = True
         return (self.outer is None or self.outer.ask()) and self.plain
+
+
+def strides_of(t: object) -> tuple[int, ...] | None:
+    """The strides of a tensor that is not contiguous; None for one that is contiguous or has no strides."""
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.is_contiguous():
+        return None
+    return t.stride()
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 class OutsideOfView(RuntimeError):

@@ -116,14 +116,16 @@ def _shown(value: Any, device: torch.device) -> str:
         return repr(tensors.to_torch(value, device))
 
 
-def wrap(value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None) -> Traced:
-    """A traced tensor with that value and a new root node."""
+def wrap(
+    value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None, strides: tuple[int, ...] | None = None
+) -> Traced:
+    """A traced tensor with that value and a new root node; strides None: it is contiguous."""
     try:
         dtype = _torch_dtype[value.dtype]
     except KeyError:
         dtype = dtypes.to_torch(value.dtype)
     level = level or state.level
-    t: Traced = _make(Traced, value.shape, dtype=dtype, device=device)
+    t: Traced = _make(Traced, value.shape, strides=strides, dtype=dtype, device=device)
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t

@@ -25,6 +25,7 @@ from bridge.trace import tracing
 from bridge.trace.aliasing import read, write
 from bridge.trace.levels import Level, state
 from bridge.trace.storage import Geometry, Node
+from bridge.trace.torch_numbers import AtOnce
 from bridge.trace.tracing import value_of, wrap
 
 
@@ -173,17 +174,17 @@ def _outermost(
 ) -> tuple[list[Any], Any]:
     refuse_recording()
     if not torch.is_grad_enabled():
-        outs, meta, _, _, writes = direct(compute, leaves, None, lasting)
+        outs, meta, _, writes = direct(compute, leaves, AtOnce(), lasting)
         write_back(writes)
         return outs, meta
-    known, key = known_captures(fn), None
+    known, drawn = known_captures(fn), AtOnce()
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key, writes = autograd.differentiable(apply, compute, leaves, known, key)
+            outs, meta, met, writes = autograd.differentiable(apply, compute, leaves, known, drawn)
         else:
-            outs, meta, met, key, writes = direct(compute, leaves, key, lasting)
+            outs, meta, met, writes = direct(compute, leaves, drawn, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
@@ -195,11 +196,12 @@ def _outermost(
 
 
 def direct(
-    compute: Computation, leaves: Sequence[Any], key: jax.Array | None = None, lasting: bool = False
-) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    compute: Computation, leaves: Sequence[Any], drawn: AtOnce, lasting: bool = False
+) -> tuple[list[Any], Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Run a computation at the border without a node in torch's graph; the results are those of ``autograd.differentiable``."""
     with tracing.root() as root:
-        root.key, root.lasting = key, lasting
+        root.lasting = lasting
+        drawn.draws_in(root)
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
@@ -213,7 +215,7 @@ def direct(
     outs = [tensors.to_torch(v, device, avoid) for v in _outputs(result)]
     if lasting:
         outs = [t.clone() for t in outs]
-    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
+    return outs, result.meta, met, [(t, tensors.to_torch(v, t.device)) for t, v in writes]
 
 
 @dataclasses.dataclass(slots=True)

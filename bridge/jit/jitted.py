@@ -23,7 +23,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.compiled import Changed, Compiled, ProgramInfo
-from bridge.jit.program import ANY_SEEDS, aval, forward, stage
+from bridge.jit.program import aval, forward, stage
 from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.programs import guards
@@ -33,6 +33,7 @@ from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import OutsideOfView
+from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
 
 
@@ -137,7 +138,7 @@ class Jitted:
                     key.append(identical(x))
                 except TypeError as error:
                     raise _unhashable(error) from None
-        key += (torch_out, recording, guards.ambient())
+        key += (by_torch(), torch_out, recording, guards.ambient())
         whole = tuple(key)
         try:
             family = self._families.get(whole)
@@ -342,7 +343,7 @@ class Jitted:
         program = stage(self._unwrapped, call)
         with jax.enable_x64(True), compiling.correctly():
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
-            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], ANY_SEEDS)
+            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], program.any_random())
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:

@@ -316,9 +316,9 @@ def current_trace() -> Any:
     return _jax("core").trace_ctx.trace
 
 
-def bound_in(trace: Any, primitive: Any, params: dict[str, Any]) -> Any:
-    """The result of a primitive without operands in an outer trace: JAX's own ``bind`` knows only the innermost one."""
-    return trace.process_primitive(primitive, [], params)
+def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
+    """The result of a primitive in the trace of its operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
+    return operand._trace.process_primitive(primitive, [operand], params)
 
 
 def mapping(value: Any, outermost: Any) -> set[Any] | None:

@@ -227,7 +227,7 @@ def trace(
 
             root.seeds = key_of
             if by_torch() and not any(isinstance(x, jax.Array) for x in call.arrays):
-                info["drawn"] = root.drawn = AtEachCall(private.trace_of(seeds), watch.draw)
+                info["drawn"] = root.drawn = AtEachCall(seeds, watch.draw)
             with watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = root.captured

@@ -27,7 +27,6 @@ from bridge.trace.levels import Level, around, refuse_in_loop, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced
 
-
 ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
     "on vmap or perform the randomness operation out of vmap"
@@ -212,12 +211,12 @@ class AtEachCall:
     """The draws of a program: they are made before it runs, in the order of the program, and are inputs of it.
 
     Args:
-        trace: the trace of the whole program.
+        seeds: an input of the program, in the trace of the whole program.
         meets: called with a generator before the first draw from it.
     """
 
-    def __init__(self, trace: Any, meets: Callable[[torch.Generator | None], None]) -> None:
-        self.trace, self.meets = trace, meets
+    def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
+        self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
         self.draws: list[Draw | Rewind] = []
         self.met: set[int] = set()
 
@@ -230,7 +229,7 @@ class AtEachCall:
         numbers, mapped = draw.tried()
         self.draws.append(draw)
         params = {"draw": len(self.draws) - 1, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-        return private.bound_in(self.trace, _draw_p, params), mapped
+        return private.bound_outside(self.seeds, _draw_p, params), mapped
 
     def mark(self) -> int:
         """A point of the program, for ``rewind``."""
@@ -252,7 +251,7 @@ class AtEachCall:
 
 
 _draw_p = Primitive("drawn_by_torch")  # the numbers of a draw, in a program that is being traced
-_draw_p.def_abstract_eval(lambda draw, shape, dtype: jax.core.ShapedArray(shape, dtype))
+_draw_p.def_abstract_eval(lambda _, draw, shape, dtype: jax.core.ShapedArray(shape, dtype))
 
 
 def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Array | None:
@@ -338,10 +337,14 @@ def _drawn(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
 ) -> jax.Array:
     assert state.level is not None
-    if name.split(".")[1].endswith("_") and vmaps:
+    if name == "aten.bernoulli_.float" and vmaps:  # torch's vmap replaces dropout, which calls it, by this
+        blank = args[0]
+        args = [Blank(blank.shape, (0,) * len(blank.shape), blank.dtype, ()), *(args[1:] or [0.5])]
+        value, mapped = state.level.root.drawn(_draw(vmaps, "aten.bernoulli.p", args, kwargs, generator))
+    elif name.split(".")[1].endswith("_") and vmaps:
         args, vmaps = _in_place(vmaps, args)
         value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator))
-        mapped: tuple[bool, ...] = (True,) * len(vmaps)
+        mapped = (True,) * len(vmaps)
     else:
         value, mapped = state.level.root.drawn(_draw(vmaps, name, args, kwargs, generator))
     for each, own in zip(vmaps, mapped, strict=True):
@@ -351,10 +354,7 @@ def _drawn(
 
 
 def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], list[Level]]:
-    """The arguments of an in-place operator that fills the tensors of all lanes, and the vmaps whose lanes get numbers of their own.
-
-    torch's rule is this, but in nested vmaps only its composite operators (dropout) reach it for ``bernoulli_``.
-    """
+    """The arguments of an in-place operator that fills the tensors of all lanes, and the vmaps whose lanes get numbers of their own."""
     blank, *others = args
     if any(each.randomness == "error" for each in vmaps):
         raise RuntimeError(ERROR)
@@ -416,9 +416,9 @@ def _by_value(*operands: jax.Array, name: str, args: Any, generator: Any, lanes:
     if at not in drawn.drawn:
         with private.plain_torch():
             given = [tensors.to_torch(x) for x in operands]
-            if name == "aten.rrelu_with_noise":  # the noise, which it writes
+            if name == "aten.rrelu":  # what it multiplies by
                 noise = torch.empty_like(given[0])
-                overload(name)(given[0], noise, *args, True, generator)
+                overload("aten.rrelu_with_noise")(given[0], noise, *args, generator)
                 drawn.drawn[at] = tensors.to_jax(noise)
             else:
                 drawn.drawn[at] = tensors.to_jax(overload(name)(*given, *args, generator))

@@ -286,7 +286,7 @@ def aten_rrelu_with_noise(
     bool training=False, Generator? generator=None) -> (Tensor, Tensor noise_out)"""
     if not training:
         return jnp.where(self > 0, self, self * ((lower + upper) / 2)), noise
-    slope = torch_numbers_by_value("aten.rrelu_with_noise", (self,), (lower, upper), generator=generator)
+    slope = torch_numbers_by_value("aten.rrelu", (self,), (lower, upper, True), generator=generator)
     if slope is None:
         slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
     return self * slope, slope

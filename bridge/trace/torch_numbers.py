@@ -33,10 +33,10 @@ ERROR = (
 )
 
 
-def by_torch() -> bool:
-    """Whether torch draws the random numbers of a call with torch tensors that begins now."""
+def by_torch(source: str | None = None) -> bool:
+    """Whether torch draws the random numbers of a call with torch tensors that begins now; source: the call's own choice, if it has one."""
     sent = process.default_device
-    return (state.random_numbers or process.random_numbers) == "torch" and (sent is None or sent.platform == "cpu")
+    return (source or state.random_numbers or process.random_numbers) == "torch" and (sent is None or sent.platform == "cpu")
 
 
 @contextlib.contextmanager
@@ -362,7 +362,8 @@ def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], l
     if not set(own) <= set(blank.mapped):
         raise RuntimeError(
             "vmap: Cannot ask for different inplace randomness on an unbatched tensor. This will appear like same randomness. If this is "
-            "necessary for your usage, please file an issue with functorch."
+            'necessary for your usage, please file an issue with functorch. Make the tensor from a mapped one (torch.empty_like), or enter '
+            'torchfunc_jax.random_numbers("jax"), which permits it.'
         )
     whole = dataclasses.replace(blank, mapped=tuple(own)).made([each.size for each in vmaps], "meta")
     return [Blank(tuple(whole.shape), whole.stride(), whole.dtype, ()), *others], [vmaps[k] for k in own]
@@ -451,4 +452,6 @@ BY_VALUE = frozenset(
 )
 process.random_numbers = os.environ.get("TORCHFUNC_JAX_RANDOM_NUMBERS", "torch")
 checked(process.random_numbers)
-__all__ = ["BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "Draw", "Rewind", "by_torch", "made", "numbers", "random_numbers"]
+__all__ = [
+    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "Draw", "Rewind", "by_torch", "checked", "made", "numbers", "random_numbers",
+]

@@ -158,6 +158,57 @@ def transformed_by_torch() -> bool:
     return _functorch_innermost() is not None or forward_ad._current_level >= 0
 
 
+#: The dispatch keys that are always included and excluded, outside of modes and of their handlers.
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """While entered, operators run as outside of every mode: inside a mode's handler, torch's own transforms would have no effect."""
+    with torch._C._ForceDispatchKeyGuard(*_KEYS), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+_add_batch_dim = _named("torch._C._functorch._add_batch_dim")
+_enter_vmap = _named("torch._C._functorch._vmap_increment_nesting")
+_leave_vmap = _named("torch._C._functorch._vmap_decrement_nesting")
+_unwrap_batched = _named("torch._C._functorch._unwrap_batched")
+
+
+def mapped_by_torch(t: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
+    """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first."""
+    for level in levels:
+        t = _add_batch_dim(t, 0, level)
+    return t
+
+
+def vmapped_by_torch(
+    run: Callable[[Sequence[int]], torch.Tensor], vmaps: Sequence[tuple[int, str]], levels: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    """The result of a function inside torch's own vmaps, which torch.func offers only for functions of mapped tensors.
+
+    Args:
+        run: takes the numbers of the vmaps' levels.
+        vmaps: the size and the randomness of each, the outermost first.
+
+    Returns:
+        tuple: the result, and for each vmap whether its lanes have results of their own.  These have a dimension in front, the outermost
+        vmap's first.
+    """
+    if not vmaps:
+        return run(levels), ()
+    (size, randomness), *inner = vmaps
+    level = _enter_vmap(size, randomness)
+    try:
+        out, mapped = vmapped_by_torch(run, inner, (*levels, level))
+        out, dim = _unwrap_batched(out, level)
+    finally:
+        _leave_vmap()
+    if dim is None or randomness == "same":
+        return out if dim is None else out.select(dim, 0), (False, *mapped)
+    return out.movedim(dim, 0), (True, *mapped)
+
+
 def without_memory(t: torch.Tensor) -> str:
     """A description of a tensor that has no memory of its own, so that it cannot become a jax.Array; "" for an ordinary tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -256,6 +307,27 @@ def trace_of(value: Any) -> Any:
     return getattr(value, "_trace", None)
 
 
+def current_trace() -> Any:
+    """The JAX trace in progress; inside a function that jax.vmap maps, the one of its tracers."""
+    return _jax("core").trace_ctx.trace
+
+
+def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
+    """The result of a primitive in the trace of its operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
+    return operand._trace.process_primitive(primitive, [operand], params)
+
+
+def mapping(value: Any, outermost: Any) -> set[Any] | None:
+    """The traces of the vmaps that map a value; None if it is not known, inside a part of a program that JAX traces by itself.
+
+    outermost: the trace of the whole program, or None.
+    """
+    found = list(_nested(value))
+    if found and innermost_removed(found[-1], False) is found[-1] and found[-1]._trace is not outermost:
+        return None
+    return {tracer._trace for tracer in found if batched_value(tracer) is not None}
+
+
 def innermost_removed(value: Any, recurse: bool) -> Any:
     """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
     while hasattr(value, "val") or hasattr(value, "primal"):
@@ -307,6 +379,17 @@ class Lanes:
     def apart(self, value: Any, dim: int | None) -> Any:
         """The value inside the vmap of what has a mapped dimension outside."""
         return value if dim is None else _jax("interpreters.batching").BatchTracer(self.trace, value, dim)
+
+
+def mapped_first(values: Iterable[Any]) -> bool:
+    """Whether a vmap maps one of the values, and no transform inside that vmap differentiates."""
+    trace: Any = current_trace()
+    traces = {v._trace for v in values if batched_value(v) is not None}
+    while hasattr(trace, "axis_data"):  # vmap's
+        if trace in traces:
+            return True
+        trace = trace.parent_trace
+    return False
 
 
 # JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough.
@@ -697,7 +780,7 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one the present trace, is inside a jax.vmap; JAX has no public way to ask."""
     mapping = _jax("interpreters.batching").BatchTrace
-    trace = _jax("core").trace_ctx.trace if tracer is None else getattr(tracer, "_trace", None)
+    trace = current_trace() if tracer is None else getattr(tracer, "_trace", None)
     while trace is not None and not isinstance(trace, mapping):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None

@@ -43,6 +43,7 @@ class Process:
     widths: Any = None  # which numbers of lanes share one (bridge/record/programs.py)
     #: calls that cannot be recorded, by the function's code and the kinds of its tensors
     unrecordable: set[Any] = field(default_factory=set)
+    random_numbers: str = "torch"  # who draws them: "torch" or "jax"
     unknown_options: set[str] = field(default_factory=set)  # options of XLA that this jaxlib lacks
     patches: int = 0  # how many patches are in effect (torchfunc_jax/patching.py)
     #: what they have replaced: (namespace, name, torch's, ours)

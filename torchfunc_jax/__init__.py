@@ -3,6 +3,7 @@ from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 from bridge.record import checkpointing as _checkpointing  # noqa: F401  lets records contain torch.utils.checkpoint
 from bridge.record import functions as _functions  # noqa: F401  and autograd.Function
+from bridge.trace.torch_numbers import random_numbers
 from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian
 from torchfunc_jax.apis import (
@@ -41,8 +42,8 @@ __all__ = [
     "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain",
     "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
     "hvp", "jacfwd", "jacobian_diagonal", "jacrev", "jet", "jit", "jvp", "laplacian", "linearize", "make_functional",
-    "make_functional_deprecated_v1", "make_functional_with_buffers", "make_functional_with_buffers_deprecated_v1", "patch", "rearrange",
-    "replace_all_batch_norm_modules_", "stack_module_state", "testing", "vjp", "vmap",
+    "make_functional_deprecated_v1", "make_functional_with_buffers", "make_functional_with_buffers_deprecated_v1", "patch",
+    "random_numbers", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "testing", "vjp", "vmap",
 ]
 
 vars(OURS).update({name: globals()[name] for name in __all__})

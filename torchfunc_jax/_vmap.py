@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from bridge import private
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
@@ -287,6 +288,7 @@ def _map(
 
         def body(*lanes: Any) -> list[Any]:
             with push("vmap", randomness) as level:
+                level.size, level.trace = size, private.current_trace()
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
                     level.key, level.lane = (lambda: lane_key(parent, lane)), lane
@@ -367,12 +369,16 @@ def _in_chunks(
             pieces.append(looped(run, leaves, dims, out_dims, sizes[0], alike))
             start, sizes = sizes[0] * alike, sizes[alike:]
     draws = source(level).draws if level is not None else 0
+    drawn = level.root.drawn if level is not None and randomness == "same" else None
     seed = torch.get_rng_state() if randomness == "same" and level is None else None
+    before = None if drawn is None else drawn.mark()
     for n in sizes:
         if n == 0:
             continue
         if randomness == "same" and level is not None:
             source(level).draws = draws
+            if drawn is not None:
+                drawn.rewind(before)
         elif seed is not None:
             torch.set_rng_state(seed)
         part = [x if d is None else _narrow(x, d, start, n) for x, d in zip(leaves, dims, strict=True)]

@@ -9,18 +9,20 @@ from torch.compiler import is_dynamo_compiling
 
 from bridge.jit.compiled import ProgramInfo
 from bridge.jit.jitted import Jitted
+from bridge.trace.torch_numbers import checked
 
 
 def jit(
     func: Callable[..., Any] | None = None, *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (),
-    max_programs: int = 64,
+    max_programs: int = 64, random_numbers: str | None = None,
 ) -> Any:
     """Compile a function of tensors into one XLA program; also transforms (``jit(vmap(grad(f)))``) and modules.
 
     The function's Python runs once for each combination of tree structure, shapes, dtypes, static arguments, PyTorch's ambient state
     (autocast, default dtype and device, ...), and the modules, hooks and Python values that it uses. Tensors it captures are inputs, read
     at each call; tensors it changes in place are changed when the call returns; random numbers are drawn from torch's generator, anew at
-    each call. If arguments share memory and the function writes to one of them, the function itself runs, without compilation.
+    each call, before the program runs. If arguments share memory and the function writes to one of them, the function itself runs, without
+    compilation.
 
     A Python float or int is static when it is first seen. When it changes, it becomes an input of the program, unless the function asks
     for its value (a comparison, a shape, ``int()``): then it stays static, and each value has a program of its own. Other Python values
@@ -33,6 +35,8 @@ def jit(
         func: takes and returns pytrees of tensors and static values; None: returns a decorator.
         donate: positions of arguments whose memory may be reused for the results; they must not be used after the call.
         static_argnums: positions of arguments that are static as a whole; leaves that are neither tensors nor numbers always are.
+        random_numbers: "torch": torch draws the random numbers before the program runs; "jax": the program does, from a key; None: as
+            ``torchfunc_jax.random_numbers`` and the environment say.
         max_programs: how many programs are kept; after that the least recently used one is dropped.
 
     Returns:
@@ -43,7 +47,7 @@ def jit(
         RuntimeError: the function changes a generator, or memory that its inputs share, in a way that cannot be compiled, and cannot run
             uncompiled because its arguments are jax.Arrays.
         TypeError: a static argument that is not hashable.
-        ValueError: max_programs is not positive.
+        ValueError: max_programs is not positive; another value of random_numbers.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
 
@@ -55,11 +59,14 @@ def jit(
     """
     if max_programs < 1:
         raise ValueError(f"max_programs: expected a positive number, got {max_programs}")
+    checked(random_numbers)
     if is_dynamo_compiling() and func is not None:
         return func
     if func is None:
-        return functools.partial(jit, donate=donate, static_argnums=static_argnums, max_programs=max_programs)
-    return Jitted(func, _positions(donate), _positions(static_argnums), max_programs)
+        return functools.partial(
+            jit, donate=donate, static_argnums=static_argnums, max_programs=max_programs, random_numbers=random_numbers
+        )
+    return Jitted(func, _positions(donate), _positions(static_argnums), max_programs, random_numbers)
 
 
 def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:

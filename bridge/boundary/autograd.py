@@ -19,6 +19,7 @@ from bridge.errors import rewording
 from bridge.trace import tracing
 from bridge.trace.requires_grad import depends, flow
 from bridge.trace.storage import Node
+from bridge.trace.torch_numbers import AtOnce
 
 #: The type of ``calls.apply``, which runs a computation on torch tensors.  ``calls`` imports this file and passes it in.
 Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
@@ -28,10 +29,10 @@ class _Recorded:
     """A computation as a pure function of the tensors that require grad; its attributes describe its last run."""
 
     def __init__(
-        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: jax.Array | None = None,
+        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], drawn: AtOnce,
         kinds: list[bool] | None = None,
     ) -> None:
-        self.apply, self.compute, self.leaves, self.known, self.key, self.again = apply, compute, leaves, known, key, kinds
+        self.apply, self.compute, self.leaves, self.known, self.drawn, self.again = apply, compute, leaves, known, drawn, kinds
         self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [leaves[i] for i in self.active] + list(known)
 
@@ -41,8 +42,7 @@ class _Recorded:
         for i, v in zip(self.active, actives, strict=False):
             values[i] = v
         root = tracing.state.level.root
-        if root.key is None:
-            root.key = self.key
+        self.drawn.draws_in(root)
         tracing.forget_captured(root)
         root.captured.clear()
         root.live.clear()
@@ -68,7 +68,6 @@ class _Recorded:
         self.shared = shared_memory.outputs(result, self.leaves, root.captured.values())
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
         self.live = set(root.live)
-        self.key = root.key
         if self.again is None:
             # a value that depends on no input, or only through detach() or no_grad, is concrete here and no tracer
             kinds = [depends(v) for v in out[: self.count]]
@@ -83,19 +82,18 @@ class _Recorded:
 
 
 def differentiable(
-    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], key: jax.Array | None = None
-) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
+    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], drawn: AtOnce
+) -> tuple[list[Any], Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
     """Run a computation at the border so that torch's autograd can go back through it.
 
-    known: captured tensors that require grad or may require it.  key: the JAX key that random operators draw from; None: they draw from
-    torch's generator.  Returns (outputs, meta, captured tensors met while recording, the key, tensors to write to with their new values,
-    outputs that share memory).
+    known: captured tensors that require grad or may require it.  drawn: the random numbers of an earlier run.  Returns (outputs, meta,
+    captured tensors met while recording, tensors to write to with their new values, outputs that share memory).
     """
-    recorded = _Recorded(apply, compute, leaves, known, key)
+    recorded = _Recorded(apply, compute, leaves, known, drawn)
     outs = _Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs)
     outs = list(outs)
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
-    return outs[: recorded.count], recorded.meta, recorded.met, recorded.key, writes, recorded.shared
+    return outs[: recorded.count], recorded.meta, recorded.met, writes, recorded.shared
 
 
 class Untransformed(torch.autograd.Function):
@@ -226,7 +224,7 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
     count = len(inputs)
 
     def backward(values: list[Any]) -> Result:
-        inner = _Recorded(recorded.apply, recorded.compute, recorded.leaves, recorded.known, recorded.key, recorded.kinds)
+        inner = _Recorded(recorded.apply, recorded.compute, recorded.leaves, recorded.known, recorded.drawn, recorded.kinds)
 
         _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
         return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])

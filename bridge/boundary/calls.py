@@ -36,6 +36,7 @@ from bridge.trace import tracing
 from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, state
 from bridge.trace.storage import Geometry, Node
+from bridge.trace.torch_numbers import AtOnce
 from bridge.trace.tracing import node_of, value_of, wrap
 
 
@@ -182,17 +183,17 @@ def _outermost(
     compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
 ) -> tuple[list[Any], Any]:
     if not torch.is_grad_enabled():
-        outs, meta, _, _, writes, shared = direct(compute, leaves, None, lasting)
+        outs, meta, _, writes, shared = direct(compute, leaves, AtOnce(), lasting)
         write_back(writes)
         return shared_placed(outs, shared), meta
-    known, key = known_captures(fn), None
+    known, drawn = known_captures(fn), AtOnce()
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
         if wanted or known:
-            outs, meta, met, key, writes, shared = autograd.differentiable(apply, compute, leaves, known, key)
+            outs, meta, met, writes, shared = autograd.differentiable(apply, compute, leaves, known, drawn)
         else:
-            outs, meta, met, key, writes, shared = direct(compute, leaves, key, lasting)
+            outs, meta, met, writes, shared = direct(compute, leaves, drawn, lasting)
         captured = [t for t in met if t.requires_grad and id(t) not in given]
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
@@ -204,11 +205,12 @@ def _outermost(
 
 
 def direct(
-    compute: Computation, leaves: Sequence[Any], key: jax.Array | None = None, lasting: bool = False
-) -> tuple[list[Any], Any, list[torch.Tensor], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
+    compute: Computation, leaves: Sequence[Any], drawn: AtOnce, lasting: bool = False
+) -> tuple[list[Any], Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
     """Run a computation at the border without a node in torch's graph; the results are those of ``autograd.differentiable``."""
     with tracing.root() as root:
-        root.key, root.lasting = key, lasting
+        root.lasting = lasting
+        drawn.draws_in(root)
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
@@ -224,7 +226,7 @@ def direct(
     outs = [given[i] if i in given else tensors.to_torch(v, device, avoid) for i, v in enumerate(_outputs(result))]
     if lasting:
         outs = [t if i in given else t.clone() for i, t in enumerate(outs)]
-    return outs, result.meta, met, root.key, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
+    return outs, result.meta, met, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
 
 
 @dataclasses.dataclass(slots=True)

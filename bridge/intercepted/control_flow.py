@@ -40,6 +40,7 @@ class _Body:
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         with push("plain") as level:
+            level.keyed = True  # it may run several times, or not at all
             outs, spec = trees.flatten(self.fn(*put_together([wrap(v, self.device, level) for v in values], self.rest)))
             if self.out_spec is not None and spec != self.out_spec:
                 raise RuntimeError(f"{self.what}: expected an output of structure {self.out_spec}, got {spec}{at_line()}")

@@ -28,18 +28,18 @@ class ProgramNode(torch.autograd.Function):
         active_captured: tuple[int, ...], *diff: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         run, _, kinds, copied = compiled.pair(active, active_captured)
-        seeds = compiled.program.seeds()
+        random = compiled.program.random()
         inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         values = [tensors.to_jax(t) for t in captured]
         with jax.enable_x64(True), compiling.at_call():
-            outs, rest, pull = run(inputs, values, seeds)
+            outs, rest, pull = run(inputs, values, random)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
         floats, others = iter(outs), iter(rest)
         held = autograd.addresses(pull)
         avoid = held | {a.unsafe_buffer_pointer() for a in (*inputs, *values) if is_local(a)}
         results = [tensors.to_torch(next(floats) if kind else next(others), compiled.device, avoid) for kind in kinds]
-        ctx.compiled, ctx.arguments, ctx.captured, ctx.seeds, ctx.pull = compiled, arguments, captured, seeds, pull
+        ctx.compiled, ctx.arguments, ctx.captured, ctx.random, ctx.pull = compiled, arguments, captured, random, pull
         ctx.active, ctx.active_captured, ctx.kinds = active, active_captured, kinds
         written = set(map(id, compiled.program.written_to(arguments, captured)))
         every = [*arguments, *captured]
@@ -89,7 +89,7 @@ def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) 
             args[i] = v
         for i, v in zip(ctx.active_captured, values[split:n], strict=True):
             caps[i] = v
-        _, _, pull = run(args, caps, ctx.seeds)
+        _, _, pull = run(args, caps, ctx.random)
         return Result(pull_back(pull, values[n:]))
 
     outs, _ = apply(backward, [*diff, *cts])

@@ -17,7 +17,7 @@ from bridge.boundary.results import inexact_dtype, is_local, put_together, write
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit.autograd import ProgramNode
-from bridge.jit.program import ANY_SEEDS, Packing, Program, differentiated, forward, in_two, pull_back
+from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back
 from bridge.programs.cache_keys import Same
 from bridge.record.tiers import Tiered
 from bridge.trace import python_numbers
@@ -102,13 +102,13 @@ class Compiled:
             return self._kept(run)
         chosen = set(self.donated)
 
-        def split(kept: list[Any], given: list[Any], captured: Any, seeds: Any) -> Any:
+        def split(kept: list[Any], given: list[Any], captured: Any, random: Any) -> Any:
             source = iter(given), iter(kept)
-            return run([next(source[0] if i in chosen else source[1]) for i in range(len(self.where))], captured, seeds)
+            return run([next(source[0] if i in chosen else source[1]) for i in range(len(self.where))], captured, random)
 
         jitted = self._kept(split, donate_argnums=1)
-        return lambda arguments, captured, seeds: jitted(
-            [a for i, a in enumerate(arguments) if i not in chosen], [a for i, a in enumerate(arguments) if i in chosen], captured, seeds
+        return lambda arguments, captured, random: jitted(
+            [a for i, a in enumerate(arguments) if i not in chosen], [a for i, a in enumerate(arguments) if i in chosen], captured, random
         )
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
@@ -165,7 +165,7 @@ class Compiled:
         if (
             avals[0] != avals[1] or mine.out_spec != theirs.out_spec or mine.is_tensor != theirs.is_tensor or mine.count != theirs.count
             or mine.kinds != theirs.kinds or mine.draws != theirs.draws or mine.generators != theirs.generators
-            or mine.memory() != theirs.memory()
+            or mine.memory() != theirs.memory() or mine.drawn != theirs.drawn
             or any(x is not y and Same(x) != Same(y) for x, y in zip(self.static(values), theirs.static, strict=True))
         ):
             return False
@@ -181,7 +181,7 @@ class Compiled:
         if self.donated:
             inputs = [np.array(x) for x in inputs]
         with jax.enable_x64(True), compiling.at_call():
-            outs = self.forward(inputs, values, ANY_SEEDS)
+            outs = self.forward(inputs, values, self.program.any_random())
         return [np.asarray(v) for v in outs]
 
     def static(self, numbers: Sequence[Any]) -> list[Any]:
@@ -204,15 +204,15 @@ class Compiled:
             active = self._active(leaves, captured)
             if any(self.pair(*active).kinds):
                 return self._recorded(leaves, captured, *active)
-        seeds = program.seeds()
+        random = program.random()
         if self.torch_out and compiling.options_suffice():
             with jax.enable_x64(True):
-                outs = self.forward(inputs, values, seeds)
+                outs = self.forward(inputs, values, random)
         else:
             with jax.enable_x64(True), compiling.correctly():
                 if not self.torch_out:
                     values = [jax.device_put(v) for v in values]
-                outs = self.forward(inputs, values, seeds)
+                outs = self.forward(inputs, values, random)
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)

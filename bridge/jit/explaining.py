@@ -108,7 +108,7 @@ def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
             what = f"{type(x).__name__} {what}" if isinstance(x, bool | int | float) else what
         found.append((name, what))
     structure, mode = ("the structure of the arguments", repr(call.spec)), ("grad mode", "on" if recording else "off")
-    return [structure, *found, mode, *describe(key[-1])]
+    return [structure, *found, mode, ("random numbers", "torch's" if key[-4] else "JAX's"), *describe(key[-1])]
 
 
 __all__ = ["explain", "facts", "name_of", "reason", "say"]

@@ -25,7 +25,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.compiled import Changed, Compiled, ProgramInfo
-from bridge.jit.program import ANY_SEEDS, aval, forward, stage
+from bridge.jit.program import aval, forward, stage
 from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.programs import guards
@@ -35,6 +35,7 @@ from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import OutsideOfView
+from bridge.trace.torch_numbers import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
 
@@ -73,9 +74,10 @@ class Jitted:
     """
 
     def __init__(
-        self, func: Callable[..., Any], donate: tuple[int, ...] = (), static_argnums: tuple[int, ...] = (), max_programs: int = 64
-    ) -> None:
-        self._func, self._donate, self._static, self._most = func, donate, static_argnums, max_programs
+        self, func: Callable[..., Any], donate: tuple[int, ...] = (), static_argnums: tuple[int, ...] = (), max_programs: int = 64,
+        random: str | None = None,
+    ) -> None:  # fmt: skip
+        self._func, self._donate, self._static, self._most, self._random = func, donate, static_argnums, max_programs, random
         self._start()
         functools.update_wrapper(self, func, updated=())
 
@@ -143,7 +145,7 @@ class Jitted:
                     key.append(identical(x))
                 except TypeError as error:
                     raise _unhashable(error) from None
-        key += (torch_out, recording, guards.ambient())
+        key += (by_torch(self._random), torch_out, recording, guards.ambient())
         whole = tuple(key)
         try:
             family = self._families.get(whole)
@@ -195,12 +197,14 @@ class Jitted:
                 "or pass torch tensors"
             )
         explaining.say(self, f"the function itself was called, and no program: {reason}")
-        return self._unwrapped(*args, **kwargs)
+        with random_numbers(self._random):
+            return self._unwrapped(*args, **kwargs)
 
     def _compile(
         self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]
     ) -> Compiled:
-        with SWAPPING, self._lock:  # always in this order: a traced function may call functional_call
+        # the locks always in this order: a traced function may call functional_call
+        with random_numbers(self._random), SWAPPING, self._lock:
             family = self._families.get(key)
             if family is None:
                 family = self._families[key] = _Family()
@@ -345,10 +349,11 @@ class Jitted:
             True
         """
         call = Call.of(args, kwargs)
-        program = stage(self._unwrapped, call)
+        with random_numbers(self._random):
+            program = stage(self._unwrapped, call)
         with jax.enable_x64(True), compiling.correctly():
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
-            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], ANY_SEEDS)
+            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], program.any_random())
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
@@ -366,7 +371,8 @@ class Jitted:
             >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
             ['sin']
         """
-        return stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
+        with random_numbers(self._random):
+            return stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
 
     def cache_clear(self) -> None:
         """Forget every compiled program."""

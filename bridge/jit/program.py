@@ -32,11 +32,12 @@ from bridge.trace import random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
+from bridge.trace.torch_numbers import AtEachCall, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
 _SEEDS = 8  # how many torch generators a program may draw from, including the default one
-ANY_SEEDS = np.zeros(_SEEDS, np.int64)
+_ANY_SEEDS = np.zeros(_SEEDS, np.int64)
 _PACK_FROM, _PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
 
 
@@ -45,13 +46,15 @@ class Program:
     """A staged function.
 
     Attributes:
-        jaxpr: (arguments, captured, seeds) -> outputs, then written values.
+        jaxpr: (arguments, captured, seeds, numbers that torch draws) -> outputs, then written values.
         places: where each call looks for the captured tensors.
         guards: the other conditions under which the program is right.
         out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and which of its leaves are tensors.
         written: for each written value, ("argument", index) or ("captured", index).
         generators: the explicit torch generators that the program draws from, by seed slot.
-        draws: whether the program draws from the default generator.
+        draws: whether the program draws a seed from the default generator.
+        drawn: the draws that torch makes before each run.
+        numbers: which of these draws are inputs.
         used: which of the candidates for capture are captured.
         candidates: the number of candidates.
         strided: the arguments and captured tensors that the function passes to ``as_strided``, which counts from where the memory begins.
@@ -81,6 +84,8 @@ class Program:
     sources: list[int]
     behind: list[int]
     shared: list[tuple[int, str, int, tuple[View, ...]]]
+    drawn: list[Draw | Rewind]
+    numbers: list[int]
 
     def written_to(self, arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
         """The targets of the written values among these arguments and captured tensors."""
@@ -129,32 +134,43 @@ class Program:
         return 1 << i if kind == "argument" else self._bit(i)
 
     def _bit(self, captured: int) -> int:
-        return 1 << len(self.jaxpr.jaxpr.invars) - 1 - self.candidates + self.used[captured]
+        return 1 << len(self.jaxpr.jaxpr.invars) - len(self.numbers) - 1 - self.candidates + self.used[captured]
 
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
-    def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
-        """Evaluate the program on JAX values: outputs, then written values.  seeds: None if the program draws no random numbers."""
-        every: list[Any] = [None] * (len(self.jaxpr.jaxpr.invars))
+    def run(self, arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
+        """Evaluate the program on JAX values: outputs, then written values.  random: what ``random`` or ``any_random`` gives."""
+        every: list[Any] = [None] * (len(self.jaxpr.jaxpr.invars) - len(self.numbers))
         every[: len(arguments)] = arguments
         for position, value in zip(self.used, captured, strict=True):
             every[len(arguments) + position] = value
-        every[-1] = ANY_SEEDS if seeds is None else seeds
-        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *every)
+        every[-1], numbers = (_ANY_SEEDS, []) if random is None else random
+        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *every, *numbers)
 
-    def seeds(self) -> np.ndarray | None:
-        """Fresh seeds for one call, drawn only from the generators that the program uses; None if it uses none."""
-        if not self.draws and not self.generators:
+    @property
+    def is_random(self) -> bool:
+        return bool(self.draws or self.generators or self.drawn)
+
+    def random(self) -> tuple[np.ndarray, list[jax.Array]] | None:
+        """Fresh seeds and numbers for one call, drawn only from the generators that the program uses; None if it uses none."""
+        if not self.is_random:
             return None
+        drawn = made(self.drawn)
         seeds = np.zeros(_SEEDS, np.int64)
         if self.draws:
             seeds[0] = random_keys.seed_from(None)
         for i, g in enumerate(self.generators, 1):
             seeds[i] = random_keys.seed_from(g)
-        return seeds
+        return seeds, [tensors.to_jax(drawn[k]) for k in self.numbers]
+
+    def any_random(self) -> Any:
+        """What ``random`` gives, with zeros for the seeds and for the numbers."""
+        invars = self.jaxpr.jaxpr.invars
+        numbers = [np.zeros(v.aval.shape, v.aval.dtype) for v in invars[len(invars) - len(self.numbers) :]]
+        return (_ANY_SEEDS, numbers) if self.is_random else None
 
 
 @contextlib.contextmanager
@@ -240,6 +256,8 @@ def trace(
                 return keys[slot]
 
             root.seeds = key_of
+            if by_torch() and not any(isinstance(x, jax.Array) for x in call.arrays):
+                info["drawn"] = root.drawn = AtEachCall(seeds, watch.draw)
             with watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = root.captured
@@ -278,7 +296,9 @@ def trace(
     with jax.enable_x64(True), compiling.correctly():
         avals = [aval(x) for x in call.arrays]
         jaxpr = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
-    jaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
+    drawn = info.get("drawn")
+    whole, numbers = (jaxpr.jaxpr, []) if drawn is None else drawn.as_inputs(jaxpr.jaxpr)
+    jaxpr = jaxpr.replace(jaxpr=simplified(whole))
     used = sorted(info["used"])
     order = {p: i for i, p in enumerate(used)}
     spec, static, is_tensor = info["meta"]
@@ -290,6 +310,7 @@ def trace(
         len(candidates), strided, found.names("type"), info["kinds"], _sources(jaxpr.jaxpr),
         _sources(jaxpr.jaxpr, behind=True),
         [(i, kind, order.get(position.get(k), -1) if kind == "captured" else k, views) for i, kind, k, views in info["shared"]],
+        [] if drawn is None else drawn.draws, numbers,
     )
     return program, info["missing"]
 
@@ -362,8 +383,8 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
         copy.append(id(v) in inputs or id(v) in seen)
         seen.add(id(v))
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
-        values = program.run(arguments, captured, seeds)
+    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
+        values = program.run(arguments, captured, random)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
         return (results if packing is None else packing.pack(results)) + ends(values[count:])
 
@@ -378,14 +399,14 @@ def differentiated(program: Program, active: Sequence[int], active_captured: Seq
     count = len(program.sources)
     kinds = program.kinds_for(active, active_captured)
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
+    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> Any:
         def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
             args, caps = list(arguments), list(captured)
             for i, v in zip(active, diff, strict=False):
                 args[i] = v
             for i, v in zip(active_captured, diff[len(active) :], strict=True):
                 caps[i] = v
-            values = program.run(args, caps, seeds)
+            values = program.run(args, caps, random)
             return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
 
         outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
@@ -405,8 +426,8 @@ def in_two(
     both = differentiated(program, active, active_captured)
     tree: list[Any] = []
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> Any:
-        outs, rest, pull = both(arguments, captured, seeds)
+    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> Any:
+        outs, rest, pull = both(arguments, captured, random)
         held, tree[:] = (found := jax.tree_util.tree_flatten(pull))[0], [found[1]]
         return outs, rest, held
 
@@ -416,7 +437,8 @@ def in_two(
     def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
         outs, _, held = traced.out_info
         jaxpr = traced.jaxpr.jaxpr
-        found = moved(jaxpr, range(len(jaxpr.invars)))
+        given = range(len(jaxpr.invars) - 1 - len(program.numbers) if program.is_random else len(jaxpr.invars))
+        found = moved(jaxpr, [*given, *[None] * (len(jaxpr.invars) - len(given))])
         return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
 
     return run, back, passed

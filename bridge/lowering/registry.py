@@ -37,6 +37,7 @@ class Operator:
         pointwise: the operator promotes its operands and computes element by element, as ``torch.Tag.pointwise`` says of others.
         exact_out: out= must have the result's dtype, which PyTorch's kernel for the device meta does not check.
         takes_contiguous: the lowering takes contiguous=, whether the first argument is contiguous, which arrays do not tell.
+        draws: a random operator whose numbers depend on no tensor's values; torch draws them, and the lowering does where torch may not.
         presumed: of a comparison: what PyTorch's C++ (cov, istft) takes its value for when it asks for one that is not known.
     """
 
@@ -50,6 +51,7 @@ class Operator:
     exact_out: bool = False
     takes_contiguous: bool = False
     presumed: bool | None = None
+    draws: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.lowering(*args, **kwargs)

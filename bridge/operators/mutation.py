@@ -17,7 +17,7 @@ from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.operators.decomposition import can_fall_back, fallback
 from bridge.operators.dtype_refusals import NAMES, Plan, is_pointwise
 from bridge.operators.memory_overlap import refuse_overlap
-from bridge.operators.operands import meta_tree, pure, reverse_only
+from bridge.operators.operands import drawn, meta_tree, pure, reverse_only
 from bridge.operators.views import meta_of
 from bridge.trace import pieces
 from bridge.trace.levels import state
@@ -79,6 +79,8 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
     elif functional is not None and (functional in LOWERINGS or can_fall_back(functional)):
         inner = plan_of(functional)
         row = LOWERINGS.get(functional, Operator(inner))
+        if row.draws and not any(a.is_out for a in func._schema.arguments):  # in place, PyTorch draws by other rules
+            inner = drawn(func, inner)
     else:
         return fallback(func)
     # the order is that of the functional form's results: out= arguments come first

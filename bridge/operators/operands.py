@@ -14,7 +14,7 @@ from bridge.convert import tensors
 from bridge.errors import at_line
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
-from bridge.trace import pieces, requires_grad, saved_tensor_hooks
+from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, state
 from bridge.trace.storage import strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
@@ -98,6 +98,30 @@ def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     except Exception:  # the operator has no kernel for the device meta
         return None
     return strides_of(like) if tuple(like.shape) == out.shape else None
+
+
+def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
+    """The plan of a random operator whose numbers depend on no tensor's values; otherwise: the plan for where torch does not draw them."""
+    name = str(func)
+
+    def run_drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = device_of(args, kwargs)
+        value = torch_numbers.numbers(name, args, kwargs) if device.type == "cpu" else None
+        return otherwise(args, kwargs) if value is None else wrap(value, device)
+
+    return run_drawn
+
+
+def alike(make: Plan) -> Plan:
+    """The plan of empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
+
+    def run_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = make(args, kwargs)
+        if type(args[0]) is Traced and innermost("vmap") is not None:
+            out.node.like = args[0].node.root
+        return out
+
+    return run_alike
 
 
 def stop(out: Any) -> Any:

@@ -4,6 +4,8 @@
 """
 from __future__ import annotations
 
+import re
+
 import torch
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
@@ -13,15 +15,18 @@ from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
 from bridge.operators.mutation import write_plan
 from bridge.operators.opaque import opaque_plan
-from bridge.operators.operands import pure
+from bridge.operators.operands import alike, drawn, pure
 from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
 
+_LIKE = re.compile("aten::(new_.*|(empty|zeros|ones|full)_like)")
+
 
 def plan(func: torch._ops.OpOverload) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
-    return _plan(func) if func in OVERRIDDEN else guarded(func, _plan(func))
+    found = alike(_plan(func)) if _LIKE.fullmatch(func._schema.name) else _plan(func)
+    return found if func in OVERRIDDEN else guarded(func, found)
 
 
 def _plan(func: torch._ops.OpOverload) -> Plan:
@@ -35,7 +40,7 @@ def _plan(func: torch._ops.OpOverload) -> Plan:
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)
     if row is not None:
-        return view_plan(func, row) if func.is_view else pure(func, row)
+        return view_plan(func, row) if func.is_view else drawn(func, pure(func, row)) if row.draws else pure(func, row)
     return fallback(func)
 
 

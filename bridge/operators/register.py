@@ -12,9 +12,12 @@ from bridge.lowering.common import loops
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 from bridge.process import process
-from bridge.trace import pieces, random_keys, value_checks
+from bridge.trace import pieces, random_keys, torch_numbers, value_checks
 
-PROVIDED.update(check=value_checks.check, next_key=random_keys.next_key, float32_precision=private.float32_precision)
+PROVIDED.update(
+    check=value_checks.check, next_key=random_keys.next_key, torch_numbers=torch_numbers.of_arrays,
+    torch_numbers_by_value=torch_numbers.by_value, float32_precision=private.float32_precision,
+)  # fmt: skip
 
 
 def register_lowering(

@@ -48,6 +48,7 @@ class Op:
         grad: the grad mode.
         changed: the positions of the operands that it writes to, with their avals afterwards.
         numbers: how many Python numbers it takes from the program's inputs.
+        draws, by_value: whether it draws random numbers, and whether these depend on its operands' values.
         single: the aval of its only result, if it writes nothing.
         alike: the first operator that differs at most in its operands' strides.
     """
@@ -60,6 +61,7 @@ class Op:
     changed: tuple[tuple[int, Aval], ...]
     numbers: int
     draws: bool
+    by_value: bool
     words: str | None = None  # made and used by bridge/record/disk.py
     single: Aval | None = None
     alike: Any = None

@@ -15,6 +15,7 @@ from bridge.record.entries import Again, Number, Op, Out, Ref, filled, functions
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of
 from bridge.trace import tracing
 from bridge.trace.levels import push
+from bridge.trace.torch_numbers import BY_VALUE
 
 #: Functions whose Python numbers of a type are inputs of the program: their result depends smoothly on them, its shape not at all.
 _WITH_FLOATS = frozenset([
@@ -49,12 +50,13 @@ class ByValue(Exception):
 class _Draws(private.DispatchMode):
     """Notices whether an operator draws random numbers."""
 
-    found = False
+    found = by_value = False
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        self.by_value = self.by_value or func._schema.name in BY_VALUE
         return func(*args, **kwargs or {})
 
 
@@ -128,7 +130,7 @@ def entry(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             changed.append((k, a.with_grad(m.requires_grad or a.requires_grad)))
         elif m.requires_grad is not a.requires_grad:
             changed.append((k, a.with_grad(m.requires_grad)))
-    return Op(func, given, kw, torch.is_grad_enabled(), outs, tuple(changed), count, draws.found)
+    return Op(func, given, kw, torch.is_grad_enabled(), outs, tuple(changed), count, draws.found, draws.by_value)
 
 
 def _by_tracing(
@@ -139,16 +141,19 @@ def _by_tracing(
     if not avals:
         raise error
     try:
-        outs, draws = _traced(func, args, kwargs, numbers, avals)
+        outs, draws, by_value = _traced(func, args, kwargs, numbers, avals)
     except DataDependentError as unknown:
         raise ByValue from unknown
-    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, (), len(numbers), draws)
+    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, (), len(numbers), draws, by_value)
 
 
 def _traced(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
-) -> tuple[Any, bool]:
-    """Trace an operator: its results' avals, and whether it draws random numbers.  Refused operands raise PyTorch's error."""
+) -> tuple[Any, bool, bool]:
+    """Trace an operator: its results' avals, whether it draws random numbers, and whether these depend on values.
+
+    Refused operands raise PyTorch's error.
+    """
     found: list[Any] = []
 
     def run(*values: jax.Array) -> list[Any]:
@@ -157,7 +162,7 @@ def _traced(
             with push("plain") as level:
                 traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-                found.append((_outs(out), root.draws + level.draws > 0))
+                found.append((_outs(out), root.draws + level.draws > 0, root.by_value))
         return []
 
     with jax.enable_x64(True), compiling.correctly():

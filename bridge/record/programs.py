@@ -31,6 +31,7 @@ from bridge.record.tiers import Tiered
 from bridge.trace import pieces, python_numbers, random_keys
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
+from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
 
@@ -94,8 +95,8 @@ class _Stored(Program):
 
     whole: Callable[[], Program]
 
-    def run(self, arguments: Sequence[Any], captured: Sequence[Any], seeds: Any) -> list[Any]:
-        return self.whole().run(arguments, captured, seeds)
+    def run(self, arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
+        return self.whole().run(arguments, captured, random)
 
 
 class _NotStored(Exception):
@@ -203,7 +204,8 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
     """Run the record; the values with these numbers.  final: the record has ended, and its writes reach the tensors from outside."""
     if recorder.broken is not None:
         raise Unrecordable(recorder.broken)
-    key = (tuple(recorder.trace), tuple(refs), guards.ambient(), torch.is_grad_enabled(), process.lowerings_changed)
+    ambient = (guards.ambient(), by_torch() if recorder.watch is not None else None)
+    key = (tuple(recorder.trace), tuple(refs), ambient, torch.is_grad_enabled(), process.lowerings_changed)
     numbers = recorder.numbers
     if final and key not in process.programs:
         wide = lanes.wide(recorder, refs)
@@ -257,7 +259,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
                 given[k] = given[k].detach().clone()
         if compiled.unfit([*given, *extra], []):
             raise Unrecordable("inputs that share memory")
-    if (recorder.lasting or not final) and (compiled.program.draws or compiled.program.generators):
+    if (recorder.lasting or not final) and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
     inputs = [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)

@@ -21,6 +21,7 @@ from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, escaped, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
+from bridge.trace.torch_numbers import by_torch
 
 
 class Level:
@@ -150,7 +151,7 @@ class Recorder(TorchFunctionMode):
             op.alike = process.alike.setdefault(_without_strides(whole), op)
             process.recorded[whole] = op
         if op.draws:
-            self.draw()
+            self.draw(op.by_value)
         self.trace.append((op, tuple(refs)))
         if op.single is not None:
             t = recorded(self.count, op.single, self.level)
@@ -158,8 +159,10 @@ class Recorder(TorchFunctionMode):
             return t
         return self._results(op, args, kwargs or {})
 
-    def draw(self) -> None:
+    def draw(self, by_value: bool) -> None:
         """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""
+        if by_value and by_torch():
+            raise Unrecordable("random numbers that depend on values")
         if self.watch is None:
             self.watch = Watch([])
         self.watch.draw(None)

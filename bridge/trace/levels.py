@@ -38,6 +38,9 @@ class Level:
     writes: dict[Node, tuple[Any, int]] = field(default_factory=dict)
     closed: bool = False
     lane: Any = None  # in a vmap with randomness="different": the number of the lane
+    size: int = 0  # of a vmap: the number of lanes
+    trace: Any = None  # of a vmap: JAX's trace
+    keyed: bool = False  # random operators draw from JAX's keys, although torch draws elsewhere
     operator: Any = None
     outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
     met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
@@ -49,6 +52,9 @@ class Level:
     overrides: dict[int, Any] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)  # explicit torch generators drawn from, with their keys
     seeds: Callable[[Any], Any] | None = None
+    once: Any = None  # keeps the key of a call that is not compiled (torch_numbers.AtOnce)
+    by_value: bool = False  # a random operator was met whose numbers depend on values
+    drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
     live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on
     with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
     behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
@@ -85,6 +91,7 @@ class _State(threading.local):
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
     jitting = False  # a jitted function is being traced
+    random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
 
 
 state = _State()

@@ -15,11 +15,7 @@ import torch
 from bridge import private
 from bridge.trace import pieces
 from bridge.trace.levels import Level, around, refuse_in_loop, state
-
-_ERROR = (
-    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
-    "on vmap or perform the randomness operation out of vmap"
-)
+from bridge.trace.torch_numbers import ERROR
 
 
 def seed_from(generator: torch.Generator | None) -> int:
@@ -37,7 +33,7 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     if level is None:
         return jax.random.key(seed_from(generator))
     if any(each.kind == "vmap" and each.randomness == "error" for each in around()):
-        raise RuntimeError(_ERROR)
+        raise RuntimeError(ERROR)
     return _draw(source(level), generator)
 
 
@@ -135,14 +131,14 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
 
     level = state.level
     assert level is not None
-    before = level.root.seeds
-    level.key = asked
-    if before is None:  # a whole program that is being staged has its own seeds for each call
+    before = level.root.seeds, level.keyed
+    level.key, level.keyed = asked, True
+    if level.root.seeds is None:  # a whole program that is being staged has its own seeds for each call
         level.root.seeds = asked
     try:
         yield
     finally:
-        level.root.seeds = before
+        level.root.seeds, level.keyed = before
 
 
 def source(level: Level) -> Level:
@@ -181,6 +177,7 @@ def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
         if which not in root.generators:
             root.generators[which] = (generator, jax.random.key(seed_from(generator)))
         return root.generators[which][1]
-    if root.key is None:
-        root.key = jax.random.key(seed_from(None))
-    return root.key
+    keeps = root if root.once is None else root.once
+    if keeps.key is None:
+        keeps.key = jax.random.key(seed_from(None))
+    return keeps.key

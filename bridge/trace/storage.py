@@ -22,6 +22,7 @@ class Node:
     version: int = 0
     seen: int = -1
     maker: Any = None  # the operator that computed it, if any
+    like: Node | None = None  # of what empty_like and its kin have made: the root whose lanes it has in PyTorch
     geometry: Geometry | None = None  # of a root that stands for a tensor from outside
     hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
     used: bool = False  # an operator with a derivative has read it since it was last written

@@ -5,7 +5,7 @@ The bridge puts its functions into ``PROVIDED`` when it is imported, so that low
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-#: "check", "next_key", "float32_precision" -> the bridge's function with that name
+#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision" -> the bridge's function with that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
@@ -54,6 +54,34 @@ def outside(x: Array, low: float, high: float) -> Array:
 def next_key(generator: torch.Generator | None = None) -> jax.Array:
     """The next JAX key of the program; each call gives another.  generator: the one that the operator was given."""
     return PROVIDED["next_key"](generator)
+
+
+def torch_numbers(
+    name: str, args: Sequence[Any], fill: float | None = None, rules: tuple[str, Sequence[Any]] | None = None,
+    generator: torch.Generator | None = None,
+) -> Array | None:  # fmt: skip
+    """The numbers that one of torch's operators draws; None if the lowering must draw them with ``next_key``.
+
+    Args:
+        name: the operator, whose numbers must not depend on its tensors' values.
+        args: its arguments, with an array in the place of each tensor.
+        fill: the value of each element of these tensors, if it matters.
+        rules: another operator and its arguments, by whose rules torch's vmap refuses the draw.
+    """
+    return PROVIDED["torch_numbers"](name, args, fill, rules, generator)
+
+
+def torch_numbers_by_value(
+    name: str, operands: Sequence[Array], args: Sequence[Any] = (), generator: torch.Generator | None = None
+) -> Array | None:
+    """What torch's random operator gives, whose numbers depend on values; None if the lowering must draw with ``next_key``.
+
+    Args:
+        name: the operator; its result has the shape and dtype of its first tensor.
+        operands: the tensors' values.
+        args: the arguments after the tensors.
+    """
+    return PROVIDED["torch_numbers_by_value"](name, operands, args, generator)
 
 
 def float32_precision() -> str:

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common.loops import scan
-from bridge.lowering.common.promotion import concrete, fused
-from bridge.lowering.common.provided import next_key
+from bridge.lowering.common.promotion import cast, concrete, fused
+from bridge.lowering.common.provided import next_key, torch_numbers
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering
 
@@ -77,11 +77,11 @@ def _layer(kind: str, x: Array, state: _State, p: dict[str, Array], reverse: boo
     return outputs, state
 
 
-@fused("kind", "directions", "keep")
+@fused("kind", "directions")
 def _stack(
-    kind: str, x: Array, states: _State, params: list[Array], keys: list[Array], active: Array | None, directions: int, keep: float
+    kind: str, x: Array, states: _State, params: list[Array], masks: list[Array], active: Array | None, directions: int
 ) -> tuple[Array, ...]:
-    """All layers over x (T, B, I); states are (layers * directions, B, H).  Each layer but the last has a key for its dropout."""
+    """All layers over x (T, B, I); states are (layers * directions, B, H).  Each layer but the last has a mask for its dropout."""
     count = states[0].shape[0]
     each = len(params) // count
     last = []
@@ -93,9 +93,8 @@ def _stack(
             outputs.append(y)
             last.append(state)
         x = jnp.concatenate(outputs, -1) if directions > 1 else outputs[0]
-        if keys and k + directions < count:
-            kept = jax.random.bernoulli(keys[k // directions], keep, x.shape)
-            x = jnp.where(kept, x / keep, 0) if keep > 0 else x * 0
+        if masks and k + directions < count:
+            x = x * masks[k // directions]
     return (x, *(jnp.stack(parts) for parts in zip(*last, strict=True)))
 
 
@@ -109,8 +108,17 @@ def _run(
     for name, state in zip(("hx", "cx"), states, strict=False):
         if state.shape[:2] != (num_layers * directions, x.shape[1]):
             raise RuntimeError(f"{name}: Expected hidden size ({num_layers * directions}, {x.shape[1]}, ...), got {list(state.shape)}")
-    keys = [next_key(None) for _ in range(num_layers - 1)] if train and dropout else []
-    return _stack(kind, x, tuple(states), list(params), keys, active, directions, 1.0 - dropout)
+    masks = []
+    if train and dropout:
+        like = jnp.zeros((*x.shape[:-1], directions * states[0].shape[-1]), x.dtype)
+        masks = [_mask(like, 1 - dropout) for _ in range(num_layers - 1)]
+    return _stack(kind, x, tuple(states), list(params), masks, active, directions)
+
+
+def _mask(like: Array, keep: float) -> Array:
+    drawn = torch_numbers("aten.bernoulli_.float", (like, keep))
+    mask = jax.random.bernoulli(next_key(None), keep, like.shape) if drawn is None else drawn
+    return cast(mask, like.dtype) / keep if keep > 0 else like
 
 
 def _padded(kind: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Random operators: uniform, normal and integer tensors, in-place fills, dropout, and draws from the named distributions.
 
-Every key comes from next_key in common/provided.py.  Low precision is drawn in float32, float64 in float64; the values are JAX's own,
-not those that PyTorch's generators give.
+PyTorch draws the numbers of an operator registered with ``draws`` before its lowering would run, and those for which a lowering asks
+torch_numbers in common/provided.py.  The others are JAX's own; every key comes from next_key.  Low precision is then drawn in float32.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, default_float, is_complex, is_floating, is_integral, jdtype, opmath, real_dtype
-from bridge.lowering.common.provided import next_key, outside, refuse
+from bridge.lowering.common.provided import next_key, outside, refuse, torch_numbers, torch_numbers_by_value
 from bridge.lowering.registry import lowering
 
 
@@ -43,7 +43,7 @@ def _need_floating(dtype: np.dtype, name: str) -> None:
 
 
 # -- uniform, normal, integers -----------------------------------------------------------------------------------------------------
-@lowering("aten.rand", "aten.rand.generator")
+@lowering("aten.rand", "aten.rand.generator", draws=True)
 def aten_rand(
     size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
     layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
@@ -57,7 +57,7 @@ def aten_rand(
     return lax.complex(parts[0], parts[1])
 
 
-@lowering("aten.randn", "aten.randn.generator")
+@lowering("aten.randn", "aten.randn.generator", draws=True)
 def aten_randn(
     size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
     layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
@@ -68,14 +68,14 @@ def aten_randn(
     return cast(_normal(next_key(generator), size, out), out)
 
 
-@lowering("aten.rand_like", "aten.rand_like.generator", no_grad_outputs=(0,))
+@lowering("aten.rand_like", "aten.rand_like.generator", no_grad_outputs=(0,), draws=True)
 def aten_rand_like(self: Array, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """rand_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
     return aten_uniform(lax.full_like(self, 0, dtype=jdtype(dtype, self.dtype)), generator=generator)
 
 
-@lowering("aten.randn_like", "aten.randn_like.generator", no_grad_outputs=(0,))
+@lowering("aten.randn_like", "aten.randn_like.generator", no_grad_outputs=(0,), draws=True)
 def aten_randn_like(self: Array, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """randn_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
     MemoryFormat? memory_format=None) -> Tensor"""
@@ -84,7 +84,7 @@ def aten_randn_like(self: Array, *, generator: torch.Generator | None = None, dt
     return cast(_normal(next_key(generator), self.shape, out), out)
 
 
-@lowering("aten.uniform")
+@lowering("aten.uniform", draws=True)
 def aten_uniform(self: Array, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """uniform(Tensor self, float from=0., float to=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "uniform")
@@ -107,19 +107,29 @@ def _check_std(std: Any) -> None:
 def _scaled_normal(mean: Any, std: Any, shape: Sequence[int], dtype: np.dtype, generator: torch.Generator | None) -> Array:
     _check_std(std)
     _need_floating(dtype, "normal")
-    drawn, work = _normal(next_key(generator), shape, dtype), opmath(dtype)
+    work = opmath(dtype)
     mean, std = (cast(lax.stop_gradient(v), work) if hasattr(v, "dtype") else v for v in (mean, std))
-    return cast(drawn * std + mean, dtype)
+    return cast(_normal(next_key(generator), shape, dtype) * std + mean, dtype)
 
 
 @lowering("aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
 def aten_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """normal.Tensor_Tensor(Tensor mean, Tensor std, *, Generator? generator=None) -> Tensor"""
     dtype = mean.dtype if hasattr(mean, "dtype") else std.dtype
-    return _scaled_normal(mean, std, jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std)), dtype, generator)
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    if is_floating(dtype) and not hasattr(std, "dtype"):
+        drawn = torch_numbers("aten.normal.Tensor_float", (mean, std), 0, generator=generator)
+        if drawn is not None:
+            return drawn + lax.stop_gradient(mean)
+    elif is_floating(dtype):
+        drawn = torch_numbers("aten.normal.float_Tensor", (0.0, jnp.broadcast_to(cast(std, dtype), shape)), 1, generator=generator)
+        if drawn is not None:
+            _check_std(std)
+            return cast(drawn * lax.stop_gradient(std) + lax.stop_gradient(mean), dtype)
+    return _scaled_normal(mean, std, shape, dtype, generator)
 
 
-@lowering("aten.normal.float_float")
+@lowering("aten.normal.float_float", draws=True)
 def aten_normal_float_float(
     mean: float, std: float, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
     **placement: Any,
@@ -129,7 +139,7 @@ def aten_normal_float_float(
     return _scaled_normal(mean, std, size, jdtype(dtype, default_float()), generator)
 
 
-@lowering("aten.normal_functional")
+@lowering("aten.normal_functional", draws=True)
 def aten_normal_functional(self: Array, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """normal_functional(Tensor self, float mean=0., float std=1., *, Generator? generator=None) -> Tensor"""
     return _scaled_normal(mean, std, self.shape, self.dtype, generator)
@@ -144,7 +154,7 @@ def _integers(key: Array, shape: Sequence[int], low: int, high: Any, dtype: np.d
     return cast(jax.random.randint(key, tuple(shape), low, high, np.int32 if narrow else np.int64), dtype)
 
 
-@lowering("aten.randint", "aten.randint.generator")
+@lowering("aten.randint", "aten.randint.generator", draws=True)
 def aten_randint(
     high: int, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
 ) -> Array:
@@ -153,7 +163,7 @@ def aten_randint(
     return _integers(next_key(generator), size, 0, high, jdtype(dtype, np.int64))
 
 
-@lowering("aten.randint.low", "aten.randint.low_generator")
+@lowering("aten.randint.low", "aten.randint.low_generator", draws=True)
 def aten_randint_low(
     low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None,
     **placement: Any,
@@ -163,7 +173,7 @@ def aten_randint_low(
     return _integers(next_key(generator), size, low, high, jdtype(dtype, np.int64))
 
 
-@lowering("aten.randint_like", "aten.randint_like.generator", "aten.randint_like.Tensor", "aten.randint_like.Tensor_generator")
+@lowering("aten.randint_like", "aten.randint_like.generator", "aten.randint_like.Tensor", "aten.randint_like.Tensor_generator", draws=True)
 def aten_randint_like(
     self: Array, high: Any, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
 ) -> Array:
@@ -172,7 +182,7 @@ def aten_randint_like(
     return _integers(next_key(generator), self.shape, 0, high, jdtype(dtype, self.dtype))
 
 
-@lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype")
+@lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype", draws=True)
 def aten_randint_like_low(
     self: Array, low: int, high: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any
 ) -> Array:
@@ -181,7 +191,7 @@ def aten_randint_like_low(
     return _integers(next_key(generator), self.shape, low, high, jdtype(dtype, self.dtype))
 
 
-@lowering("aten.randperm", "aten.randperm.generator")
+@lowering("aten.randperm", "aten.randperm.generator", draws=True)
 def aten_randperm(n: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None, **placement: Any) -> Array:
     """randperm(SymInt n, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
     if n < 0:
@@ -196,19 +206,19 @@ def _top_integer(dtype: np.dtype) -> int:
     return 2 ** (jnp.finfo(dtype).nmant + 1) + 1 if is_floating(dtype) else int(np.iinfo(dtype).max) + 1
 
 
-@lowering("aten.random")
+@lowering("aten.random", draws=True)
 def aten_random(self: Array, *, generator: torch.Generator | None = None) -> Array:
     """random(Tensor self, *, Generator? generator=None) -> Tensor"""
     return aten_random_from(self, 0, None, generator=generator)
 
 
-@lowering("aten.random.to")
+@lowering("aten.random.to", draws=True)
 def aten_random_to(self: Array, to: int, *, generator: torch.Generator | None = None) -> Array:
     """random.to(Tensor self, int to, *, Generator? generator=None) -> Tensor"""
     return aten_random_from(self, 0, to, generator=generator)
 
 
-@lowering("aten.random.from")
+@lowering("aten.random.from", draws=True)
 def aten_random_from(self: Array, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Array:
     """random.from(Tensor self, int from, int? to, *, Generator? generator=None) -> Tensor"""
     high = _top_integer(self.dtype) if high is None else high
@@ -243,10 +253,11 @@ def aten_bernoulli_tensor(self: Array, p: Array, *, generator: torch.Generator |
     _need_floating(p.dtype, "bernoulli")
     refuse(outside(p, 0, 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false: a probability is outside of [0, 1]")
     p = cast(lax.stop_gradient(p), opmath(p.dtype))
-    return cast(_uniform(next_key(generator), self.shape, p.dtype) < p, self.dtype)
+    drawn = torch_numbers("aten.uniform_", (jnp.broadcast_to(p, self.shape),), rules=("aten.bernoulli", (p,)), generator=generator)
+    return cast((_uniform(next_key(generator), self.shape, p.dtype) if drawn is None else drawn) < p, self.dtype)
 
 
-@lowering("aten.bernoulli.p")
+@lowering("aten.bernoulli.p", draws=True)
 def aten_bernoulli_p(self: Array, p: float = 0.5, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
     _check_probability(p, "bernoulli_")
@@ -259,8 +270,12 @@ def aten_native_dropout(input: Array, p: float, train: bool | None) -> tuple[Arr
     if train is False or p == 0:
         return input, jnp.ones(input.shape, np.bool_)
     _check_probability(p, "dropout")
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    mask = torch_numbers("aten.bernoulli_.float", (jnp.zeros(input.shape, np.bool_), 1 - p))
+    if mask is not None:
+        return input * cast(mask, input.dtype) * scale, mask
     mask = _coin(next_key(None), 1 - p, input.shape)
-    return jnp.where(mask, input * (1 / (1 - p) if p < 1 else 0.0), 0), mask
+    return jnp.where(mask, input * scale, 0), mask
 
 
 @lowering("aten.rrelu_with_noise_functional")
@@ -271,12 +286,14 @@ def aten_rrelu_with_noise(
     bool training=False, Generator? generator=None) -> (Tensor, Tensor noise_out)"""
     if not training:
         return jnp.where(self > 0, self, self * ((lower + upper) / 2)), noise
-    slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
+    slope = torch_numbers_by_value("aten.rrelu", (self,), (lower, upper, True), generator=generator)
+    if slope is None:
+        slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
     return self * slope, slope
 
 
 # -- named distributions -----------------------------------------------------------------------------------------------------------
-@lowering("aten.exponential")
+@lowering("aten.exponential", draws=True)
 def aten_exponential(self: Array, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """exponential(Tensor self, float lambd=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "exponential")
@@ -287,7 +304,7 @@ def aten_exponential(self: Array, lambd: float = 1.0, *, generator: torch.Genera
     return cast(jnp.maximum(drawn, float(jnp.finfo(self.dtype).tiny)), self.dtype)
 
 
-@lowering("aten.cauchy")
+@lowering("aten.cauchy", draws=True)
 def aten_cauchy(self: Array, median: float = 0.0, sigma: float = 1.0, *, generator: torch.Generator | None = None) -> Array:
     """cauchy(Tensor self, float median=0., float sigma=1., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "cauchy")
@@ -297,7 +314,7 @@ def aten_cauchy(self: Array, median: float = 0.0, sigma: float = 1.0, *, generat
     return cast(median + sigma * lax.tan(turn), self.dtype)
 
 
-@lowering("aten.geometric")
+@lowering("aten.geometric", draws=True)
 def aten_geometric(self: Array, p: float, *, generator: torch.Generator | None = None) -> Array:
     """geometric(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
     if not 0 < p < 1:
@@ -307,7 +324,7 @@ def aten_geometric(self: Array, p: float, *, generator: torch.Generator | None =
     return cast(jnp.maximum(trials, 1), self.dtype)
 
 
-@lowering("aten.log_normal")
+@lowering("aten.log_normal", draws=True)
 def aten_log_normal(self: Array, mean: float = 1.0, std: float = 2.0, *, generator: torch.Generator | None = None) -> Array:
     """log_normal(Tensor self, float mean=1., float std=2., *, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "log_normal")
@@ -328,6 +345,9 @@ def aten_poisson(self: Array, generator: torch.Generator | None = None) -> Array
     """poisson(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "poisson")
     refuse(outside(self, 0, np.inf), "invalid Poisson rate, expected rate to be non-negative")
+    drawn = torch_numbers_by_value("aten.poisson", (self,), generator=generator)
+    if drawn is not None:
+        return drawn
     rate = cast(lax.stop_gradient(self), opmath(self.dtype))
     return cast(jax.random.poisson(_threefry(next_key(generator)), rate, rate.shape, np.int64), self.dtype)
 
@@ -336,6 +356,9 @@ def aten_poisson(self: Array, generator: torch.Generator | None = None) -> Array
 def aten_binomial(count: Array, prob: Array, generator: torch.Generator | None = None) -> Array:
     """binomial(Tensor count, Tensor prob, Generator? generator=None) -> Tensor"""
     _need_floating(count.dtype, "binomial")
+    drawn = torch_numbers_by_value("aten.binomial", jnp.broadcast_arrays(count, prob), generator=generator)
+    if drawn is not None:
+        return drawn
     work = opmath(count.dtype)
     n, p = (cast(lax.stop_gradient(x), work) for x in jnp.broadcast_arrays(count, prob))
     return cast(jax.random.binomial(next_key(generator), n, p, n.shape, work), count.dtype)
@@ -360,8 +383,19 @@ def _check_weights(weights: Array, num_samples: int, replacement: bool) -> None:
 def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None) -> Array:
     """multinomial(Tensor self, SymInt num_samples, bool replacement=False, *, Generator? generator=None) -> Tensor"""
     _check_weights(self, num_samples, replacement)
-    weights = cast(lax.stop_gradient(self), opmath(self.dtype))
-    key, batch = next_key(generator), weights.shape[:-1]
+    weights, batch = lax.stop_gradient(self), self.shape[:-1]
+    # what PyTorch does, in the same steps
+    rules = ("aten.multinomial", (weights, num_samples, replacement))
+    if not replacement or num_samples == 1:
+        drawn = torch_numbers("aten.exponential_", (weights,), rules=rules, generator=generator)
+        if drawn is not None:
+            return cast(lax.top_k(weights / drawn, num_samples)[1], np.int64)
+    else:
+        drawn = torch_numbers("aten.uniform_", (jnp.zeros((*batch, num_samples), np.float64),), rules=rules, generator=generator)
+        if drawn is not None:
+            cumulative = lax.cumsum(weights, weights.ndim - 1)
+            return _first_above(cast(cumulative / cumulative[..., -1:], np.float64), drawn, "left")
+    weights, key = cast(weights, opmath(self.dtype)), next_key(generator)
     if not replacement or num_samples == 1:
         # the order of log p + Gumbel noise is a draw without replacement (the Gumbel-top-k trick, https://arxiv.org/abs/1903.06059)
         noisy = lax.log(weights) + jax.random.gumbel(key, weights.shape, weights.dtype)
@@ -369,14 +403,24 @@ def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *
     cumulative = lax.cumsum(weights, weights.ndim - 1)
     level = _uniform(key, (*batch, num_samples), weights.dtype) * cumulative[..., -1:]
     # level < total, so the first entry above it exists, and has weight: the sums before and after it differ
-    return _first_above(cumulative, level)
+    return _first_above(cumulative, level, "right")
 
 
-def _first_above(cumulative: Array, level: Array) -> Array:
+def _first_above(cumulative: Array, level: Array, side: str) -> Array:
     def search(row: Array, value: Array) -> Array:
-        return searchsorted(row, value, side="right")
+        return searchsorted(row, value, side=side)
 
     return cast((jax.vmap(search) if cumulative.ndim == 2 else search)(cumulative, level), np.int64)
+
+
+@jax.custom_jvp
+def _gamma_of(alpha: Array, x: Array) -> Array:
+    return x
+
+
+@_gamma_of.defjvp
+def _gamma_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return primals[1], aten_standard_gamma_grad(*primals) * tangents[0]
 
 
 @lowering("aten._standard_gamma")
@@ -385,6 +429,9 @@ def aten_standard_gamma(self: Array, generator: torch.Generator | None = None) -
     _need_floating(self.dtype, "_standard_gamma")
     work = opmath(self.dtype)
     # differentiable by implicit reparameterization, as PyTorch's (https://arxiv.org/abs/1805.08498)
+    found = torch_numbers_by_value("aten._standard_gamma", (self,), generator=generator)
+    if found is not None:
+        return _gamma_of(self, found)
     drawn = jax.random.gamma(next_key(generator), cast(self, work), self.shape, work)
     return cast(jnp.maximum(drawn, float(jnp.finfo(self.dtype).tiny)), self.dtype)
 
@@ -442,6 +489,9 @@ def aten_sample_dirichlet(self: Array, generator: torch.Generator | None = None)
     _need_floating(self.dtype, "_sample_dirichlet")
     work = opmath(self.dtype)
     alpha = cast(self, work)
+    found = torch_numbers_by_value("aten._sample_dirichlet", (self,), generator=generator)
+    if found is not None:
+        return cast(_dirichlet_of(alpha, cast(found, work)), self.dtype)
     # in logarithms, because all gammas of small concentrations may underflow
     drawn = jax.random.loggamma(next_key(generator), lax.stop_gradient(alpha), alpha.shape, work)
     return cast(_dirichlet_of(alpha, jax.nn.softmax(drawn, axis=-1)), self.dtype)

@@ -1,0 +1,457 @@
+"""Random numbers that torch draws, so that a seed gives what torch.func gives.
+
+A draw is an operator of torch's on tensors whose values do not matter, inside the vmaps around it.  torch.func's own vmap carries it out,
+at once or at each call of a program: its rules say what each lane gets, what is refused, and in which state the generator is afterwards.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.extend.core import Jaxpr, Primitive
+from jax.interpreters import batching, mlir
+
+from bridge import private
+from bridge.convert import dtypes, tensors
+from bridge.lowering.registry import overload
+from bridge.process import process
+from bridge.trace import pieces
+from bridge.trace.levels import Level, around, refuse_in_loop, state
+from bridge.trace.storage import Node
+from bridge.trace.tracing import Traced
+
+ERROR = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
+    "on vmap or perform the randomness operation out of vmap"
+)
+
+
+def by_torch(source: str | None = None) -> bool:
+    """Whether torch draws the random numbers of a call with torch tensors that begins now; source: the call's own choice, if it has one."""
+    sent = process.default_device
+    return (source or state.random_numbers or process.random_numbers) == "torch" and (sent is None or sent.platform == "cpu")
+
+
+@contextlib.contextmanager
+def random_numbers(source: str | None) -> Iterator[None]:
+    """Choose the source of random numbers for a ``with`` block in this thread.
+
+    Args:
+        source: "torch": torch draws them, so that a seed gives torch.func's numbers; "jax": JAX does, from a key that is drawn from torch's
+            generator, which is faster for many numbers; None: no change.
+
+    Raises:
+        ValueError: another source.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import random_numbers, vmap
+        >>> with random_numbers("jax"):
+        ...     vmap(torch.rand_like, randomness="different")(torch.zeros(3)).shape
+        torch.Size([3])
+    """
+    checked(source)
+    before, state.random_numbers = state.random_numbers, source or state.random_numbers
+    try:
+        yield
+    finally:
+        state.random_numbers = before
+
+
+def checked(source: str | None) -> None:
+    """Raise ValueError if it is no source of random numbers."""
+    if source not in (None, "torch", "jax"):
+        raise ValueError(f'random_numbers: expected "torch" or "jax", got {source!r}')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blank:
+    """An operand of a draw.
+
+    Attributes:
+        mapped: which of the draw's vmaps map it; the outermost is 0.
+        fill: the value of each element, if it matters.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    mapped: tuple[int, ...]
+    fill: float | None = None
+
+    def made(self, sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
+        """A tensor of this shape, with a dimension in front for each vmap that maps it."""
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 0
+        shape, strides = [*self.shape], [*self.strides]
+        for k in reversed(self.mapped):
+            shape.insert(0, sizes[k])
+            strides.insert(0, span)
+            span *= sizes[k]
+        t = torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+        return t if self.fill is None else t.fill_(self.fill)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """One use of a random operator.
+
+    Attributes:
+        name: the operator's.
+        args, kwargs: its arguments, with a Blank in the place of each tensor, and without the generator.
+        vmaps: the size and the randomness of each vmap around it, the outermost first.
+        generator: None for torch's default one.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    vmaps: tuple[tuple[int, str], ...]
+    generator: torch.Generator | None
+
+    def made(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
+        """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
+        sizes = [size for size, _ in self.vmaps]
+        given = [x.made(sizes) if type(x) is Blank else x for x in self.args]
+        kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
+
+        def run(levels: Sequence[int]) -> torch.Tensor:
+            args = [
+                private.mapped_by_torch(t, [levels[k] for k in x.mapped]) if type(x) is Blank else x
+                for x, t in zip(self.args, given, strict=True)
+            ]
+            return overload(self.name)(*args, **kwargs)
+
+        with private.plain_torch():
+            return private.vmapped_by_torch(run, self.vmaps)
+
+
+    def tried(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
+        """What ``made`` gives, for its shapes and its errors: the generator keeps its state."""
+        generator = torch.default_generator if self.generator is None else self.generator
+        with private.below_python():
+            before = generator.get_state()
+            try:
+                return self.made()
+            finally:
+                generator.set_state(before)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewind:
+    """torch's default generator gets the state back that it had before an earlier draw, given by its place among the draws."""
+
+    before: int
+
+
+def made(draws: Sequence[Draw | Rewind]) -> list[torch.Tensor | None]:
+    """Make the draws of a program in order; None for a Rewind."""
+    states = {draw.before: torch.Tensor() for draw in draws if type(draw) is Rewind}
+    found: list[torch.Tensor | None] = []
+    for k, draw in enumerate(draws):
+        if k in states:
+            states[k] = torch.get_rng_state()
+        if type(draw) is Draw:
+            found.append(draw.made()[0])
+        else:
+            torch.set_rng_state(states[draw.before])
+            found.append(None)
+    return found
+
+
+class AtOnce:
+    """The draws of a call that is not compiled: they are made when their operators run.
+
+    Attributes:
+        key: the JAX key of the call, once it is drawn.
+    """
+
+    trace = None  # there is no trace of the whole program
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, Any] = {}
+        self.at, self.runs, self.key = 0, 0, None
+        self.by_torch = by_torch()
+
+    def draws_in(self, root: Level) -> None:
+        """Make the draws of a root; one that runs the same function again gets the same numbers."""
+        self.at = 0
+        self.runs += 1
+        root.once, root.drawn = self, self if self.by_torch else None
+
+    def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
+        at = self.place()
+        if at not in self.drawn:
+            numbers, mapped = draw.made()
+            self.drawn[at] = tensors.to_jax(numbers), mapped
+        return self.drawn[at]
+
+    def place(self) -> int:
+        """The place of the next draw in the program."""
+        self.at += 1
+        return self.at
+
+    def mark(self) -> torch.Tensor:
+        """A point of the program, for ``rewind``."""
+        return torch.get_rng_state()
+
+    def rewind(self, mark: torch.Tensor) -> None:
+        """Let torch's default generator draw the same numbers again as from that point on."""
+        if self.runs == 1:
+            torch.set_rng_state(mark)
+
+
+class AtEachCall:
+    """The draws of a program: they are made before it runs, in the order of the program, and are inputs of it.
+
+    Args:
+        seeds: an input of the program, in the trace of the whole program.
+        meets: called with a generator before the first draw from it.
+    """
+
+    def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
+        self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
+        self.draws: list[Draw | Rewind] = []
+        self.met: set[int] = set()
+
+    def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
+        generator = torch.default_generator if draw.generator is None else draw.generator
+        which = private.which_generator(generator)
+        if which not in self.met:
+            self.meets(draw.generator)
+            self.met.add(which)
+        numbers, mapped = draw.tried()
+        self.draws.append(draw)
+        params = {"draw": len(self.draws) - 1, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
+        return private.bound_outside(self.seeds, _draw_p, params), mapped
+
+    def mark(self) -> int:
+        """A point of the program, for ``rewind``."""
+        return len(self.draws)
+
+    def rewind(self, mark: int) -> None:
+        """Let torch's default generator draw the same numbers again as from that point on."""
+        self.draws.append(Rewind(mark))
+
+    def as_inputs(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[int]]:
+        """The program with its draws as its last inputs, and which of the draws these are; it does not use the others."""
+        found = [eqn for eqn in jaxpr.eqns if eqn.primitive is _draw_p]
+        if not found:
+            return jaxpr, []
+        return jaxpr.replace(
+            eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive is not _draw_p], invars=[*jaxpr.invars, *[eqn.outvars[0] for eqn in found]],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        ), [eqn.params["draw"] for eqn in found]  # fmt: skip
+
+
+_draw_p = Primitive("drawn_by_torch")  # the numbers of a draw, in a program that is being traced
+_draw_p.def_abstract_eval(lambda _, draw, shape, dtype: jax.core.ShapedArray(shape, dtype))
+
+
+def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Array | None:
+    """The numbers that torch draws for the lanes of the vmaps in progress; None if JAX is to draw.
+
+    Args:
+        name: the operator that draws; it may be an in-place operator.
+        args, kwargs: its arguments; of tensors, only the geometry matters.
+    """
+    level = state.level
+    if level is None or level.root.drawn is None or any(each.keyed for each in around()):
+        return None
+    vmaps = _vmaps()
+    blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
+    return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
+
+
+def of_arrays(
+    name: str, args: Sequence[Any], fill: float | None, rules: tuple[str, Sequence[Any]] | None, generator: torch.Generator | None
+) -> jax.Array | None:
+    """Implements ``bridge.lowering.common.provided.torch_numbers``."""
+    level = state.level
+    if level is None or level.root.drawn is None or any(each.keyed for each in around()):
+        return None
+    if state.compiling:
+        raise pieces.NotPure
+    vmaps = _vmaps()
+    if rules is not None and vmaps:
+        _refuse(vmaps, *rules, generator)
+    return _drawn(vmaps, name, _blanks(args, vmaps, fill), (), generator)
+
+
+def by_value(
+    name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
+) -> jax.Array | None:
+    """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``.  A program that is compiled has no values when it draws."""
+    level = state.level
+    if level is None:
+        return None
+    level.root.by_value = True
+    drawn = level.root.drawn
+    if type(drawn) is not AtOnce or any(each.keyed for each in around()):
+        return None
+    if state.compiling:
+        raise pieces.NotPure
+    vmaps = _vmaps()
+    if vmaps:
+        _refuse(vmaps, name, [*operands, *args], generator)
+    lanes = [each.lane for each in vmaps if each.randomness == "different"]
+    params = {"name": name, "args": tuple(args), "generator": generator, "lanes": len(lanes), "drawn": drawn, "at": drawn.place()}
+    return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
+
+
+def _vmaps() -> list[Level]:
+    refuse_in_loop("a random number")
+    return [each for each in around() if each.kind == "vmap"][::-1]
+
+
+def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> list[Any]:
+    """The arguments with a Blank in the place of each array."""
+    assert state.level is not None
+
+    def blank(x: jax.Array) -> Blank:
+        found = private.mapping(x, state.level.root.drawn.trace) or ()
+        mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.trace in found]
+        return Blank(x.shape, torch.empty(x.shape, device="meta").stride(), dtypes.to_torch(x.dtype), tuple(mapped), fill)
+
+    return [blank(x) if isinstance(x, jax.Array) else x for x in args]
+
+
+def _refuse(vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: torch.Generator | None) -> None:
+    """Raise the error with which torch's vmap refuses an operator."""
+    _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator).tried()
+
+
+def _draw(
+    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
+) -> Draw:
+    return Draw(name, tuple(args), kwargs, tuple([(each.size, str(each.randomness)) for each in vmaps]), generator)
+
+
+def _drawn(
+    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
+) -> jax.Array:
+    assert state.level is not None
+    if name == "aten.bernoulli_.float" and vmaps:  # torch's vmap replaces dropout, which calls it, by this
+        blank = args[0]
+        args = [Blank(blank.shape, (0,) * len(blank.shape), blank.dtype, ()), *(args[1:] or [0.5])]
+        value, mapped = state.level.root.drawn(_draw(vmaps, "aten.bernoulli.p", args, kwargs, generator))
+    elif name.split(".")[1].endswith("_") and vmaps:
+        args, vmaps = _in_place(vmaps, args)
+        value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator))
+        mapped = (True,) * len(vmaps)
+    else:
+        value, mapped = state.level.root.drawn(_draw(vmaps, name, args, kwargs, generator))
+    for each, own in zip(vmaps, mapped, strict=True):
+        if own:
+            value = _at_lane_p.bind(value, each.lane)
+    return value
+
+
+def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], list[Level]]:
+    """The arguments of an in-place operator that fills the tensors of all lanes, and the vmaps whose lanes get numbers of their own."""
+    blank, *others = args
+    if any(each.randomness == "error" for each in vmaps):
+        raise RuntimeError(ERROR)
+    own = [k for k, each in enumerate(vmaps) if each.randomness == "different"]
+    if not set(own) <= set(blank.mapped):
+        raise RuntimeError(
+            "vmap: Cannot ask for different inplace randomness on an unbatched tensor. This will appear like same randomness. If this is "
+            'necessary for your usage, please file an issue with functorch. Make the tensor from a mapped one (torch.empty_like), or enter '
+            'torchfunc_jax.random_numbers("jax"), which permits it.'
+        )
+    whole = dataclasses.replace(blank, mapped=tuple(own)).made([each.size for each in vmaps], "meta")
+    return [Blank(tuple(whole.shape), whole.stride(), whole.dtype, ()), *others], [vmaps[k] for k in own]
+
+
+def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
+    mapped = _lanes(t.node.root, vmaps) if type(t) is Traced else ()
+    return Blank(tuple(t.shape), t.stride(), t.dtype, tuple(range(len(vmaps))) if mapped is None else mapped)
+
+
+def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
+    """Which vmaps map a tensor in PyTorch; None if that is not known, because JAX forgets operands on which no value depends."""
+    if node.like is not None:
+        return _lanes(node.like, vmaps)
+    found = private.mapping(node.value, state.level.root.drawn.trace)
+    if found is None or node.version or not _is_factory(node.maker):
+        return None
+    return tuple([k for k, each in enumerate(vmaps) if each.trace in found])
+
+
+def _is_factory(operator: Any) -> bool:
+    return operator is None or not any("Tensor" in str(a.type) for a in operator._schema.arguments)
+
+
+_at_lane_p = Primitive("at_lane")
+_at_lane_p.def_abstract_eval(lambda numbers, lane: jax.core.ShapedArray(numbers.shape[1:], numbers.dtype))
+
+
+@_at_lane_p.def_impl
+def _at_lane(numbers: jax.Array, lane: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(numbers, lane, 0, keepdims=False)
+
+
+def _at_lanes(args: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int]:
+    """The numbers of all lanes: lane k is the number k, so these are the numbers as they are."""
+    numbers, lanes = args
+    if dims[0] is None:
+        return numbers, 0
+    if dims[1] is None:
+        return _at_lane_p.bind(jnp.moveaxis(numbers, dims[0], 1), lanes), 0
+    return jax.vmap(_at_lane, dims)(numbers, lanes), 0
+
+
+_by_value_p = Primitive("drawn_by_value")
+_by_value_p.def_abstract_eval(lambda first, *_, **__: first)
+
+
+@_by_value_p.def_impl
+def _by_value(*operands: jax.Array, name: str, args: Any, generator: Any, lanes: int, drawn: AtOnce, at: int) -> jax.Array:
+    """Draw, or return what an earlier run of the same function has drawn."""
+    if at not in drawn.drawn:
+        with private.plain_torch():
+            given = [tensors.to_torch(x) for x in operands]
+            if name == "aten.rrelu":  # what it multiplies by
+                noise = torch.empty_like(given[0])
+                overload("aten.rrelu_with_noise")(given[0], noise, *args, generator)
+                drawn.drawn[at] = tensors.to_jax(noise)
+            else:
+                drawn.drawn[at] = tensors.to_jax(overload(name)(*given, *args, generator))
+    return drawn.drawn[at]
+
+
+def _values_of_lanes(given: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    count = len(given) - params["lanes"]
+    lane = next((k for k in range(count, len(given)) if dims[k] is not None), None)
+    if lane is None:
+        raise RuntimeError(
+            "Vmap does not currently support same randomness with a batched tensor input. Please file an issue with functorch"
+        )
+    size = given[lane].shape[0]
+    operands = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(given[:count], dims[:count], strict=True)
+    ]
+    lanes = [x for k, x in enumerate(given[count:], count) if k != lane]
+    return _by_value_p.bind(*operands, *lanes, **{**params, "lanes": len(lanes)}), 0
+
+
+batching.primitive_batchers[_by_value_p] = _values_of_lanes
+batching.primitive_batchers[_at_lane_p] = _at_lanes
+mlir.register_lowering(_at_lane_p, mlir.lower_fun(_at_lane, multiple_results=False))
+
+#: Random operators whose numbers depend on their operands' values.
+BY_VALUE = frozenset(
+    f"aten::{name}" for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_")
+)
+process.random_numbers = os.environ.get("TORCHFUNC_JAX_RANDOM_NUMBERS", "torch")
+checked(process.random_numbers)
+__all__ = [
+    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "Draw", "Rewind", "by_torch", "checked", "made", "numbers", "random_numbers",
+]

@@ -1,0 +1,306 @@
+"""Random numbers are torch.func's from the same seed, and the generator is afterwards in the same state."""
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions, nn
+
+import torchfunc_jax
+from torchfunc_jax import functional_call, functionalize, grad, jit, random_numbers, stack_module_state, vmap
+
+_attention = nn.MultiheadAttention(6, 2, dropout=0.4).requires_grad_(False)
+_recurrent = nn.LSTM(6, 8, num_layers=3, dropout=0.5, bidirectional=True).requires_grad_(False)
+# name -> a function of one lane [6]
+OPERATORS = {
+    "rand": lambda x: torch.rand(6),
+    "rand, float16": lambda x: torch.rand(5, dtype=torch.float16),
+    "randn": lambda x: torch.randn(40, 3),
+    "randn, complex": lambda x: torch.randn(5, dtype=torch.complex64).real,
+    "randint": lambda x: torch.randint(-3, 1000, (6,)).float(),
+    "randperm": lambda x: torch.randperm(17).float(),
+    "normal of numbers": lambda x: torch.normal(1.0, 2.0, (6,)),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 3, 100),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 2),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.1),
+    "random_": lambda x: torch.empty_like(x).random_(1000),
+    "bernoulli_ of probabilities": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli, float64": lambda x: torch.bernoulli(x.sigmoid().double()).float(),
+    "bernoulli of a number": lambda x: torch.bernoulli(torch.zeros(20), 0.4),
+    "normal of a mean": lambda x: torch.normal(x, 2.0),
+    "normal of a std": lambda x: torch.normal(1.0, x.exp()),
+    "multinomial": lambda x: torch.multinomial(x.softmax(-1), 3).float(),
+    "multinomial, one": lambda x: torch.multinomial(x.softmax(-1).expand(4, 6), 1).float(),
+    "multinomial with replacement": lambda x: torch.multinomial(x.softmax(-1), 5, True).float(),
+    "dropout": lambda x: F.dropout(x + 1, 0.3),
+    "dropout of a captured tensor": lambda x: F.dropout(torch.ones(9), 0.3) + x[0],
+    "dropout2d": lambda x: F.dropout2d((x + 1).expand(2, 3, 4, 6), 0.3),
+    "alpha_dropout": lambda x: F.alpha_dropout(x + 1, 0.3, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout((x + 1).expand(2, 3, 6), 0.3, training=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "attention": lambda x: _attention(*[x.expand(4, 3, 6) + 1] * 3)[0],
+}
+UNMAPPED = {"normal of both": lambda x: torch.normal(x, x.exp()), "lstm": lambda x: _recurrent(x.expand(3, 2, 6) + 1)[0]}
+#: how many numbers they draw depends on values; under jit, JAX draws
+BY_VALUE = {
+    "poisson": lambda x: torch.poisson(x.exp() * 3),
+    "_standard_gamma": lambda x: torch._standard_gamma(x.exp()),
+    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.exp()),
+}
+X = torch.arange(36.0).reshape(6, 6).sin()
+DIFFERENT, SAME = {"randomness": "different"}, {"randomness": "same"}
+
+
+def _scaled(f):
+    return lambda a: (a.sum() * f(a)).sum()
+
+
+# name -> (library, function of one lane) -> a call
+WAYS = {
+    "plain": lambda lib, f: (f if lib is torch.func else functionalize(f))(X[0]),
+    "different": lambda lib, f: lib.vmap(f, **DIFFERENT)(X),
+    "same": lambda lib, f: lib.vmap(f, **SAME)(X),
+    "nested": lambda lib, f: lib.vmap(lib.vmap(f, **DIFFERENT), **DIFFERENT)(X.reshape(3, 2, 6)),
+    "different in same": lambda lib, f: lib.vmap(lib.vmap(f, **DIFFERENT), **SAME)(X.reshape(3, 2, 6)),
+    "chunks": lambda lib, f: lib.vmap(f, chunk_size=4, **DIFFERENT)(X),
+    "same in chunks": lambda lib, f: lib.vmap(f, chunk_size=4, **SAME)(X),
+    "grad": lambda lib, f: lib.grad(_scaled(f))(X[0]),
+    "vmap of grad": lambda lib, f: lib.vmap(lib.grad(_scaled(f)), **DIFFERENT)(X),
+    "jacrev": lambda lib, f: lib.jacrev(lambda a: a.sum() * f(a))(X[0]),
+}
+DIFFERENTIATED = ("grad", "vmap of grad", "jacrev")
+REFUSED = {  # by torch.func
+    **{name: ("same", "different in same", "same in chunks") for name in BY_VALUE},
+    **dict.fromkeys(("bernoulli", "bernoulli, float64", "normal of a mean", "normal of a std", "bernoulli_ of probabilities"), (
+        "same", "different in same", "same in chunks"
+    )),
+    **{name: ("same", "different in same", "same in chunks") for name in OPERATORS if name.startswith("multinomial")},
+}  # fmt: skip
+
+
+def assert_as_in_torch(way, f, compiled=False, tolerance=0.0):
+    """A call of this library gives torch.func's numbers, twice, and leaves the generator in the same state."""
+    torch.manual_seed(3)
+    expected = [way(torch.func, f) for _ in range(2)]
+    state = torch.get_rng_state()
+    run = (lambda: way(torchfunc_jax, f))
+    run = jit(run) if compiled else run
+    torch.manual_seed(3)
+    for want in expected:
+        torch.testing.assert_close(run(), want, rtol=tolerance, atol=tolerance)
+    assert torch.equal(torch.get_rng_state(), state), "the generator is in another state"
+
+
+def _tolerance(name, way):
+    exact = way not in DIFFERENTIATED and name not in ("attention", "lstm", "gumbel_softmax", "log_normal_")
+    return 0.0 if exact and "alpha" not in name else 1e-2 if "float16" in name else 1e-4
+
+
+def _all_of(table, way):
+    """One function of a lane with all operators of a table, so that their order counts too."""
+    names = [name for name in table if way not in REFUSED.get(name, ())]
+    return lambda x: torch.cat([table[name](x).float().flatten() for name in names])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", ["plain", "different", "same", "nested", "same in chunks", "vmap of grad"])
+def test_all_operators_in_one_program(way, compiled):
+    if way == "vmap of grad":
+        table = {name: f for name, f in OPERATORS.items() if "bernoulli" not in name}
+        return assert_as_in_torch(WAYS[way], _all_of(table, way), compiled, 1e-2)
+    table = {**OPERATORS, **UNMAPPED} if way == "plain" else OPERATORS
+    assert_as_in_torch(WAYS[way], _all_of(table, way), compiled, 1e-5)
+
+
+@pytest.mark.parametrize("way", ["plain", "different", "nested"])
+def test_numbers_that_depend_on_values(way):
+    assert_as_in_torch(WAYS[way], _all_of({**BY_VALUE, "dropout": OPERATORS["dropout"]}, way), tolerance=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_each_operator(name, way, compiled):
+    if way in REFUSED.get(name, ()):
+        with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
+            WAYS[way](torchfunc_jax, OPERATORS[name])
+    elif not (way in DIFFERENTIATED and name == "bernoulli of a number"):
+        assert_as_in_torch(WAYS[way], OPERATORS[name], compiled, _tolerance(name, way))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_generator_of_its_own(compiled):
+    def draw(lib, generator):
+        return lib.vmap(lambda a: a + torch.rand(6, generator=generator), **DIFFERENT)(X)
+
+    theirs, ours = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    run = jit(lambda: draw(torchfunc_jax, ours)) if compiled else lambda: draw(torchfunc_jax, ours)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        assert torch.equal(run(), draw(torch.func, theirs))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _seeded(x):
+    torch.manual_seed(1)
+    first = torch.rand(6)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        second = torch.randn(6)
+    return x * first + second + torch.rand(6)
+
+
+def _asks(x):
+    y = x * F.dropout(torch.ones(6), 0.5)
+    return (y * 2 if y.sum().item() > 0 else y * 3) + torch.rand(6)
+
+
+@pytest.mark.parametrize(("f", "ways"), [(_seeded, ("different", "grad")), (_asks, ("grad",))])
+def test_states_set_and_values_asked_for_inside(f, ways):
+    for way in ways:
+        assert_as_in_torch(WAYS[way], f, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("f", [lambda x: torch.empty(6).uniform_(), lambda x: torch.zeros(6).normal_()])
+def test_what_torchs_vmap_refuses_in_place(f):
+    for run in (vmap(f, **DIFFERENT), jit(vmap(f, **DIFFERENT))):
+        with pytest.raises(RuntimeError, match="different inplace randomness on an unbatched tensor"):
+            run(X)
+
+
+DISTRIBUTIONS = {
+    "Normal": lambda x: distributions.Normal(x, x.exp()).sample(),
+    "Uniform": lambda x: distributions.Uniform(x, x + 2).rsample(),
+    "Exponential": lambda x: distributions.Exponential(x.exp()).rsample(),
+    "Laplace": lambda x: distributions.Laplace(x, x.exp()).rsample(),
+    "Gumbel": lambda x: distributions.Gumbel(x, x.exp()).rsample(),
+    "Bernoulli": lambda x: distributions.Bernoulli(logits=x).sample(),
+    "Geometric": lambda x: distributions.Geometric(logits=x).sample(),
+    "Categorical": lambda x: distributions.Categorical(logits=x).sample((4,)).float(),
+    "OneHotCategorical": lambda x: distributions.OneHotCategorical(logits=x).sample(),
+    "Multinomial": lambda x: distributions.Multinomial(5, logits=x).sample(),
+    "Cauchy": lambda x: distributions.Cauchy(x, x.exp()).rsample(),
+    "HalfNormal": lambda x: distributions.HalfNormal(x.exp()).rsample(),
+    "LogNormal": lambda x: distributions.LogNormal(x, x.exp()).rsample(),
+    "MultivariateNormal": lambda x: distributions.MultivariateNormal(x, torch.eye(6)).rsample(),
+    "Gamma": lambda x: distributions.Gamma(x.exp(), x.exp()).sample(),
+    "Beta": lambda x: distributions.Beta(x.exp(), x.exp()).sample(),
+    "Dirichlet": lambda x: distributions.Dirichlet(x.exp()).sample(),
+    "StudentT": lambda x: distributions.StudentT(x.exp()).sample(),
+    "Chi2": lambda x: distributions.Chi2(x.exp()).sample(),
+    "Poisson": lambda x: distributions.Poisson(x.exp()).sample(),
+    "Binomial": lambda x: distributions.Binomial(5, logits=x).sample(),
+}
+DEPEND_ON_VALUES = ("Gamma", "Beta", "Dirichlet", "StudentT", "Chi2", "Poisson", "Binomial")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions(name, compiled):
+    if compiled and name in DEPEND_ON_VALUES:
+        return
+    assert_as_in_torch(WAYS["plain"], DISTRIBUTIONS[name], compiled, 1e-5)
+
+
+def test_the_switch():
+    def draw(x):
+        return x + torch.rand(6)
+
+    def seeded(call):
+        torch.manual_seed(3)
+        return call(X)
+
+    ways = [vmap(draw, **DIFFERENT), jit(vmap(draw, **DIFFERENT))]
+    expected = seeded(torch.func.vmap(draw, **DIFFERENT))
+    others = []
+    for run in (*ways, jit(ways[0], random_numbers="torch")):
+        assert torch.equal(seeded(run), expected)
+        with random_numbers("jax"):
+            others.append(seeded(run))
+            with random_numbers("torch"):
+                assert torch.equal(seeded(run), expected)
+        assert torch.equal(seeded(run), expected)
+    others, own_choice = others[:2], others[2]
+    assert torch.equal(own_choice, expected)
+    for other in (*others, seeded(jit(ways[0], random_numbers="jax"))):
+        assert not torch.equal(other, expected)
+    with pytest.raises(ValueError, match="random_numbers"), random_numbers("numpy"):
+        pass
+    with pytest.raises(ValueError, match="random_numbers"):
+        jit(draw, random_numbers="numpy")
+
+
+class _Block(nn.Module):
+    """A transformer of one layer that reads a sequence of classes and predicts one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x)).mean(1))
+
+
+def _trained(lib, steps, compiled=False):
+    """The losses of an ensemble of two transformers with dropout, trained by SGD."""
+    torch.manual_seed(0)
+    models = [_Block() for _ in range(2)]
+    params, _ = stack_module_state(models) if lib is torchfunc_jax else torch.func.stack_module_state(models)
+    params = {k: v.detach() for k, v in params.items()}
+    base = models[0]
+    call = functional_call if lib is torchfunc_jax else torch.func.functional_call
+    x, y = torch.randint(0, 12, (8, 5)), torch.randint(0, 12, (8,))
+
+    def loss(p):
+        return F.cross_entropy(call(base, p, (x,)), y)
+
+    step = lib.vmap(lib.grad_and_value(loss), **DIFFERENT)
+    step = jit(step) if compiled else step
+    losses = []
+    for _ in range(steps):
+        grads, values = step(params)
+        params = {k: v - 0.1 * grads[k] for k, v in params.items()}
+        losses.append(values)
+    return torch.stack(losses), torch.get_rng_state()
+
+
+@pytest.mark.parametrize(("steps", "compiled"), [(5, False), pytest.param(50, True, marks=pytest.mark.slow)])
+def test_a_transformer_with_dropout_is_trained_as_by_torch_func(steps, compiled):
+    (losses, state), (theirs, their_state) = _trained(torchfunc_jax, steps, compiled), _trained(torch.func, steps)
+    torch.testing.assert_close(losses, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state, their_state)
+
+
+def test_backward_uses_the_numbers_of_the_forward_pass():
+    for run in (vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT), jit(vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT))):
+        x = torch.ones(3, 50, requires_grad=True)
+        y = run(x)
+        (g,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(g, y.detach())
+
+
+@pytest.mark.parametrize("inside", [contextlib.nullcontext, lambda: random_numbers("jax")])
+def test_a_second_derivative_uses_the_same_numbers(inside):
+    def f(a):
+        return (a**3 * F.dropout(torch.ones(50), 0.5)).sum()
+
+    with inside():
+        for run in (grad(f), jit(grad(f))):
+            x = torch.ones(50, requires_grad=True)
+            first = run(x)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            assert torch.equal(second, 2 * first.detach())

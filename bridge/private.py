@@ -171,8 +171,11 @@ count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:
-    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress."""
-    return _functorch_innermost() is not None or forward_ad._current_level >= 0
+    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress.
+
+    Inside of the forward of an autograd.Function, PyTorch has switched forward-mode AD off.
+    """
+    return _functorch_innermost() is not None or (forward_ad._current_level >= 0 and forward_mode_enabled())
 
 
 def without_memory(t: torch.Tensor) -> str:

@@ -31,7 +31,7 @@ from bridge.jit.simplify import simplified
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Unsearched
 from bridge.record.tensor import Unrecordable
-from bridge.trace import python_numbers
+from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import state
 
 _SYMBOLIC = jax.custom_derivatives.SymbolicZero
@@ -231,8 +231,10 @@ class _Function(Unsearched):
         args = tuple([self._static(f"args[{i}]", x) if i in self.argnums else x for i, x in enumerate(args)])
         kwargs = {name: self._static(name, x) if name in self.argnames else x for name, x in kwargs.items()}
         leaves, spec = trees.flatten((args, kwargs))
-        if any(isinstance(x, jax.Array) for x in leaves) and not any(isinstance(x, torch.Tensor) for x in leaves):
-            args, kwargs = trees.map_leaves(lambda x: x.value if type(x) is Same else x, (args, kwargs))
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        in_jax = state.level is None and any(isinstance(x, jax.core.Tracer) for x in arrays)
+        if in_jax or (arrays and not any(isinstance(x, torch.Tensor) for x in leaves)):
+            args, kwargs = trees.map_leaves(_as_jax, (args, kwargs))
             return self.fn(*args, **kwargs)
         drawn = self.rng is not None and self.rng not in kwargs
         given, key, device = [], [], tensors.common_device(leaves)
@@ -275,7 +277,7 @@ class _Function(Unsearched):
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise TypeError(f"{_where(spec, i)}: expected no JAX key beside torch tensors, which cannot hold one; pass a seed as an integer "
                             "tensor, or name the argument in rng=, so that its key comes from torch's generator")
-        return modules.as_tensor(x)
+        return tracing.wrap(x) if isinstance(x, jax.core.Tracer) else modules.as_tensor(x)
 
     @staticmethod
     def _made(x: Any, wide: bool, device: torch.device | None) -> torch.Tensor:
@@ -343,6 +345,12 @@ def _aval(key: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(key[0], jax.dtypes.canonicalize_dtype(dtypes.to_jax(key[1])))
 
 
+def _as_jax(x: Any) -> Any:
+    if type(x) is Same:
+        return x.value
+    return tensors.to_jax(x) if isinstance(x, torch.Tensor) else x
+
+
 def _where(spec: Any, i: int) -> str:
     """The name of the i-th leaf of (args, kwargs), such as args[0]['w']."""
     first, *rest = trees.paths(spec)[i]
@@ -397,14 +405,14 @@ def from_jax(
 
     Returns:
         Callable: of fn's arguments. Tensors, jax.Arrays, numpy arrays and Python numbers become JAX's; numbers are as weakly typed as in
-        ``jax.jit``. The output has tensors in place of arrays and numbers. If no argument is a tensor and one is a jax.Array, it
-        is fn itself.
+        ``jax.jit``. The output has tensors in place of arrays and numbers. Called with jax.Arrays and no tensor, or inside a
+        ``jax.jit`` or another transform of JAX's with its values, it is fn itself.
 
     Raises:
         TypeError: fn is not callable; (by the call) an argument is of another type and not static, a static one is not hashable, or an
             output is no array; a tensor is sparse, quantized or nested.
         OverflowError: (by the call) a Python int does not fit into 32 bits, and 64-bit types are not enabled.
-        NotImplementedError, TypeError: (by forward mode) fn has a custom_vjp.
+        TypeError: (by forward mode) fn has a custom_vjp.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
 

@@ -10,8 +10,9 @@ from bridge.intercepted import control_flow as _control  # noqa: F401
 from bridge.intercepted import flex_attention as _flex_attention  # noqa: F401
 from bridge.intercepted import gradient_hooks as _hooks  # noqa: F401
 from bridge.intercepted import torch_functions as _python_rules  # noqa: F401
+from bridge.jax_functions import from_jax
 from bridge.modules import buffers, call, load, params
 from bridge.operators import plan as _operators  # noqa: F401
 from bridge.operators.register import register_lowering
 
-__all__ = ["buffers", "call", "load", "params", "register_lowering", "to_jax", "to_torch"]
+__all__ = ["buffers", "call", "from_jax", "load", "params", "register_lowering", "to_jax", "to_torch"]

@@ -1,4 +1,7 @@
-"""torch modules as Flax modules, linen and nnx; ``bridge/flax_layouts.py`` converts torch's layers to Flax's own layouts."""
+"""torch modules as Flax modules, linen and nnx.
+
+``bridge/flax_layouts.py`` converts torch's layers to Flax's own layouts, ``bridge/flax_in_torch.py`` makes torch modules of Flax's.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -10,9 +13,10 @@ from flax import linen, nnx
 from torch import nn
 
 from bridge import modules, private
+from bridge.flax_in_torch import FromLinen, FromNNX, Frozen
 from bridge.flax_layouts import from_variables, to_variables
 
-__all__ = ["NNX", "Frozen", "Linen", "from_variables", "to_variables"]
+__all__ = ["NNX", "FromLinen", "FromNNX", "Frozen", "Linen", "from_variables", "to_variables"]
 
 _ALIKE = "torch initializes a module once, in Python: under vmap all members would have the same values. Make them one by one and stack "
 
@@ -84,10 +88,6 @@ def _unmapped(t: torch.Tensor) -> Callable[..., jax.Array]:
         return modules.as_array(t)
 
     return initial
-
-
-class Frozen(nnx.Variable):
-    """A parameter with ``requires_grad=False`` in ``NNX``; ``nnx.grad`` and ``nnx.Optimizer`` ignore it, as they take ``nnx.Param``."""
 
 
 class NNX(nnx.Module):

@@ -154,8 +154,11 @@ count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:
-    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress; there is no public way to ask."""
-    return _functorch_innermost() is not None or forward_ad._current_level >= 0
+    """Whether a transform of torch.func, or a level of torch.autograd.forward_ad, is in progress.
+
+    Inside of the forward of an autograd.Function, PyTorch has switched forward-mode AD off.
+    """
+    return _functorch_innermost() is not None or (forward_ad._current_level >= 0 and forward_mode_enabled())
 
 
 #: The dispatch keys that are always included and excluded, outside of modes and of their handlers.

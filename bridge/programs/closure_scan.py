@@ -23,9 +23,15 @@ from bridge.programs.cache_keys import identical
 
 _DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
 _FUNCTION = type(torch.autograd.Function)
+
+
+class Unsearched:
+    """Base class of objects that are not searched: what they run is constant, as a function under ``jax.jit`` is."""
+
+
 #: Objects whose contents count as just as deep as they themselves.
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
-_SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched)
 _DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})

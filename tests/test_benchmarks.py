@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import calculus
 import overhead
 import readme
 import run
@@ -86,3 +87,10 @@ def test_programs_by_hand_in_jax_compute_the_same(capsys: pytest.CaptureFixture[
     assert set(found["programs"]["newton"]) == {"torchfunc_jax", "jax"}
     with pytest.raises(SystemExit):
         unjitted.main(["--only", "nothing"])
+
+
+def test_calculus_computes_what_torch_func_does(capsys: pytest.CaptureFixture[str]) -> None:
+    found = calculus.main(["--only", "hvp,laplacian", "--seconds", "0.01"])
+    assert set(found["programs"]) == {"hvp", "laplacian"} and found["machine"]["cpu"] in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        calculus.main(["--only", "nothing"])

@@ -96,9 +96,8 @@ def _detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _truth(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
-    (t,) = args or kwargs.values()
-    if innermost("vmap") is not None and t.numel() == 1:
-        concrete(t, "bool()")
+    if innermost("vmap") is not None:
+        concrete(*(args or kwargs.values()), "bool()")
     return func(*args, **kwargs)
 
 

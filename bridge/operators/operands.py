@@ -65,7 +65,9 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             out = lower(*values, **named) if checks_only else pieces.run(func, lower, values, named)
         except Exception as error:
             found = _explain(func, args, kwargs, error)
-            raise (found if innermost("vmap") is None else in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)) from error
+            if innermost("vmap") is not None:
+                found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
+            raise found from error
         if no_grad:
             out = constant(out) if isinstance(out, jax.Array) else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
         if not torch.is_grad_enabled():

@@ -6,8 +6,9 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "torchfunc_jax"))
@@ -80,6 +81,28 @@ def rewording() -> Iterator[None]:
             "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit"
             + at_line()
         ) from error.__cause__
+
+
+_DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3), "dot": (1, 1)}
+
+
+def in_words_of_vmap(name: str, args: Sequence[Any], error: Exception) -> Exception:
+    """The error of a function inside a vmap; for a product of tensors with wrong numbers of dimensions it is torch.func.vmap's.
+
+    Args:
+        name: the function's.
+        args: its positional arguments.
+    """
+    wanted = _DIMENSIONS.get(name)
+    given = tuple([getattr(x, "ndim", None) for x in args])
+    if wanted is None or given == wanted or len(given) != 2:
+        return error
+    if name == "dot":
+        return RuntimeError("Got wrong shapes for dot")
+    return RuntimeError(
+        f"Shape mismatch: Got incorrect dims for {name}(a, b). a has dim {given[0]}and b has dim {given[1]}but expected them to have dim "
+        f"{wanted[0]} and dim {wanted[1]}"
+    )
 
 
 def is_no_jvp(error: TypeError) -> bool:

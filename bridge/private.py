@@ -282,7 +282,7 @@ def peeled(value: Any) -> Iterator[tuple[Any, int | None, Any]]:
 
 
 def same_trace(one: Any, other: Any) -> bool:
-    """Whether two traces are the same one; a vmap enters its trace again, as another object with the same tag, for a function with rules."""
+    """Whether two traces are the same one; vmap enters its own again, as another object with the same tag, for a function with rules."""
     return one is other or (hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag)
 
 

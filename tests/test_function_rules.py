@@ -23,7 +23,8 @@ def function(**methods: Any) -> type[torch.autograd.Function]:
 
 def _told(told: list[Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        told.append((info.batch_size, info.randomness, in_dims, [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]))
+        shapes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        told.append((info.batch_size, info.randomness, in_dims, shapes))
         return answer(in_dims, *args)
 
     return rule

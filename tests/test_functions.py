@@ -59,6 +59,10 @@ class Failing(Cubed):
     def forward(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("of the user's own")
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
+        return Failing.apply(x), in_dims[0]
+
 
 @pytest.mark.parametrize("transform", [grad, vmap, lambda f: jit(vmap(f))])
 def test_frames_of_an_error_can_be_looked_at(transform: Any) -> None:

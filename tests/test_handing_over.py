@@ -157,7 +157,8 @@ MADE: dict[str, Callable[[Any, Callable[[Any], Any]], Callable[[torch.Tensor], A
 
 
 @pytest.mark.parametrize(("name", "look"), _cases(MADE, [*QUICK, "make_fx", "compile, fullgraph", "torch.func.jvp"], [
-    ("jit", "compile, fullgraph"), ("grad in vmap", "compile, fullgraph"), ("pullback", "torch.func.jvp"), ("pushforward", "torch.func.jvp"),
+    ("jit", "compile, fullgraph"), ("grad in vmap", "compile, fullgraph"), ("pullback", "torch.func.jvp"),
+    ("pushforward", "torch.func.jvp"),
 ]))
 def test_what_was_made_outside_is_torchs_where_torch_looks(name: str, look: str) -> None:
     theirs = MADE[name](REAL, lambda f: f)

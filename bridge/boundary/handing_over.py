@@ -1,7 +1,7 @@
 """Calls that torch itself must see: they are handed over to torch.func's own transform.
 
-torch.compile, torch.export, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and torch.autograd.forward_ad see
-torch's operators, and no computation in JAX.
+torch.compile, torch.export, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and torch.autograd.forward_ad
+see torch's operators, and no computation in JAX.
 """
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ this file run instead of a Function's forward.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,7 +137,8 @@ def _by_own_vmap(cls: type[Function], lanes: private.Lanes, leaves: Sequence[Any
     """
     inside = state.level
     assert inside is not None
-    if any(lanes.joined(read(node, inside))[1] is not None for node in followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])):
+    captured = followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])
+    if any(lanes.joined(read(node, inside))[1] is not None for node in captured):
         raise RuntimeError(
             f"{cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it along which "
             f"dimension; pass that tensor to apply as an argument{at_line()}"

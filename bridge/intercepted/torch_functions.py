@@ -96,9 +96,8 @@ def _detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _truth(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
-    (t,) = args or kwargs.values()
-    if innermost("vmap") is not None and t.numel() == 1:
-        concrete(t, "bool()")
+    if innermost("vmap") is not None:
+        concrete(args[0] if args else kwargs["input"], "bool()")
     return func(*args, **kwargs)
 
 
@@ -213,7 +212,8 @@ PYTHON_RULES |= {
     F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
-    F.one_hot: _one_hot, torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, torch._assert: _assert, F.linear: _linear,
+    torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
+    F.linear: _linear,
 }
 PYTHON_RULES |= FUNCTIONS
 private.IN_TRACES.update({

@@ -11,7 +11,7 @@ from jax import lax
 
 from bridge import private
 from bridge.convert import tensors
-from bridge.errors import at_line
+from bridge.errors import at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
@@ -65,7 +65,10 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         try:
             out = lower(*values, **named) if checks_only else pieces.run(func, lower, values, named)
         except Exception as error:
-            raise _explain(func, args, kwargs, error) from error
+            found = _explain(func, args, kwargs, error)
+            if innermost("vmap") is not None:
+                found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
+            raise found from error
         if no_grad:
             out = constant(out) if isinstance(out, jax.Array) else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
         if not torch.is_grad_enabled():

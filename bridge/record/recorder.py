@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge import private
+from bridge.errors import in_words_of_vmap
 from bridge.process import process
 from bridge.programs.cache_keys import identical
 from bridge.record.entries import Again, Begin, End, Input, Op, Out, Pull, interned, tensors_in, values_of, with_values
@@ -145,9 +146,12 @@ class Recorder(TorchFunctionMode):
             except ByValue:
                 del self.numbers[numbers:]
                 return self.by_value(func, args, kwargs or {})
-            except Exception:  # PyTorch refuses the operands; the caller may catch that
+            except Exception as error:  # PyTorch refuses the operands; the caller may catch that
                 del self.numbers[numbers:]
-                raise
+                found = in_words_of_vmap(getattr(func, "__name__", ""), args, error) if self.mapped() else error
+                if found is error:
+                    raise
+                raise found from None
             op.alike = process.alike.setdefault(_without_strides(whole), op)
             process.recorded[whole] = op
         if op.draws:

@@ -114,9 +114,9 @@ def push(kind: str, randomness: str | None = None, key: jax.Array | Callable[[],
             parent.met.update(_still_open(level.met))
 
 
-def around() -> Iterator[Level]:
-    """The levels of the trace in progress, the innermost first."""
-    level = state.level
+def around(level: Level | None = None) -> Iterator[Level]:
+    """A level, or the innermost one of the trace in progress, and the levels around it."""
+    level = level or state.level
     while level is not None:
         yield level
         level = level.parent

@@ -56,7 +56,7 @@ class Traced(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if state.level is None or self.node.level.closed:
             return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
-        return _shown(value_of(self), self.device)
+        return _shown(value_of(self), self.device, self.node.level)
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec or self.dim() else format(self.item(), spec)
@@ -100,16 +100,22 @@ PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def _shown(value: Any, device: torch.device) -> str:
-    """A value in torch.func's words: the kind and number of each level that knows it, and the value if there is one."""
-    levels = [level for level in around() if level.kind in ("vmap", "grad", "jvp")]
-    for trace, dim, inner in private.peeled(value):
-        shown = _shown(inner, device)
-        number = next((len(levels) - k for k, level in enumerate(levels) if private.same_trace(level.probe, trace)), None)
-        if number is None:
-            return shown
-        kind = f"GradTrackingTensor(lvl={number}" if dim is None else f"BatchedTensor(lvl={number}, bdim={dim}"
-        return f"{kind}, value=\n{textwrap.indent(shown, '    ')}\n)"
+def _shown(value: Any, device: torch.device, level: Level | None) -> str:
+    """A value in torch.func's words: the kinds and numbers of the levels around it, and the value if there is one.
+
+    What is made inside a transform that differentiates is one of its tensors; what is made inside a vmap only if it differs between lanes.
+    """
+    while level is not None:
+        trace, dim, inner = next(private.peeled(value), (None, None, None))
+        known = trace is not None and private.same_trace(level.probe, trace)
+        if level.kind in ("grad", "jvp") or (known and level.kind == "vmap"):
+            number = sum(each.kind in ("vmap", "grad", "jvp") for each in around(level))
+            kind = f"BatchedTensor(lvl={number}, bdim={dim}" if level.kind == "vmap" else f"GradTrackingTensor(lvl={number}"
+            shown = _shown(inner if known else value, device, level.parent)
+            return f"{kind}, value=\n{textwrap.indent(shown, '    ')}\n)"
+        level = level.parent
+    while (layer := next(private.peeled(value), None)) is not None:  # torch's autograd around the call
+        value = layer[2]
     if isinstance(value, jax.core.Tracer):
         return f"Traced(shape={value.shape}, dtype={dtypes.to_torch(value.dtype)})"
     with private.below_python():  # a tensor to look at, which is not part of the trace

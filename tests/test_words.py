@@ -1,0 +1,88 @@
+"""What a user reads is what torch.func says: errors under vmap, and tensors that are printed inside of a transform."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchfunc_jax
+from torchfunc_jax import grad, jit, vmap
+
+_X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+#: What one lane does -> words of torch.func's error.
+WORDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "if": (lambda r: r if r.sum() > 0 else -r, "data-dependent control flow"),
+    "bool": (lambda r: bool(r[0]), "data-dependent control flow"),
+    "not": (lambda r: r * (not r[0]), "data-dependent control flow"),
+    "is_nonzero": (lambda r: torch.is_nonzero(r[0]), "data-dependent control flow"),
+    "item": (lambda r: r[0].item(), r"calling .item\(\) on a Tensor"),
+    "float": (lambda r: float(r[0]), r"calling .item\(\) on a Tensor"),
+    "int": (lambda r: int(r[0]), r"calling .item\(\) on a Tensor"),
+    "format": (lambda r: f"{r[0]:.2f}", r"calling .item\(\) on a Tensor"),
+    "nonzero": (lambda r: r.nonzero(), "vmap: We do not support batching operators that can output dynamic shape"),
+    "mm": (lambda r: torch.mm(r, r), r"Shape mismatch: Got incorrect dims for mm\(a, b\). a has dim 1and b has dim 1but expected them to "
+           "have dim 2 and dim 2"),
+    "mv": (lambda r: torch.mv(r, r), r"Shape mismatch: Got incorrect dims for mv"),
+    "bmm": (lambda r: r.bmm(r), r"Shape mismatch: Got incorrect dims for bmm"),
+    "dot": (lambda r: torch.dot(r[None], r), "Got wrong shapes for dot"),
+    "if, of several values": (lambda r: r if r > 0 else -r, "data-dependent control flow"),
+}
+
+
+@pytest.mark.parametrize("way", ["un-jitted", "jit"])
+@pytest.mark.parametrize("name", WORDS)
+def test_the_words_of_an_error_under_vmap(name: str, way: str) -> None:
+    lane, words = WORDS[name]
+    for transform in (torch.func.vmap, vmap if way == "un-jitted" else lambda f: jit(vmap(f))):
+        with pytest.raises(RuntimeError, match=words):
+            transform(lane)(_X)
+
+
+def test_a_value_is_no_error_under_grad() -> None:
+    assert grad(lambda r: r.sum() if r.sum() > 0 else -r.sum())(_X).equal(torch.ones(2, 2))
+
+
+PRINTED: dict[str, Callable[[Any, Callable[[torch.Tensor], Any]], Any]] = {
+    "vmap": lambda T, f: T.vmap(f)(_X),
+    "vmap over dim 1": lambda T, f: T.vmap(f, in_dims=1)(_X),
+    "vmap in vmap": lambda T, f: T.vmap(T.vmap(f))(_X),
+    "vmap of integers": lambda T, f: T.vmap(f)(_X.long()),
+    "grad": lambda T, f: T.grad(f)(_X),
+    "grad in grad": lambda T, f: T.grad(T.grad(f))(_X[0, 0]),
+    "grad in vmap": lambda T, f: T.vmap(T.grad(f))(_X),
+    "vmap in grad": lambda T, f: T.grad(lambda a: T.vmap(f)(a).sum())(_X),
+    "vjp": lambda T, f: T.vjp(f, _X),
+    "jvp": lambda T, f: T.jvp(f, (_X,), (_X,)),
+    "jacfwd": lambda T, f: T.jacfwd(f)(_X[0]),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_printed_tensors(name: str) -> None:
+    def printed(T: Any) -> list[str]:
+        found: list[str] = []
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            found.extend([repr(x), str(x.sin()), repr(torch.ones(2)), repr(x + _X[0, 0]), repr(_X), f"{x}" if x.dim() else ""])
+            return x.double().sum()
+
+        PRINTED[name](T, f)
+        return found
+
+    assert printed(torchfunc_jax) == printed(torch.func)
+
+
+def test_printed_tensors_without_values() -> None:
+    found: list[str] = []
+    jit(vmap(grad(lambda x: (found.append(repr(x)), x.sum())[1])))(_X)
+    (text,) = found
+    assert text.replace("\n", "").replace("    ", "") == (
+        "GradTrackingTensor(lvl=2, value=BatchedTensor(lvl=1, bdim=0, value=Traced(shape=(2, 2), dtype=torch.float32)))"
+    )
+    kept: list[torch.Tensor] = []
+    for transform in (vmap, jit):
+        transform(lambda x: (kept.append(x), x.sin())[1])(_X)
+        assert "escaped" in repr(kept[-1])

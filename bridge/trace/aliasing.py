@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.func import vmap as torch_vmap
 
+from bridge import private
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
 from bridge.lowering.tensors.copies import revalue
@@ -77,7 +77,7 @@ class Inner(View):
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         views, in_dim, out_dim = self.args
-        return again(t, views) if in_dim is None else torch_vmap(lambda lane: again(lane, views), in_dim, out_dim)(t)
+        return again(t, views) if in_dim is None else private.mapped_by_torch(lambda lane: again(lane, views), t, in_dim, out_dim)
 
     def _forward(self, base: jax.Array, *_: Any) -> jax.Array:
         views, in_dim, out_dim = self.args

@@ -130,6 +130,22 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+_begin_vmap = _named("torch._C._functorch._vmap_increment_nesting")
+_end_vmap = _named("torch._C._functorch._vmap_decrement_nesting")
+_add_batch_dim = _named("torch._C._functorch._add_batch_dim")
+_remove_batch_dim = _named("torch._C._functorch._remove_batch_dim")
+
+
+def mapped_by_torch(fn: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor, in_dim: int, out_dim: int) -> torch.Tensor:
+    """``torch.func.vmap(fn, in_dim, out_dim)(t)`` without its checks, which take five times as long as a view."""
+    size = t.shape[in_dim]
+    level = _begin_vmap(size, "error")
+    try:
+        return _remove_batch_dim(fn(_add_batch_dim(t, in_dim, level)), level, size, out_dim)
+    finally:
+        _end_vmap()
+
+
 _functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 
 

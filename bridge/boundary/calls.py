@@ -16,17 +16,7 @@ from bridge import compiling, private
 from bridge.boundary import autograd, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
-from bridge.boundary.results import (
-    Computation,
-    Output,
-    Result,
-    SharedOutput,
-    is_local,
-    root_writes,
-    shared_placed,
-    split_arrays,
-    write_back,
-)  # fmt: skip
+from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, root_writes, split_arrays, write_back
 from bridge.convert import tensors, trees
 from bridge.errors import rewording
 from bridge.operators import operands
@@ -185,7 +175,7 @@ def _outermost(
     if not torch.is_grad_enabled():
         outs, meta, _, writes, shared = direct(compute, leaves, AtOnce(), lasting)
         write_back(writes)
-        return shared_placed(outs, shared), meta
+        return placed(outs, shared), meta
     known, drawn = known_captures(fn), AtOnce()
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
@@ -199,7 +189,7 @@ def _outermost(
         if all(id(t) in ids for t in captured):
             write_back(writes)
             remember(fn, captured)
-            return shared_placed(outs if wanted or captured else [t.detach() for t in outs], shared), meta
+            return placed(outs if wanted or captured else [t.detach() for t in outs], shared), meta
         # the closure scan missed tensors that require grad: run again with them as differentiable inputs; the first run writes nothing
         known = captured
 

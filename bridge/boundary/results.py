@@ -104,7 +104,7 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target.copy_(value)
 
 
-def shared_placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
+def placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
     """The outputs, those that share memory replaced by views of the tensors whose memory it is, which have been written to by now."""
     for i, source, views in shared:
         t = outs[source.index] if isinstance(source, Output) else source

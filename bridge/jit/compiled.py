@@ -157,6 +157,11 @@ class Compiled:
                 return "it counts from where a tensor's memory begins (as_strided), and the tensor is a view or not contiguous"
         return ""
 
+    def idle(self) -> bool:
+        """Whether nothing is computed, because every output is a view of an input."""
+        program = self.program
+        return bool(program.shared) and not self.layouts and self.bounds is None and not program.draws and not program.generators
+
     def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[torch.Tensor]) -> bool:
         """Whether this program, which takes numbers as inputs, gives the same results as a program that was made for these numbers."""
         mine, theirs = self.program, other.program
@@ -198,8 +203,8 @@ class Compiled:
                 raise Changed
             values.append(array)
             recording = recording or t.requires_grad
-        if program.shared and not self.layouts and self.bounds is None and not program.draws and not program.generators:
-            return self._finish([], leaves, captured)  # every output is a view of an input
+        if self.idle():
+            return self._finish([], leaves, captured)
         if recording and torch.is_grad_enabled() and self.torch_out:
             active = self._active(leaves, captured)
             if any(self.pair(*active).kinds):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import compiling, private
 from bridge.boundary import shared_memory
 from bridge.boundary.calls import Call
-from bridge.boundary.results import Output, conj, inexact, is_array, pick, shared_placed, take_apart
+from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
 from bridge.jit import outer_products
 from bridge.jit.simplify import simplified
@@ -97,7 +97,7 @@ class Program:
         for i, *_ in self.shared:
             found.insert(i, None)
         of: dict[str, Any] = {"argument": arguments, "captured": captured, "output": list(map(Output, range(len(found))))}
-        return shared_placed(found, [(i, of[kind][k], views) for i, kind, k, views in self.shared])
+        return placed(found, [(i, of[kind][k], views) for i, kind, k, views in self.shared])
 
     def memory(self) -> tuple[list[Any], list[Any]]:
         """The targets of the written values, and the outputs that share memory, with each captured tensor given by its place."""
@@ -270,8 +270,8 @@ def trace(
                         shared.append((i, "output", source.index, views))
                     elif source not in donated:
                         shared.append((i, *(("argument", source) if isinstance(source, int) else ("captured", id(t))), views))
-            placed = {i for i, *_ in shared}
-            values = [v for i, v in enumerate(values) if i not in placed]
+            elsewhere = {i for i, *_ in shared}
+            values = [v for i, v in enumerate(values) if i not in elsewhere]
             written: list[tuple[str, int]] = []
             extra: list[Any] = []
             detached: list[bool] = []

@@ -261,7 +261,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
             raise Unrecordable("inputs that share memory")
     if (recorder.lasting or not final) and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
-    inputs = [tensors.crossing(t)[0] for t in given]
+    inputs = [] if compiled.idle() else [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     executables = [tiered.executable for tiered in compiled.jitted]
     start = time.perf_counter()

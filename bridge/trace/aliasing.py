@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.func import vmap as torch_vmap
 
+from bridge import private
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
 from bridge.lowering.tensors.copies import revalue
@@ -36,7 +36,7 @@ class View:
         self.recording: bool | None = torch.is_grad_enabled() if _plain((args, *kwargs.values())) else None
 
     def __reduce__(self) -> Any:
-        return _stored, (str(self.func), self.args, self.kwargs, self.recording)
+        return _stored, (None if type(self) is Inner else str(self.func), self.args, self.kwargs, self.recording)
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """The view of a tensor of PyTorch's."""
@@ -75,12 +75,9 @@ class Inner(View):
     def __init__(self, views: tuple[View, ...], in_dim: int | None = None, out_dim: int | None = None) -> None:
         super().__init__(Inner, (views, in_dim, out_dim), {}, self._forward)
 
-    def __reduce__(self) -> Any:
-        return Inner, self.args
-
     def of(self, t: torch.Tensor) -> torch.Tensor:
         views, in_dim, out_dim = self.args
-        return again(t, views) if in_dim is None else torch_vmap(lambda lane: again(lane, views), in_dim, out_dim)(t)
+        return again(t, views) if in_dim is None else private.mapped_by_torch(lambda lane: again(lane, views), t, in_dim, out_dim)
 
     def _forward(self, base: jax.Array, *_: Any) -> jax.Array:
         views, in_dim, out_dim = self.args
@@ -155,8 +152,8 @@ def _plain(x: object) -> bool:
     return x is None or type(x) in (int, bool, torch.dtype, torch.memory_format) or (isinstance(x, View) and x.recording is not None)
 
 
-def _stored(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recording: bool | None) -> View:
-    view = View(overload(name), args, kwargs)
+def _stored(name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], recording: bool | None) -> View:
+    view = Inner(*args) if name is None else View(overload(name), args, kwargs)
     view.recording = recording
     return view
 

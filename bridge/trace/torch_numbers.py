@@ -152,16 +152,16 @@ class Rewind:
 
 def made(draws: Sequence[Draw | Rewind]) -> list[torch.Tensor | None]:
     """Make the draws of a program in order; None for a Rewind."""
-    states = {draw.before: torch.Tensor() for draw in draws if type(draw) is Rewind}
+    states = {draw.before: torch.Tensor() for draw in draws if isinstance(draw, Rewind)}
     found: list[torch.Tensor | None] = []
     for k, draw in enumerate(draws):
         if k in states:
             states[k] = torch.get_rng_state()
-        if type(draw) is Draw:
-            found.append(draw.made()[0])
-        else:
+        if isinstance(draw, Rewind):
             torch.set_rng_state(states[draw.before])
             found.append(None)
+        else:
+            found.append(draw.made()[0])
     return found
 
 

@@ -22,7 +22,7 @@ from bridge import private
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import process
-from bridge.trace import pieces
+from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced
@@ -330,6 +330,7 @@ def _refuse(vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: t
 def _draw(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
 ) -> Draw:
+    args = [x.node.asked() if python_numbers.is_input(x) else x for x in args]  # a number that a draw needs is static
     return Draw(name, tuple(args), kwargs, tuple([(each.size, str(each.randomness)) for each in vmaps]), generator)
 
 

@@ -22,7 +22,7 @@ from bridge import private
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import process
-from bridge.trace import pieces
+from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced
@@ -152,16 +152,16 @@ class Rewind:
 
 def made(draws: Sequence[Draw | Rewind]) -> list[torch.Tensor | None]:
     """Make the draws of a program in order; None for a Rewind."""
-    states = {draw.before: torch.Tensor() for draw in draws if type(draw) is Rewind}
+    states = {draw.before: torch.Tensor() for draw in draws if isinstance(draw, Rewind)}
     found: list[torch.Tensor | None] = []
     for k, draw in enumerate(draws):
         if k in states:
             states[k] = torch.get_rng_state()
-        if type(draw) is Draw:
-            found.append(draw.made()[0])
-        else:
+        if isinstance(draw, Rewind):
             torch.set_rng_state(states[draw.before])
             found.append(None)
+        else:
+            found.append(draw.made()[0])
     return found
 
 
@@ -330,6 +330,7 @@ def _refuse(vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: t
 def _draw(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
 ) -> Draw:
+    args = [x.node.asked() if python_numbers.is_input(x) else x for x in args]  # a number that a draw needs is static
     return Draw(name, tuple(args), kwargs, tuple([(each.size, str(each.randomness)) for each in vmaps]), generator)
 
 

@@ -178,6 +178,14 @@ def transformed_by_torch() -> bool:
     return _functorch_innermost() is not None or (forward_ad._current_level >= 0 and forward_mode_enabled())
 
 
+def alive(t: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of one that a transform of torch.func, which has returned, has wrapped; any other tensor itself.
+
+    PyTorch's operators do this by themselves.
+    """
+    return torch._C._functorch.unwrap_if_dead(t)
+
+
 def without_memory(t: torch.Tensor) -> str:
     """A description of a tensor that has no memory of its own, so that it cannot become a jax.Array; "" for an ordinary tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):

@@ -52,7 +52,7 @@ class _FromFlax(_Part):
                 step = _free(owner, step, owner._modules)
                 if step not in owner._modules:
                     owner.add_module(step, _Part())
-                owner = owner._modules[step]  # type: ignore[assignment]  # torch's types allow None
+                owner = owner._modules[step]
                 steps.append(step)
             name = _free(owner, name if not hasattr(owner, name) else f"{kind}_{name}")
             if kind in ("params", "frozen") and inexact_dtype(t.dtype):
@@ -197,7 +197,7 @@ class FromLinen(_FromFlax):
 
 
 def _flat(collection: Mapping[str, Any]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    return traverse_util.flatten_dict(dict(linen.unbox(collection))).items()  # type: ignore[attr-defined]
+    return traverse_util.flatten_dict(dict(linen.unbox(collection))).items()
 
 
 def _nested(names: Mapping[tuple[str, tuple[str, ...]], str], values: Mapping[tuple[str, tuple[str, ...]], Any]) -> dict[str, Any]:
@@ -225,8 +225,8 @@ class FromNNX(_FromFlax):
     """A ``flax.nnx.Module`` as a ``torch.nn.Module``.
 
     ``nnx.Param`` variables are Parameters, ``bridge.flax.Frozen`` ones Parameters with ``requires_grad=False``, all others (batch
-    statistics, caches) buffers; their names are the paths in the module with dots, such as "layers.0.kernel". The rest is as in
-    ``FromLinen``, but that ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it. Keys of dropout come
+    statistics, caches) are buffers; their names are the paths in the module with dots, such as "layers.0.kernel". The rest is as in
+    ``FromLinen``, but ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it. Keys of dropout come
     from torch's generator, and not from the module's rngs. Buffers that a call changes are changed in eval mode too.
 
     Args:

@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from bridge import modules, private
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
+from bridge.boundary.results import Result, conj, inexact_dtype, pick
 from bridge.convert import dtypes, tensors, trees
 from bridge.jit.jitted import Jitted
 from bridge.jit.simplify import simplified
@@ -53,8 +53,8 @@ class _Program(Unsearched):
         with self._types():
             jaxpr = jax.make_jaxpr(function)(*avals)
         self.jaxpr: ClosedJaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
-        self.active = tuple([k for k, a in enumerate(self.avals) if inexact(a)])
-        self.kinds = [inexact(a) for a in jaxpr.out_avals]
+        self.active = tuple([k for k, a in enumerate(self.avals) if _has_derivatives(a)])
+        self.kinds = [_has_derivatives(a) for a in jaxpr.out_avals]
         self.jitted = Jitted(self)
         self._derived: dict[Any, _Program] = {}
         run = jax.jit(self._evaluated)
@@ -83,7 +83,7 @@ class _Program(Unsearched):
         return self._run(*[v if v.dtype == a.dtype else lax.convert_element_type(v, a.dtype) for v, a in given])
 
     def _with_vjp(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        count, tree = len(self.kinds), []
+        count, tree = len(self.kinds), list[Any]()
 
         def held(*values: jax.Array) -> list[jax.Array]:
             outs, pull = jax.vjp(_of(run, values, self.active), *[values[k] for k in self.active])
@@ -146,7 +146,7 @@ class _Program(Unsearched):
         return self._derived[key]
 
     def pulled(self, active: tuple[int, ...]) -> _Program:
-        """From the arguments and cotangents of the floating-point outputs to the gradients of the active arguments, in torch's convention."""
+        """From the arguments and cotangents of the floating-point outputs to the gradients of the active arguments."""
         n = len(self.avals)
 
         def pull(*values: jax.Array) -> list[jax.Array]:
@@ -178,6 +178,10 @@ class _Program(Unsearched):
         return list(map(_shape, self.jaxpr.out_avals))
 
 
+def _has_derivatives(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -206,7 +210,7 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
                 if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from _primitives(getattr(inner, "jaxpr", inner))
+                    yield from _primitives(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 class _Node(autograd.Untransformed):
@@ -217,7 +221,7 @@ class _Node(autograd.Untransformed):
     """
 
     @staticmethod
-    def forward(program: _Program, held: list[Any] | None, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(program: _Program, held: list[Any] | None, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if any(t.is_meta for t in given):
             return tuple([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in program.outs])
         if held is None:
@@ -260,7 +264,7 @@ class _Node(autograd.Untransformed):
         return tuple([next(found) if kind else None for kind in program.kinds])
 
     @staticmethod
-    def vmap(  # type: ignore[override]  # torch's has no names for the arguments
+    def vmap(
         info: Any, in_dims: tuple[int | None, ...], program: _Program, held: None, *given: torch.Tensor
     ) -> tuple[Any, Any]:
         outs = program.mapped(tuple(in_dims[2:]), info.batch_size)(*given)
@@ -287,7 +291,7 @@ class _Function(Unsearched):
             args, kwargs = trees.map_leaves(_as_jax, (args, kwargs))
             return self.fn(*args, **kwargs)
         drawn = self.rng is not None and self.rng not in kwargs
-        given, key, device = [], [], tensors.common_device(leaves)
+        given, key, device = list[Any](), list[Any](), tensors.common_device(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, jax.Array | np.ndarray | np.generic):
                 x = self._tensor(x, spec, i)
@@ -308,8 +312,8 @@ class _Function(Unsearched):
         program, meta = self._program(spec, tuple(key), drawn, wide)
         made = [x if isinstance(x, torch.Tensor) else self._made(x, wide, device) for x in given]
         if drawn:
-            draw = torch.randint if program.uses(len(made)) else torch.zeros
-            made.append(draw(*((_INT32.max,) if draw is torch.randint else ()), (2,), dtype=torch.int64, device=device))
+            known = torch.zeros(2, dtype=torch.int64, device=device)
+            made.append(torch.randint_like(known, int(_INT32.max)) if program.uses(len(made)) else known)
         out_spec, is_array = meta
         outs = iter(program(*made))
         return trees.unflatten(out_spec, [next(outs) if a else None for a in is_array])

@@ -4,6 +4,7 @@ Users import it from ``bridge.flax``.
 """
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class _FromFlax(_Part):
                 step = _free(owner, step, owner._modules)
                 if step not in owner._modules:
                     owner.add_module(step, _Part())
-                owner = owner._modules[step]  # type: ignore[assignment]  # torch's types allow None
+                owner = owner._modules[step]
                 steps.append(step)
             name = _free(owner, name if not hasattr(owner, name) else f"{kind}_{name}")
             if kind in ("params", "frozen") and inexact_dtype(t.dtype):
@@ -69,7 +70,7 @@ class _FromFlax(_Part):
         return {place: modules.as_array(found[name]) for place, name in self.names.items()}
 
     def _function(self) -> Callable[..., Any]:
-        """The JAX function of a call, which ``_compiled`` makes a torch function."""
+        """The JAX function of a call, which ``_start`` makes a torch function."""
         raise NotImplementedError
 
     def _start(self) -> None:
@@ -85,8 +86,10 @@ class _FromFlax(_Part):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = trees.flatten((args, kwargs))
         call = (spec, tuple([None if is_array(x) else x for x in leaves]), tuple(map(is_array, leaves)))
-        state = self._tensors()
-        out, changed = self._run(state, [x for x in leaves if is_array(x)], call=call, training=self.training)
+        state, buffers = self._tensors(), dict(self.named_buffers(remove_duplicate=False))
+        # a buffer that is written afterwards may be needed by the backward, so the call gets a copy
+        given = {name: t.detach().clone() if name in buffers else t for name, t in state.items()}
+        out, changed = self._run(given, [x for x in leaves if is_array(x)], call=call, training=self.training)
         with torch.no_grad():
             for name, value in changed.items():
                 state[name].copy_(value.detach())
@@ -194,19 +197,36 @@ class FromLinen(_FromFlax):
 
 
 def _flat(collection: Mapping[str, Any]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    return traverse_util.flatten_dict(dict(linen.unbox(collection))).items()  # type: ignore[attr-defined]
+    return traverse_util.flatten_dict(dict(linen.unbox(collection))).items()
 
 
 def _nested(names: Mapping[tuple[str, tuple[str, ...]], str], values: Mapping[tuple[str, tuple[str, ...]], Any]) -> dict[str, Any]:
     return traverse_util.unflatten_dict({(kind, *path): values[kind, path] for kind, path in names})
 
 
+@dataclasses.dataclass
+class _Structure:
+    """An nnx module without its values. It is never changed, and copies of a torch module share it.
+
+    Attributes:
+        draws: by path, the variables of the random streams.
+        kinds: by the path of any other variable: its kind, and the variable without its value.
+    """
+
+    graph: Any
+    draws: dict[tuple[Any, ...], Any]
+    kinds: dict[tuple[Any, ...], tuple[str, Any]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Structure:
+        return self  # copy.deepcopy makes arrays of nnx's variables
+
+
 class FromNNX(_FromFlax):
     """A ``flax.nnx.Module`` as a ``torch.nn.Module``.
 
     ``nnx.Param`` variables are Parameters, ``bridge.flax.Frozen`` ones Parameters with ``requires_grad=False``, all others (batch
-    statistics, caches) buffers; their names are the paths in the module with dots, such as "layers.0.kernel". The rest is as in
-    ``FromLinen``, but that ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it. Keys of dropout come
+    statistics, caches) are buffers; their names are the paths in the module with dots, such as "layers.0.kernel". The rest is as in
+    ``FromLinen``, but ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it. Keys of dropout come
     from torch's generator, and not from the module's rngs. Buffers that a call changes are changed in eval mode too.
 
     Args:
@@ -236,19 +256,16 @@ class FromNNX(_FromFlax):
         super().__init__()
         if not isinstance(module, nnx.Module):
             raise TypeError(f"module: expected a flax.nnx.Module, got {type(module)}; FromLinen takes linen modules")
-        self.graph, state = nnx.split(module)
-        self.method = method
-        self.draws: dict[tuple[Any, ...], Any] = {}  # the variables of the random streams
-        self.kinds: dict[tuple[Any, ...], tuple[str, Any]] = {}  # by the path of any other: its kind, and the variable without its value
-        held = []
+        graph, state = nnx.split(module)
+        self.method, self.structure, held = method, _Structure(graph, {}, {}), []
         for path, variable in nnx.to_flat_state(state):
             if isinstance(variable, nnx.RngState):
-                self.draws[path] = variable
+                self.structure.draws[path] = variable
                 continue
             frozen, param = isinstance(variable, Frozen), isinstance(variable, nnx.Param)
             kind = "frozen" if frozen else "params" if param else type(variable).__name__
             value = variable.get_value()
-            self.kinds[path] = kind, variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
+            self.structure.kinds[path] = kind, variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
             held.append((kind, tuple(map(str, path)), value))
         self._hold(held)
         still = ("deterministic", "use_running_average")
@@ -256,7 +273,8 @@ class FromNNX(_FromFlax):
         self._start()
 
     def _function(self) -> Callable[..., Any]:
-        graph, names, method, kinds, draws = self.graph, dict(self.names), self.method, dict(self.kinds), dict(self.draws)
+        names, method = dict(self.names), self.method
+        graph, draws, kinds = self.structure.graph, self.structure.draws, self.structure.kinds
 
         def run(state: dict[str, jax.Array], given: list[jax.Array], *, call: Any, training: bool, key: jax.Array) -> Any:
             args, kwargs = put_together(given, call)
@@ -272,8 +290,8 @@ class FromNNX(_FromFlax):
     def save_to(self, module: nnx.Module | None = None) -> nnx.Module:
         """Write copies of the values into a Flax module of the same structure, by default a new one, and return it."""
         found = self._values()
-        values = {path: (v, found[kind, tuple(map(str, path))]) for path, (kind, v) in self.kinds.items()}
-        made = _merged(self.graph, values, {path: (v, v.get_value()) for path, v in self.draws.items()})
+        values = {path: (v, found[kind, tuple(map(str, path))]) for path, (kind, v) in self.structure.kinds.items()}
+        made = _merged(self.structure.graph, values, {path: (v, v.get_value()) for path, v in self.structure.draws.items()})
         if module is None:
             return made
         nnx.update(module, nnx.state(made, nnx.Not(nnx.RngState)))

@@ -2,7 +2,7 @@
 
 - ``from_jax`` takes a call's arguments apart and looks for its program.
 - ``_Program`` is the program: a torch function of tensors, which the dispatcher's modes, our traces and a record see as one operator.
-- ``_Node`` is a call under torch's own transforms and forward-mode AD. Each of its rules is a program again.
+- ``_Node`` is a call in torch's graph and under torch's own transforms. Each of its rules is a program again.
 """
 from __future__ import annotations
 
@@ -53,13 +53,18 @@ class _Program(Unsearched):
         with self._types():
             jaxpr = jax.make_jaxpr(function)(*avals)
         self.jaxpr: ClosedJaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
-        self.outs = [(tuple(a.shape), dtypes.to_torch(a.dtype)) for a in jaxpr.out_avals]
-        self.kinds = [inexact_dtype(dtype) for _, dtype in self.outs]
+        self.active = tuple([k for k, a in enumerate(self.avals) if _has_derivatives(a)])
+        self.kinds = [_has_derivatives(a) for a in jaxpr.out_avals]
         self.jitted = Jitted(self)
         self._derived: dict[Any, _Program] = {}
         run = jax.jit(self._evaluated)
         rules = set() if wide else set(_primitives(self.jaxpr.jaxpr))
         self._run = self._with_vjp(run) if "custom_vjp_call" in rules else self._with_jvp(run) if "custom_jvp_call" in rules else run
+
+    @functools.cached_property
+    def outs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and dtypes of the results."""
+        return [(tuple(a.shape), dtypes.to_torch(a.dtype)) for a in self.jaxpr.out_avals]
 
     def _types(self) -> contextlib.AbstractContextManager[Any]:
         return jax.enable_x64(self.wide)
@@ -72,45 +77,63 @@ class _Program(Unsearched):
         variable = self.jaxpr.jaxpr.invars[k]
         return any(variable is v for eqn in self.jaxpr.jaxpr.eqns for v in eqn.invars) or variable in self.jaxpr.jaxpr.outvars
 
-    # -- on JAX values: the rules of the user's custom_vjp and custom_jvp run with the types of the function, at whatever time -------------
+    # -- on JAX values: a rule of the user's, whenever it runs, runs with the types of the function ----------------------------------------
     def run(self, *values: jax.Array) -> list[jax.Array]:
         given = zip(values, self.avals, strict=True)
         return self._run(*[v if v.dtype == a.dtype else lax.convert_element_type(v, a.dtype) for v, a in given])
 
     def _with_vjp(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        count, tree = len(self.kinds), list[Any]()
+
+        def held(*values: jax.Array) -> list[jax.Array]:
+            outs, pull = jax.vjp(_of(run, values, self.active), *[values[k] for k in self.active])
+            leaves, tree[:] = jax.tree.flatten(pull)[0], [jax.tree.structure(pull)]
+            return [*outs, *leaves]
+
+        def pulled(*values: jax.Array) -> list[jax.Array]:
+            pull, cotangents = jax.tree.unflatten(tree[0], values[: len(values) - sum(self.kinds)]), iter(values[-sum(self.kinds) :])
+            return pull([next(cotangents) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)])
+
         def forward(*values: jax.Array) -> Any:
-            with self._types():
-                return jax.vjp(run, *values)
+            every = self._other("held", held, self.avals).run(*values)
+            return every[:count], every[count:]
 
-        def backward(pull: Any, cotangents: Any) -> Any:
-            with self._types():
-                return pull(cotangents)
+        def backward(kept: list[jax.Array], cotangents: list[Any]) -> Any:
+            given = [*kept, *pick(cotangents, self.kinds)]
+            found = iter(self._other("pulled", pulled, list(map(_shape, given))).run(*given))
+            return tuple([next(found) if k in self.active else None for k in range(len(self.avals))])
 
-        found = jax.custom_vjp(run)
-        found.defvjp(forward, backward)
-        return found
+        rules = jax.custom_vjp(run)
+        rules.defvjp(forward, backward)
+        return rules
 
     def _with_jvp(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def push(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-            active = [k for k, t in enumerate(tangents) if not isinstance(t, _SYMBOLIC)]
-            with self._types():
-                return jax.jvp(_of(run, primals, active), [primals[k] for k in active], [tangents[k] for k in active])
+            active = tuple([k for k, t in enumerate(tangents) if not isinstance(t, _SYMBOLIC)])
+            every = self.pushed(active).run(*primals, *[tangents[k] for k in active])
+            found = iter(every[len(self.kinds) :])
+            return every[: len(self.kinds)], [
+                next(found) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)
+            ]
 
-        found = jax.custom_jvp(run)
-        found.defjvp(push, symbolic_zeros=True)
-        return found
+        rules = jax.custom_jvp(run)
+        rules.defjvp(push, symbolic_zeros=True)
+        return rules
 
     # -- on torch tensors ------------------------------------------------------------------------------------------------------------------
     @private.opaque
     def __call__(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        given = tuple(map(private.alive, given))
         if has_torch_function(given):  # a record, a mode of the user's, traced tensors
             return handle_torch_function(self, given, *given)
         if state.level is not None:
             return apply(self._compute, given)[0]
         if private.transformed_by_torch() or any(t.is_meta for t in given):
-            return list(_Node.apply(self, *given))
+            return list(_Node.apply(self, None, *given))
         if state.recorder is not None:
             raise Unrecordable("a JAX function without tensors")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            return list(_Node.apply(self, [], *given))
         return self.jitted(*given)
 
     def _compute(self, values: Sequence[jax.Array]) -> Result:
@@ -122,25 +145,24 @@ class _Program(Unsearched):
             self._derived[key] = _Program(function, avals, self.wide)
         return self._derived[key]
 
-    def _floats(self, *values: jax.Array) -> list[jax.Array]:
-        return pick(self.run(*values), self.kinds)
-
     def pulled(self, active: tuple[int, ...]) -> _Program:
-        """From the arguments and cotangents of the floating-point outputs to the gradients of the active arguments, in torch's convention."""
+        """From the arguments and cotangents of the floating-point outputs to the gradients of the active arguments."""
         n = len(self.avals)
 
         def pull(*values: jax.Array) -> list[jax.Array]:
-            _, back = jax.vjp(_of(self._floats, values[:n], active), *[values[k] for k in active])
+            floats = lambda *every: pick(self._evaluated(*every), self.kinds)
+            _, back = jax.vjp(_of(floats, values[:n], active), *[values[k] for k in active])
             return [conj(g) for g in back([conj(c) for c in values[n:]])]
 
         return self._other(("vjp", active), pull, [*self.avals, *pick(self._out_avals(), self.kinds)])
 
     def pushed(self, active: tuple[int, ...]) -> _Program:
-        """From the arguments and tangents of the active ones to the tangents of the floating-point outputs."""
+        """From the arguments and tangents of the active ones to the outputs and the tangents of the floating-point ones."""
         n = len(self.avals)
 
         def push(*values: jax.Array) -> list[jax.Array]:
-            return jax.jvp(_of(self._floats, values[:n], active), [values[k] for k in active], list(values[n:]))[1]
+            outs, tangents = jax.jvp(_of(self._evaluated, values[:n], active), [values[k] for k in active], list(values[n:]))
+            return [*outs, *pick(tangents, self.kinds)]
 
         return self._other(("jvp", active), push, [*self.avals, *[self.avals[k] for k in active]])
 
@@ -149,11 +171,24 @@ class _Program(Unsearched):
         def with_lanes(a: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
             return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], size, *a.shape[dim:]), a.dtype)
 
-        mapped = jax.vmap(self.run, in_axes=dims, axis_size=size)
+        mapped = jax.vmap(self._evaluated, in_axes=dims, axis_size=size)
         return self._other(("vmap", dims, size), mapped, list(map(with_lanes, self.avals, dims)))
 
     def _out_avals(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.jaxpr.out_avals]
+        return list(map(_shape, self.jaxpr.out_avals))
+
+
+def _has_derivatives(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _nothing(a: jax.ShapeDtypeStruct) -> np.ndarray:
+    """The tangent, or cotangent, of an output without derivatives."""
+    return np.zeros(a.shape, jax.dtypes.float0)
 
 
 def _of(run: Callable[..., Any], values: Sequence[jax.Array], active: Sequence[int]) -> Callable[..., Any]:
@@ -175,45 +210,64 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
                 if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from _primitives(getattr(inner, "jaxpr", inner))
+                    yield from _primitives(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 class _Node(autograd.Untransformed):
-    """A program under torch.func's transforms, under forward-mode AD, or on the device meta."""
+    """A call of a program as one node of torch's graph, under torch.func's transforms and forward-mode AD too.
+
+    Its rules are programs, so that they have rules as well. ``held`` is an empty list if no transform is in progress: it gets the call's
+    arguments and results as a graph of their own, whose backward has kept what it needs. A derivative of the backward runs fn again.
+    """
 
     @staticmethod
-    def forward(program: _Program, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's has a ctx
+    def forward(program: _Program, held: list[Any] | None, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if any(t.is_meta for t in given):
             return tuple([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in program.outs])
-        return tuple(program(*given))
+        if held is None:
+            return tuple(program(*given))
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
+            held[:] = leaves, program.jitted(*leaves)
+        return tuple([t.detach() for t in held[1]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.program, given = inputs[0], inputs[1:]
+        ctx.program, ctx.held, *given = inputs
         ctx.save_for_backward(*given)
         ctx.save_for_forward(*given)
-        ctx.mark_non_differentiable(*[t for t, kind in zip(output, ctx.program.kinds, strict=True) if not kind])
+        kinds = [t.requires_grad for t in ctx.held[1]] if ctx.held else ctx.program.kinds
+        ctx.mark_non_differentiable(*[t for t, kind in zip(output, kinds, strict=True) if not kind])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         given, program = ctx.saved_tensors, ctx.program
-        active = tuple([k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed])
-        device = tensors.common_device(given)
-        like = [(shape, dtype, device) for shape, dtype in pick(program.outs, program.kinds)]
-        found = iter(program.pulled(active)(*given, *autograd.materialized(pick(cotangents, program.kinds), like)))
-        return (None, *[next(found) if k in active else None for k in range(len(given))])
+        active = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        if ctx.held and not torch.is_grad_enabled() and not private.transformed_by_torch():
+            leaves, outs = ctx.held
+            outs = [out for out, c in zip(outs, cotangents, strict=True) if c is not None]
+            cts = [c for c in cotangents if c is not None]
+            found = iter(torch.autograd.grad(outs, [leaves[k] for k in active], cts, retain_graph=True, allow_unused=True))
+        else:
+            device = tensors.common_device(given)
+            like = [(shape, dtype, device) for shape, dtype in pick(program.outs, program.kinds)]
+            cts = autograd.materialized(pick(cotangents, program.kinds), like)
+            found = iter(program.pulled(tuple(active))(*given, *cts))
+        return (None, None, *[next(found) if k in active else None for k in range(len(given))])
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        given, program = ctx.saved_tensors, ctx.program
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        given, program, tangents = ctx.saved_tensors, ctx.program, tangents[2:]
         active = tuple([k for k, t in enumerate(tangents) if t is not None and inexact_dtype(t.dtype)])
-        found = iter(program.pushed(active)(*given, *[tangents[k] for k in active]))
+        found = iter(program.pushed(active)(*given, *[tangents[k] for k in active])[len(program.kinds) :])
         return tuple([next(found) if kind else None for kind in program.kinds])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], program: _Program, *given: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
-        outs = program.mapped(tuple(in_dims[1:]), info.batch_size)(*given)
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], program: _Program, held: None, *given: torch.Tensor
+    ) -> tuple[Any, Any]:
+        outs = program.mapped(tuple(in_dims[2:]), info.batch_size)(*given)
         return tuple(outs), (0,) * len(outs)
 
 
@@ -237,7 +291,7 @@ class _Function(Unsearched):
             args, kwargs = trees.map_leaves(_as_jax, (args, kwargs))
             return self.fn(*args, **kwargs)
         drawn = self.rng is not None and self.rng not in kwargs
-        given, key, device = [], [], tensors.common_device(leaves)
+        given, key, device = list[Any](), list[Any](), tensors.common_device(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, jax.Array | np.ndarray | np.generic):
                 x = self._tensor(x, spec, i)
@@ -258,8 +312,8 @@ class _Function(Unsearched):
         program, meta = self._program(spec, tuple(key), drawn, wide)
         made = [x if isinstance(x, torch.Tensor) else self._made(x, wide, device) for x in given]
         if drawn:
-            draw = torch.randint if program.uses(len(made)) else torch.zeros
-            made.append(draw(*((_INT32.max,) if draw is torch.randint else ()), (2,), dtype=torch.int64, device=device))
+            known = torch.zeros(2, dtype=torch.int64, device=device)
+            made.append(torch.randint_like(known, int(_INT32.max)) if program.uses(len(made)) else known)
         out_spec, is_array = meta
         outs = iter(program(*made))
         return trees.unflatten(out_spec, [next(outs) if a else None for a in is_array])
@@ -275,8 +329,8 @@ class _Function(Unsearched):
     @staticmethod
     def _tensor(x: Any, spec: Any, i: int) -> torch.Tensor:
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise TypeError(f"{_where(spec, i)}: expected no JAX key beside torch tensors, which cannot hold one; pass a seed as an integer "
-                            "tensor, or name the argument in rng=, so that its key comes from torch's generator")
+            raise TypeError(f"{_where(spec, i)}: expected no JAX key beside torch tensors, which cannot hold one; pass a seed as an "
+                            "integer tensor, or name the argument in rng=, so that its key comes from torch's generator")
         return tracing.wrap(x) if isinstance(x, jax.core.Tracer) else modules.as_tensor(x)
 
     @staticmethod
@@ -374,7 +428,7 @@ def _statics(fn: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str,
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     numbers = tuple([n + len(positional) if n < 0 else n for n in numbers])
     names = (*names, *[positional[n] for n in numbers if n < len(positional)])
-    return tuple([*numbers, *[positional.index(n) for n in names if n in positional]]), names
+    return (*numbers, *[positional.index(n) for n in names if n in positional]), names
 
 
 def from_jax(

@@ -188,13 +188,10 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-_add_batch_dim = _named("torch._C._functorch._add_batch_dim")
-_enter_vmap = _named("torch._C._functorch._vmap_increment_nesting")
-_leave_vmap = _named("torch._C._functorch._vmap_decrement_nesting")
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
 
 
-def mapped_by_torch(t: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
+def lane_of_torch(t: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
     """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first."""
     for level in levels:
         t = _add_batch_dim(t, 0, level)
@@ -217,15 +214,23 @@ def vmapped_by_torch(
     if not vmaps:
         return run(levels), ()
     (size, randomness), *inner = vmaps
-    level = _enter_vmap(size, randomness)
+    level = _begin_vmap(size, randomness)
     try:
         out, mapped = vmapped_by_torch(run, inner, (*levels, level))
         out, dim = _unwrap_batched(out, level)
     finally:
-        _leave_vmap()
+        _end_vmap()
     if dim is None or randomness == "same":
         return out if dim is None else out.select(dim, 0), (False, *mapped)
     return out.movedim(dim, 0), (True, *mapped)
+
+
+def alive(t: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of one that a transform of torch.func, which has returned, has wrapped; any other tensor itself.
+
+    PyTorch's operators do this by themselves.
+    """
+    return torch._C._functorch.unwrap_if_dead(t)
 
 
 def without_memory(t: torch.Tensor) -> str:

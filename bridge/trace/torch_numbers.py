@@ -123,7 +123,7 @@ class Draw:
 
         def run(levels: Sequence[int]) -> torch.Tensor:
             args = [
-                private.mapped_by_torch(t, [levels[k] for k in x.mapped]) if type(x) is Blank else x
+                private.lane_of_torch(t, [levels[k] for k in x.mapped]) if type(x) is Blank else x
                 for x, t in zip(self.args, given, strict=True)
             ]
             return overload(self.name)(*args, **kwargs)

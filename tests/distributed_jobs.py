@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchfunc_jax.distributed import initialize
-from torchfunc_jax.distributed.utils import sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
+from torchfunc_jax.distributed.utils import recursive_to, sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
 
 LIMIT = 60  # seconds that processes wait for each other where nobody is missing
 
@@ -108,6 +108,12 @@ def parts(me: int, n: int) -> Any:
     """The lower half of the processes and the upper one, each for itself."""
     group = [p for p in range(n) if (p < n // 2) == (me < n // 2)]
     return sync_params_and_buffers(group, [torch.tensor(float(me))], 8, len(group) - 1, timeout=LIMIT)[0].item()
+
+
+def placed(me: int, n: int) -> Any:
+    """The process whose device an array is on after a move to the CPU, of which each process has its own."""
+    (device,) = recursive_to(jax.numpy.ones(2), torch.device("cpu"), False)[0].devices()
+    return device.process_index
 
 
 def refused(me: int, n: int) -> Any:

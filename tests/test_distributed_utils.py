@@ -329,8 +329,8 @@ def in_processes(count: int, jobs: list[str], absent: int | None = None) -> list
 
 
 JOBS = [
-    "synced", "synced_from_last", "synced_arrays", "verified", "disagreeing", "disagreeing_lists", "other_order", "parts", "refused",
-    "absent",
+    "synced", "synced_from_last", "synced_arrays", "verified", "disagreeing", "disagreeing_lists", "other_order", "parts", "placed",
+    "refused", "absent",
 ]  # fmt: skip
 
 
@@ -355,6 +355,7 @@ def test_real_processes(count: int) -> None:
         assert f"'module_states[1]' is float32[2] in {without_1} and float32[3] in process 1; every" in results["disagreeing_lists"]
         assert "states[0]" not in results["disagreeing_lists"] and "another order" in results["other_order"]
         assert results["parts"] == (count // 2 - 1 if p < count // 2 else last)
+        assert results["placed"] == p
         assert [error.partition(":")[0] for error in results["refused"]] == ["ValueError", "ValueError", "TypeError"]
         said, seconds = results["absent"]
         assert said == "absent" if p == last else f"process {last} did not come within 2 seconds" in said and 2 <= seconds < 20
@@ -366,5 +367,5 @@ def test_real_processes(count: int) -> None:
 def test_a_process_missing_at_the_start_is_named(count: int, absent: int) -> None:
     for results in in_processes(count, ["start"], absent):
         said, seconds = results["start"]
-        assert re.match(rf"RuntimeError: initialize: process {absent} of {count} did not come to 127.0.0.1:\d+ within 3 seconds; ", said), said
+        assert re.match(rf"RuntimeError: initialize: process {absent} of {count} did not come to 127.0.0.1:\d+ within 3 seconds; ", said)
         assert 2.9 <= seconds < 20

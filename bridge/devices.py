@@ -53,15 +53,15 @@ def use(device: jax.Device | str | None) -> Iterator[None]:
 
 
 def find(device: jax.Device | str) -> jax.Device:
-    """The JAX device with a name such as "tpu" or "gpu:1"; a ``jax.Device`` is returned as it is."""
+    """This process's JAX device with a name such as "tpu" or "gpu:1"; a ``jax.Device`` is returned as it is."""
     if isinstance(device, jax.Device):
         return device
     platform, _, index = str(device).partition(":")
     platform = {"cuda": "gpu"}.get(platform, platform)
     try:
-        return jax.devices(platform)[int(index or 0)]
+        return jax.local_devices(backend=platform)[int(index or 0)]
     except (RuntimeError, IndexError, ValueError):
-        have = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+        have = ", ".join(f"{d.platform}:{d.id}" for d in jax.local_devices())
         raise ValueError(f"device: no JAX device {device!r}; this machine has {have}") from None
 
 
@@ -100,7 +100,7 @@ def jax_device(device: torch.device) -> jax.Device | None:
     if device.type == "cpu":
         if process.default_device is not None:
             return process.default_device
-        return None if jax.default_backend() == "cpu" else jax.devices("cpu")[0]
+        return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
     if device.type == "cuda":
         return None
     raise TypeError(f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()")

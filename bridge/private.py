@@ -714,6 +714,14 @@ def processes(group: Any) -> int:
     return torch.distributed.ProcessGroup.unbox(group).size()
 
 
+def coordinator() -> Any:
+    """The client of jax.distributed's key-value store and barriers; None before ``jax.distributed.initialize``.
+
+    JAX's public collectives take no time limit, and wait for ever for a process that does not come.
+    """
+    return _jax("distributed").global_state.client
+
+
 #: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
 #: The number of torch function modes that are entered (a default device is one); there is no public way to ask.

@@ -48,6 +48,7 @@ class Process:
     patches: int = 0  # how many patches are in effect (torchfunc_jax/patching.py)
     #: what they have replaced: (namespace, name, torch's, ours)
     patched: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
+    meetings: dict[tuple[int, ...], int] = field(default_factory=dict)  # how often each group of processes has met (bridge/processes.py)
     compiler: Any = None  # the thread that compiles programs well (bridge/record/tiers.py)
 
 

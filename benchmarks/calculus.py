@@ -127,8 +127,8 @@ def table(results: dict[str, Any]) -> str:
         ms = [row[system]["ms"] for system in ("torch.func", "torchfunc_jax", "torchfunc_jax.jit")]
         rows.append(f"| `{name}` | " + " | ".join(f"{t:.2f} ms" for t in ms) + f" | {ms[0] / ms[2]:.1f}x |")
     where = results["machine"]
-    rows += ["", f"{where['cpu']}, {where['cores']} cores; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}. PyTorch computed"]
-    rows += [f"with {results['threads']} thread(s); the machine's load average was {results['load']:.1f} at the start."]
+    rows += ["", f"{where['cpu']}, {where['cores']} cores; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}."]
+    rows += [f"PyTorch computed with {results['threads']} thread(s); the machine's load average was {results['load']:.1f} at the start."]
     return "\n".join(rows)
 
 

@@ -122,13 +122,13 @@ def measure(name: str, seconds: float) -> dict[str, dict[str, float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    rows = ["| | torch.func | torchfunc_jax | torchfunc_jax.jit | jit, times torch.func |", "| --- | ---: | ---: | ---: | ---: |"]
+    rows = ["| | torch.func | torchfunc_jax | torchfunc_jax.jit | torch.func, times jit |", "| --- | ---: | ---: | ---: | ---: |"]
     for name, row in results["programs"].items():
         ms = [row[system]["ms"] for system in ("torch.func", "torchfunc_jax", "torchfunc_jax.jit")]
-        rows.append(f"| `{name}` | " + " | ".join(f"{t:.2f} ms" for t in ms) + f" | {ms[2] / ms[0]:.2f}x |")
+        rows.append(f"| `{name}` | " + " | ".join(f"{t:.2f} ms" for t in ms) + f" | {ms[0] / ms[2]:.1f}x |")
     where = results["machine"]
     rows += ["", f"{where['cpu']}, {where['cores']} cores; torch {where['torch']}, JAX {where['jax']}, Python {where['python']}."]
-    rows += [f"The machine's load average was {results['load']:.1f} at the start."]
+    rows += [f"PyTorch computed with {results['threads']} thread(s); the machine's load average was {results['load']:.1f} at the start."]
     return "\n".join(rows)
 
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     names = options.only.split(",")
     if unknown := set(names) - set(PROGRAMS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(PROGRAMS)}")
-    results: dict[str, Any] = {"machine": machine(), "load": os.getloadavg()[0], "programs": {}}
+    results: dict[str, Any] = {"machine": machine(), "load": os.getloadavg()[0], "threads": torch.get_num_threads(), "programs": {}}
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results["programs"][name] = measure(name, options.seconds)

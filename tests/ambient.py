@@ -679,7 +679,6 @@ state("save_on_cpu", lambda _: torch.autograd.graph.save_on_cpu(), Program.linea
 state("disable_saved_tensors_hooks", lambda _: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"))
 state("allow_mutation_on_saved_tensors", lambda _: torch.autograd.graph.allow_mutation_on_saved_tensors(), _changed_after,
       Other("works", _KEPT, when="inside", ways="functionalize, jit, vmap, jvp"),
-      Other("works", _KEPT, when="around", ways="grad, jit(grad)"),
       Other("works", _KEPT, when="between"))
 
 

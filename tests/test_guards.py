@@ -331,6 +331,8 @@ def _of_function(name: str, make: Callable[[int], Any]) -> Any:
     """An autograd.Function that reads its own attributes, in its forward and in its backward."""
 
     class Scaled(torch.autograd.Function):
+        generate_vmap_rule = True
+
         factor, slope = 2.0, 3.0
 
         @staticmethod

@@ -202,9 +202,10 @@ def graph_node(node: Any) -> Any:
 
 
 def _name_of(node: Any) -> str:
-    """The name of a node's class, which for an autograd.Function under grad is another one, as in torch.func."""
+    """The name of a node's class, which for a user's autograd.Function under grad is another one, as in torch.func."""
     name = type(node).__name__
     of_function = isinstance(node, torch.autograd.function.BackwardCFunction) and innermost("grad") is not None
+    of_function = of_function and name != "BackwardHookFunctionBackward"  # PyTorch looks for its own by that name
     return f"{name.removesuffix('Backward')}GeneratedBackward" if of_function else name
 
 

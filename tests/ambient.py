@@ -96,7 +96,7 @@ class State:
         wrap: gives a function that sets the state, calls, and sets it back.
         body: (program, x, w) -> a tensor that shows the state.
         make: prepares the program before it is used, in no state.
-        random: whether what is drawn cannot be the same numbers: then it is compared which of the results are equal.
+        random: whether it draws random numbers.
         rtol, atol: within which the numbers agree; None: torch's own for the dtype.
         others: the cells that are not "as torch.func".
     """
@@ -289,11 +289,9 @@ def observed(state: State, when: str, way: str, tensors: str) -> tuple[str, str]
             return "works", f"call {k}: torch.func has {t.error!r}"
         if o.after != t.after:
             return "differs", f"call {k}: afterwards {_differences(t.after, o.after)}"
-        difference = "" if state.random else _difference(o.results, t.results, state)
+        difference = _difference([*o.results, o.generator], [*t.results, t.generator], state)
         if difference:
             return "differs", f"call {k}: {difference}"
-    if state.random and _pattern(theirs) != _pattern(ours):
-        return "differs", f"torch.func {_pattern(theirs)}, ours {_pattern(ours)}"
     return "as torch.func", repr(ours[0].error or "")
 
 
@@ -313,13 +311,6 @@ def _difference(ours: list[Any], theirs: list[Any], state: State) -> str:
         except AssertionError as error:
             return f"{o} is not {t}: {error}"
     return ""
-
-
-def _pattern(seen: list[Seen]) -> list[Any]:
-    """Shapes and dtypes, and for each result the number of the first one that it is equal to."""
-    everything = [t for one in seen for t in (*one.results, one.generator)]
-    first = [next(k for k, e in enumerate(everything) if e.shape == t.shape and torch.equal(e, t)) for t in everything]
-    return [[(t.dtype, t.shape, t.requires_grad, k) for t, k in zip(everything, first, strict=True)]]
 
 
 # -- the ambient state itself ------------------------------------------------------------------------------------------------------

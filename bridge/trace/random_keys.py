@@ -1,4 +1,4 @@
-"""The source of a trace's random numbers: torch's generators and JAX's keys.
+"""The source of the random numbers that JAX draws: keys from torch's generators.  torch_numbers.py has those that torch draws.
 
 Outside a compiled function the root key is drawn from torch's generator at each call, so ``torch.manual_seed`` repeats a run.  A
 vmap with randomness="different" gives every lane its own key; with "same" all lanes share one key.

@@ -94,7 +94,7 @@ def test_linen_layers(name: str) -> None:
         same(p.grad, bridge.to_torch(g), rtol=2e-2 if p.dtype is torch.bfloat16 else 1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NNX_LAYERS)
+@pytest.mark.parametrize("name", [n if n in ("Linear", "BatchNorm") else pytest.param(n, marks=pytest.mark.slow) for n in NNX_LAYERS])
 def test_nnx_layers(name: str) -> None:
     make, args = NNX_LAYERS[name]
     module = make(nnx.Rngs(0))
@@ -199,7 +199,7 @@ def _by_our_jit(model: FromLinen, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["torch.optim", "torch.optim and our jit", "our jit alone"])
+@pytest.mark.parametrize("how", ["torch.optim", pytest.param("torch.optim and our jit", marks=pytest.mark.slow), "our jit alone"])
 def test_training_gives_the_losses_of_optax(how: str) -> None:
     model = mlp(0.0)
     losses, variables = _by_optax(MLP(0.0), model.variables(), 10)
@@ -213,9 +213,12 @@ def test_training_gives_the_losses_of_optax(how: str) -> None:
     assert losses[-1] < losses[0]
 
 
+SLOW_NNX = pytest.param(lambda: FromNNX(Twin(nnx.Rngs(0))), marks=pytest.mark.slow)
+
+
 # -- modes, keys, buffers ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [mlp, lambda: FromNNX(Twin(nnx.Rngs(0)))], ids=["linen", "nnx"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_modes_and_keys(make: Callable[[], Any], jit: bool) -> None:
     model = make()
     run = torchfunc_jax.jit(model) if jit else model
@@ -261,7 +264,7 @@ def test_collections_that_are_mutable() -> None:
 
 
 # -- with torch and with our transforms ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [mlp, lambda: FromNNX(Twin(nnx.Rngs(0)))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("make", [mlp, SLOW_NNX], ids=["linen", "nnx"])
 def test_transforms(make: Callable[[], Any]) -> None:
     """Gradients for each sample, un-jitted, jitted and by torch.func, against torch's autograd; an ensemble against its members."""
     model = make().eval()

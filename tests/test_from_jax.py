@@ -105,6 +105,7 @@ REVERSE: dict[str, Callable[[Any, Function, tuple[torch.Tensor, ...]], Any]] = {
     "grad of vmap": lambda m, f, args: m.grad(lambda *a: m.vmap(f, _dims(args))(*a).square().sum())(*_lanes(args)),
     "grad of grad": lambda m, f, args: m.grad(lambda *a: m.grad(_loss(f))(*a).square().sum())(*args),
 }
+FAST = {"operators", "a custom_vjp"}  # the others run with the slow tests
 WITH_FORWARD: dict[str, Callable[[Any, Function, tuple[torch.Tensor, ...]], Any]] = {
     "jvp": lambda m, f, args: m.jvp(f, args, tuple([a.cos() for a in args])),
     "jacfwd": lambda m, f, args: m.jacfwd(f)(*args),
@@ -113,7 +114,7 @@ WITH_FORWARD: dict[str, Callable[[Any, Function, tuple[torch.Tensor, ...]], Any]
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in (*FAST, "Pallas") else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_torch_autograd(name: str) -> None:
     in_jax, in_torch, args, forward = CASES[name]
     f = bridge.from_jax(in_jax)
@@ -126,7 +127,6 @@ def test_torch_autograd(name: str) -> None:
         assert not f(*leaves).requires_grad
 
 
-FAST = {"operators", "a custom_vjp"}
 WAYS = [
     pytest.param(name, way, marks=() if name in FAST else pytest.mark.slow)
     for name, case in CASES.items() for way in [*REVERSE, *WITH_FORWARD] if case[3] or way != "hessian"

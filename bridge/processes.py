@@ -81,11 +81,11 @@ def exchange(text: str, group: tuple[int, ...], timeout: float, what: str) -> di
     except jax.errors.JaxRuntimeError as error:
         missing = set(group) - set(_digests(client, here))
         if not missing:
-            raise RuntimeError(f"{what}: the other processes waited {timeout:g} seconds for this one and gave up: {error}") from None
+            raise RuntimeError(f"{what}: the other processes waited {timeout:g} seconds for this one and gave up") from error
         raise RuntimeError(
             f"{what}: {named(missing)} did not come within {timeout:g} seconds; look whether it runs and makes the same calls, or pass a "
             "longer timeout"
-        ) from None
+        ) from error
     digests = _digests(client, here)
     if group[0] == jax.process_index():  # everyone has read the texts of the meeting before
         client.key_value_delete(f"{place}/{count - 1}")

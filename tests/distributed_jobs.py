@@ -99,6 +99,10 @@ def disagreeing_lists(me: int, n: int) -> Any:
     return error_of(lambda: sync_params_and_buffers(None, [torch.ones(2), torch.ones(2 + (me == 1))], 8, 0, timeout=LIMIT))
 
 
+def other_source(me: int, n: int) -> Any:
+    return error_of(lambda: sync_params_and_buffers(None, [torch.ones(1)], 8, int(me == 1), timeout=LIMIT))
+
+
 def other_order(me: int, n: int) -> Any:
     states = {name: torch.ones(1) for name in ("ab", "ba")[me == 1]}
     return error_of(lambda: sync_module_states(states, None, 8, 0, (), timeout=LIMIT))

@@ -329,8 +329,8 @@ def in_processes(count: int, jobs: list[str], absent: int | None = None) -> list
 
 
 JOBS = [
-    "synced", "synced_from_last", "synced_arrays", "verified", "disagreeing", "disagreeing_lists", "other_order", "parts", "placed",
-    "refused", "absent",
+    "synced", "synced_from_last", "synced_arrays", "verified", "disagreeing", "disagreeing_lists", "other_source", "other_order", "parts",
+    "placed", "refused", "absent",
 ]  # fmt: skip
 
 
@@ -354,6 +354,7 @@ def test_real_processes(count: int) -> None:
         assert results["disagreeing"].startswith(disagreeing) and "'scale'" not in results["disagreeing"]
         assert f"'module_states[1]' is float32[2] in {without_1} and float32[3] in process 1; every" in results["disagreeing_lists"]
         assert "states[0]" not in results["disagreeing_lists"] and "another order" in results["other_order"]
+        assert f"'argument src' is 0 in {without_1} and 1 in process 1; every process" in results["other_source"]
         assert results["parts"] == (count // 2 - 1 if p < count // 2 else last)
         assert results["placed"] == p
         assert [error.partition(":")[0] for error in results["refused"]] == ["ValueError", "ValueError", "TypeError"]

@@ -421,9 +421,11 @@ def verify_param_shape_across_processes(
     _verify(processes.members(process_group), dict(named), timeout, "verify_param_shape_across_processes")
 
 
-def _verify(group: tuple[int, ...], states: Mapping[str, Array], timeout: float, what: str) -> None:
-    mine = json.dumps([(name, f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}") for name, x in states.items()])
-    texts = processes.exchange(mine, group, timeout, what)
+def _verify(group: tuple[int, ...], states: Mapping[str, Array], timeout: float, what: str, **arguments: int) -> None:
+    """Raise if states differ, or arguments that decide what is sent."""
+    mine = {f"argument {name}": str(value) for name, value in arguments.items()}
+    mine |= {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in states.items()}
+    texts = processes.exchange(json.dumps(list(mine.items())), group, timeout, what)
     if len(set(texts.values())) == 1:
         return
     found = {p: dict(json.loads(text)) for p, text in texts.items()}
@@ -436,7 +438,7 @@ def _verify(group: tuple[int, ...], states: Mapping[str, Array], timeout: float,
             wrong.append(f"{name!r} is " + " and ".join(f"{layout} in {processes.named(ps)}" for layout, ps in having.items()))
     more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     differ = "; ".join(wrong[:8]) or "the names come in another order in some processes"
-    raise RuntimeError(f"{what}: {differ}{more}; every process must make the same module")
+    raise RuntimeError(f"{what}: {differ}{more}; every process must make the same module and the same call")
 
 
 def sync_module_states(
@@ -538,7 +540,7 @@ def _sync(
             raise TypeError(f"{what}: {name!r}: {reason}")
     if not states:
         return states
-    _verify(group, states, timeout, what)
+    _verify(group, states, timeout, what, src=src, broadcast_bucket_size=bucket_size)
     if len(group) == 1:
         return states
     synced = dict(states)

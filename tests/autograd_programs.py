@@ -173,7 +173,8 @@ class Made:
 def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     kernel = r.choice(SIMPLE if earlier is None else KERNELS)
     hidden = any(k not in (*kernel.inputs, "o0", "o1") for k in kernel.saved)  # forward alone can save what it makes on the way
-    new = not hidden and r.random() < 0.55
+    # PyTorch's vmap needs a rule of a Function with setup_context; not every kernel has one
+    new = not hidden and r.random() < 0.55 and not kernel.dirty and "argsort" not in kernel.outs[-1]
     order = [*kernel.inputs, "s"]
     if r.random() < 0.2:
         order.append("extra")
@@ -210,7 +211,7 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     if not materialized:
         keep += ["ctx.set_materialize_grads(False)"]
     lines = [f"class {name}(torch.autograd.Function):"]
-    vmap = r.choice(["none", "generated", "own"]) if new and not kernel.dirty and "argsort" not in kernel.outs[-1] else "none"
+    vmap = r.choice(["generated", "generated", "own"]) if new else "none"
     if vmap == "generated":
         lines += ["    generate_vmap_rule = True", ""]
 

@@ -72,12 +72,12 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "grad": lambda f, x, i: grad(lambda x: f(x, i).sum())(x),
     "vjp": lambda f, x, i: vjp(lambda x: f(x, i), x)[0],
     "jvp": lambda f, x, i: jvp(lambda x: f(x, i), (x,), (x,)),
-    "vmap": lambda f, x, i: vmap(f, randomness="same")(torch.stack([x, x]), torch.stack([GOOD, i])),
-    "vmap of indices": lambda f, x, i: vmap(f, (None, 0), randomness="same")(x, torch.stack([GOOD, i])),
-    "vmap in vmap": lambda f, x, i: vmap(vmap(f, randomness="same"), randomness="same")(x.expand(1, 2, 3, 4), torch.stack([GOOD, i])[None]),
-    "vmap of grad": lambda f, x, i: vmap(grad(lambda x, i: f(x, i).sum()), (None, 0), randomness="same")(x, torch.stack([GOOD, i])),
-    "grad of vmap": lambda f, x, i: grad(lambda x: vmap(f, (None, 0), randomness="same")(x, torch.stack([GOOD, i])).sum())(x),
-    "vmap of jvp": lambda f, x, i: vmap(lambda i: jvp(lambda x: f(x, i), (x,), (x,)), randomness="same")(torch.stack([GOOD, i])),
+    "vmap": lambda f, x, i: vmap(f, randomness="different")(torch.stack([x, x]), torch.stack([GOOD, i])),
+    "vmap of indices": lambda f, x, i: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
+    "vmap in vmap": lambda f, x, i: vmap(vmap(f, randomness="different"), randomness="different")(x.expand(1, 2, 3, 4), torch.stack([GOOD, i])[None]),
+    "vmap of grad": lambda f, x, i: vmap(grad(lambda x, i: f(x, i).sum()), (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
+    "grad of vmap": lambda f, x, i: grad(lambda x: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])).sum())(x),
+    "vmap of jvp": lambda f, x, i: vmap(lambda i: jvp(lambda x: f(x, i), (x,), (x,)), randomness="different")(torch.stack([GOOD, i])),
     "autograd": lambda f, x, i: functionalize(f)(x.clone().requires_grad_(), i),
     "jit": lambda f, x, i: _jitted(f, None)(x, i),
     "jit of vmap": lambda f, x, i: _jitted(f, "vmap")(x, torch.stack([GOOD, i])),
@@ -90,7 +90,7 @@ _kept: dict[Any, Any] = {}
 
 def _jitted(f: Any, transform: str | None) -> Any:
     """One compiled function for the good call and the bad one."""
-    inner = {"vmap": lambda f: vmap(f, (None, 0), randomness="same"), "grad": lambda f: grad(lambda x, i: f(x, i).sum())}
+    inner = {"vmap": lambda f: vmap(f, (None, 0), randomness="different"), "grad": lambda f: grad(lambda x, i: f(x, i).sum())}
     return _kept.setdefault((f, transform), jit(inner.get(transform, lambda f: f)(f)))
 
 

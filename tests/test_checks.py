@@ -74,7 +74,9 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "jvp": lambda f, x, i: jvp(lambda x: f(x, i), (x,), (x,)),
     "vmap": lambda f, x, i: vmap(f, randomness="different")(torch.stack([x, x]), torch.stack([GOOD, i])),
     "vmap of indices": lambda f, x, i: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
-    "vmap in vmap": lambda f, x, i: vmap(vmap(f, randomness="different"), randomness="different")(x.expand(1, 2, 3, 4), torch.stack([GOOD, i])[None]),
+    "vmap in vmap": lambda f, x, i: vmap(vmap(f, randomness="different"), randomness="different")(
+        x.expand(1, 2, 3, 4), torch.stack([GOOD, i])[None]
+    ),
     "vmap of grad": lambda f, x, i: vmap(grad(lambda x, i: f(x, i).sum()), (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
     "grad of vmap": lambda f, x, i: grad(lambda x: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])).sum())(x),
     "vmap of jvp": lambda f, x, i: vmap(lambda i: jvp(lambda x: f(x, i), (x,), (x,)), randomness="different")(torch.stack([GOOD, i])),

@@ -91,8 +91,10 @@ def vmap(
     """
     if randomness not in ("error", "different", "same"):
         raise RuntimeError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
-    if chunk_size != "auto" and (isinstance(chunk_size, str) or not (chunk_size is None or chunk_size > 0)):
+    if isinstance(chunk_size, str) and chunk_size != "auto":
         raise ValueError(f'vmap: chunk_size should be None, greater than 0, or "auto". (got {chunk_size})')
+    if not (chunk_size is None or isinstance(chunk_size, str) or chunk_size > 0):
+        raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
     if memory_limit is not None and (chunk_size != "auto" or memory_limit < 1):
         raise ValueError(f'vmap: memory_limit should be greater than 0, and needs chunk_size="auto". (got {memory_limit}, {chunk_size})')
     chosen: dict[Any, int] = {}  # the chunk sizes that were found for "auto"

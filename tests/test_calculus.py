@@ -398,7 +398,7 @@ ERRORS: dict[str, Any] = {
     "jet: output": (
         lambda: jet(lambda x: 1.0, (XS,), ((XS,),)), RuntimeError, "jet(f, primals, series): expected f(*primals) to return only",
     ),
-    "jacfwd: chunks": (lambda: torchfunc_jax.jacfwd(torch.sin, chunk_size=-1)(XS), ValueError, "chunk_size should be None or greater than 0"),
+    "jacfwd: chunks": (lambda: torchfunc_jax.jacfwd(torch.sin, chunk_size=-1)(XS), ValueError, "should be None or greater than 0"),
     "hessian: chunks": (lambda: torchfunc_jax.hessian(torch.sum, chunk_size=0)(XS), ValueError, "`chunk_size` should be greater than 0"),
     "vmap: chunks": (lambda: vmap(torch.sin, chunk_size="large"), ValueError, 'None, greater than 0, or "auto". (got large)'),
     "vmap: limit": (

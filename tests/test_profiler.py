@@ -48,7 +48,7 @@ def _checked(x: torch.Tensor) -> torch.Tensor:
 
 def _marked(x: torch.Tensor) -> torch.Tensor:
     torch.compiler.cudagraph_mark_step_begin()
-    return x if torch.compiler.is_compiling() else torch.compiler.disable(_nested)(x)
+    return torch.compiler.disable(_nested)(x)
 
 
 FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _marked]

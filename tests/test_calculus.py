@@ -453,7 +453,7 @@ def test_chunks_take_less_memory() -> None:
         return f.lower(torch.ones(64)).compile().memory_analysis().temp_size_in_bytes
 
     large = torch.ones(64, 512)
-    assert taken(chunk_size=4) < taken() / 4
+    assert taken(chunk_size=4) < taken() / 1.5
 
 
 @pytest.mark.parametrize("limit", [None, 10_000])

@@ -169,6 +169,8 @@ def test_unpack_refuses_too_many_keys() -> None:
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_recursive_to(case: str, kind: str, side_stream: bool) -> None:
     mine, theirs = both("recursive_to")
+    if case in ("list of another class", "defaultdict") and theirs(unmoved := [1], CPU, side_stream)[0] is unmoved:
+        pytest.skip("this version of PyTorch returns a container in which nothing moves as it is, whatever its class")
     assert result(mine, containers(MAKE[kind])[case], CPU, side_stream) == result(theirs, containers(torch.tensor)[case], CPU, side_stream)
 
 

@@ -88,11 +88,18 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     return run_pure
 
 
+#: The other operators whose results may have their operands' strides.
+_COPIES = ("aten::clone", "aten::_to_copy")
+
+
 def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: jax.Array) -> tuple[int, ...] | None:
     """The strides that PyTorch gives a result if an operand is not contiguous; None: it is contiguous.
 
-    Whether a later ``.view`` of the result is possible depends on them.
+    Whether a later ``.view`` of the result is possible depends on them.  Only elementwise operators and copies are asked for: the first
+    other one on the device meta, addmm for example, makes PyTorch import 800 modules, which takes longer than to compile a program.
     """
+    if torch.Tag.pointwise not in func.tags and func.name().partition(".")[0] not in _COPIES:
+        return None
     if all(type(x) is not Traced or x.is_contiguous() for x in args):
         return None
     try:

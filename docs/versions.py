@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -32,6 +31,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
 CORE = "not slow and not sweep"
+#: what pytest says of a test, and how it is counted
+VERDICTS = {"PASSED": "passed", "XPASS": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped", "XFAIL": "skipped"}
 _NEEDED = 9.5e9  # bytes: CUDA's libraries, which PyPI's torch brings on Linux (6.5 GB), and their downloads; 9.3 GB were seen
 _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
@@ -48,7 +49,7 @@ examples:
   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA, a tenth of the size
 
 An environment takes 6 GB with PyPI's torch on Linux and is made once; it is brought up to date when pyproject.toml changes.
-Ends with 1 if a test failed or a combination could not be installed; with --if-room, a disk that is too small counts as neither.
+Ends with 1 if a test failed, a combination could not be installed, or the time ran out; with --if-possible, with 1 if a test failed.
 """
 
 
@@ -87,7 +88,7 @@ class Row:
         counts: passed, failed, skipped; empty where no test ran.
         failures: the names of the tests that failed.
         problem: why there are no counts; "" where there are.
-        no_room: whether the problem is that the disk is too small.
+        of_machine: whether the problem is the machine's: no room, nothing installed, or too little time while no test had failed.
         minutes: of installing, and of the tests.
         where: date, commit and machine.
     """
@@ -97,7 +98,7 @@ class Row:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[str] = dataclasses.field(default_factory=list)
     problem: str = ""
-    no_room: bool = False
+    of_machine: bool = False
     minutes: dict[str, float] = dataclasses.field(default_factory=dict)
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -108,11 +109,11 @@ class Row:
 
 
 class NotTested(Exception):
-    """Why a combination has no counts."""
+    """Why a combination was not tested to the end."""
 
 
-class NoRoom(NotTested):
-    """The disk has too little room for an environment."""
+class NotHere(NotTested):
+    """The machine is why: its disk, its network or its time."""
 
 
 # -- Pythons ----------------------------------------------------------------------------------------------------------------------
@@ -172,19 +173,18 @@ def install(combination: Combination, here: dict[str, str]) -> Path:
     """Make the environment of a combination, or bring it up to date, and return its folder.
 
     Raises:
-        NoRoom: the disk has too little room.
-        NotTested: there is no such Python, or pip says no.
+        NotHere: the disk has too little room, there is no such Python, or pip says no.
     """
     folder = environments() / combination.folder
     stamp, wanted = folder / ".installed", hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
     if combination.python not in here:
-        raise NotTested(f"Python {combination.python} is not on this machine")
+        raise NotHere(f"Python {combination.python} is not on this machine")
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if not stamp.exists() and free < _NEEDED:
-        raise NoRoom(f"{free / 1e9:.1f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.1f}")
+        raise NotHere(f"{free / 1e9:.1f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.1f}")
     if not stamp.exists():
         _run([here[combination.python], "-m", "venv", "--clear", str(folder)])
     pip = [*_python(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--no-color", "--disable-pip-version-check"]
@@ -202,7 +202,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         errors = [line.strip().removeprefix("ERROR: ") for line in done.stdout.splitlines() if line.strip().startswith("ERROR: ")]
-        raise NotTested(f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}")
+        raise NotHere(f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}")
 
 
 def installed(folder: Path) -> dict[str, str]:
@@ -226,16 +226,15 @@ def core(
         on_progress: called with percents and the number of failures, as they come.
 
     Returns:
-        counts and names of failures, as ``counted``.
+        how many tests passed, failed and were skipped, and the names of those that failed.
 
     Raises:
-        NotTested: pytest has left no results.
+        NotHere: the time ran out before a test had failed.
+        NotTested: pytest ended in the middle.
     """
-    results = folder / "core.xml"  # what pytest prints is kept beside it
-    results.unlink(missing_ok=True)
     command = [
         *_python(folder), "-m", "pytest", "-v", "--color=no", "-n", str(jobs), "--dist", "worksteal", "-m", CORE, "-p", "no:cacheprovider",
-        f"--junitxml={results}", *tests,
+        *tests,
     ]
     # compiled modules and programs are kept in the environment: in the clone they would be those of another version
     kept = {"PYTHONPYCACHEPREFIX": str(folder / "pycache"), "PYTHONDONTWRITEBYTECODE": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
@@ -248,35 +247,26 @@ def core(
 
     timer = threading.Timer(limit * 60, stop)
     timer.start()
-    failed, last = 0, ""
+    counts, failures, percent, last = {"passed": 0, "failed": 0, "skipped": 0}, set[str](), 0, ""
     try:
-        with (folder / "core.log").open("w") as log:
+        with (folder / "core.log").open("w") as log:  # what pytest prints is kept
             for line in process.stdout:
                 log.write(line)
                 last = line.strip() or last
-                if told := re.match(r"\[gw\d+\] \[ *(\d+)%\] (\w+)", line):
-                    failed += told[2] in ("FAILED", "ERROR")
-                    on_progress(int(told[1]), failed)
+                if told := re.match(r"\[gw\d+\] \[ *(\d+)%\] (\w+) (.*\S)", line):
+                    percent, verdict = int(told[1]), VERDICTS[told[2]]
+                    counts[verdict] += 1
+                    failures |= {told[3]} if verdict == "failed" else set()
+                    on_progress(percent, len(failures))
         process.wait()
     finally:
         timer.cancel()
         process.kill()
-    if process.returncode not in (0, 1) or not results.exists():
-        how = f"the tests were stopped after {limit:g} minutes" if late.is_set() else f"pytest ended with {process.returncode}"
-        raise NotTested(f"{how}: {last}")
-    return counted(results.read_text())
-
-
-def counted(junit: str) -> tuple[dict[str, int], list[str]]:
-    """How many tests passed, failed and were skipped by a JUnit report, and the names of those that failed."""
-    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
-    for case in ElementTree.fromstring(junit).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
-            failures.append(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}")
-        else:
-            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
-    return counts, sorted(set(failures))
+    if late.is_set() and not failures:
+        raise NotHere(f"the tests were stopped after {limit:g} minutes, at {percent} %; {counts['passed']} had passed, and none had failed")
+    if not late.is_set() and process.returncode not in (0, 1):
+        raise NotTested(f"pytest ended with {process.returncode}: {last}")
+    return counts, sorted(failures)
 
 
 def tested(combination: Combination, here: dict[str, str], asked: argparse.Namespace, on_stage: Callable[[str, int, int], None]) -> Row:
@@ -292,7 +282,7 @@ def tested(combination: Combination, here: dict[str, str], asked: argparse.Names
         row.counts, row.failures = core(folder, asked.tests, asked.jobs, asked.limit, lambda done, bad: on_stage("testing", done, bad))
         row.minutes["testing"] = round((time.monotonic() - start) / 60, 1)
     except NotTested as why:
-        row.problem, row.no_room = str(why), isinstance(why, NoRoom)
+        row.problem, row.of_machine = str(why), isinstance(why, NotHere)
     if asked.delete:
         shutil.rmtree(environments() / combination.folder, ignore_errors=True)
     return row
@@ -403,7 +393,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these test files, in the place of all")
     parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="stop the tests of a combination after so long (60)")
     parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
-    parser.add_argument("--if-room", action="store_true", help="a disk too small for an environment is named, and is no failure")
+    possible = "what cannot be installed here, or takes too long, is named and is no failure"
+    parser.add_argument("--if-possible", action="store_true", help=possible)
     parser.add_argument("--no-write", action="store_true", help="leave docs/versions.md and docs/versions.json as they are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(argv)
@@ -436,7 +427,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             for line in [row.problem] if row.problem else row.failures:
                 print(f"{row.combination}: {line}")
-    return 0 if all(row.right or (asked.if_room and row.no_room) for row in rows) else 1
+    return 0 if all(row.right or (asked.if_possible and row.of_machine) for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -93,19 +93,35 @@ def test_the_sweeps_are_files_and_the_rest_is_the_core() -> None:
 
 
 # -- what is written ----------------------------------------------------------------------------------------------------------------
-JUNIT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.test_a" name="test_one[x]" time="1"/>
-<testcase classname="tests.test_a" name="test_two"><skipped message="no GPU"/></testcase>
-<testcase classname="tests.test_b" name="test_three[y/z]"><failure message="1 is not 2"/></testcase>
-<testcase classname="bridge.convert.trees" name="bridge.convert.trees.flatten"><error message="worker crashed"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_junit_is_counted() -> None:
-    assert versions.counted(JUNIT) == (
-        {"passed": 1, "failed": 2, "skipped": 1},
-        ["bridge/convert/trees.py::bridge.convert.trees.flatten", "tests/test_b.py::test_three[y/z]"],
+@pytest.mark.parametrize(("limit", "ends", "told"), [
+    (1.0, "", {"passed": 1, "failed": 2, "skipped": 1}),
+    (0.05, "import time; time.sleep(60)", {"passed": 1, "failed": 2, "skipped": 1}),  # what failed before the end of the time counts
+    (1.0, "import sys; sys.exit(3)", "pytest ended with 3: the last line"),
+])  # fmt: skip
+def test_the_lines_of_a_run_are_counted(
+    limit: float, ends: str, told: dict[str, int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "created: 2/2 workers", "[gw0] [  9%] PASSED tests/test_a.py::test_one[x] ", "[gw1] [ 50%] SKIPPED tests/test_a.py::test_two ",
+        "[gw0] [ 70%] FAILED tests/test_b.py::test_three[y/z] ", "[gw1] [100%] ERROR bridge/convert/trees.py::flatten ", "the last line",
     )  # fmt: skip
+    program = f"print({chr(10).join(lines)!r}, flush=True); {ends}"
+    monkeypatch.setattr(versions, "_python", lambda folder: [sys.executable, "-c", program])
+    seen: list[tuple[int, int]] = []
+    if isinstance(told, str):
+        with pytest.raises(versions.NotTested, match=told):
+            versions.core(tmp_path, [], 2, limit, lambda *progress: seen.append(progress))
+        return
+    counts, failures = versions.core(tmp_path, [], 2, limit, lambda *progress: seen.append(progress))
+    assert (counts, failures) == (told, ["bridge/convert/trees.py::flatten", "tests/test_b.py::test_three[y/z]"])
+    assert seen == [(9, 0), (50, 0), (70, 1), (100, 2)]
+
+
+def test_too_little_time_is_the_machines_problem_if_no_test_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "print('[gw0] [ 40%] PASSED tests/test_a.py::test_one', flush=True); import time; time.sleep(60)"
+    monkeypatch.setattr(versions, "_python", lambda folder: [sys.executable, "-c", program])
+    with pytest.raises(versions.NotHere, match=r"after 0\.05 minutes, at 40 %; 1 had passed, and none had failed"):
+        versions.core(tmp_path, [], 2, 0.05, lambda *progress: None)
 
 
 def test_a_run_keeps_the_rows_that_it_was_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +162,7 @@ def test_what_cannot_be_installed_is_a_row(
     (row,) = json.loads(capsys.readouterr().out)
     assert re.search(told, row["problem"]), row
     assert row["counts"] == {}
-    assert versions.main(["--only", combination.format(here=here), "--json", "--no-write", "--if-room"]) == int(not row["no_room"])
-    assert row["no_room"] == ("free" in told)
+    assert versions.main(["--only", combination.format(here=here), "--json", "--no-write", "--if-possible"]) == 0 and row["of_machine"]
 
 
 # -- another PyTorch ----------------------------------------------------------------------------------------------------------------

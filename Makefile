@@ -5,6 +5,7 @@
 #   make test-all                all of them: 2,000 random programs, the full demo, every workload
 #   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
 #   make bench                   the benchmarks; their table goes into README.md
+#   make docs                    the documentation as a site, in build/site; a broken link is an error
 #   make notebooks               run the notebooks and keep their output in them
 #   make lint                    ruff, mypy, and which file may import which
 #   make demo PYTHON=python3.12  another interpreter
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions bench notebooks lint clean
+.PHONY: help demo test test-all test-versions bench docs notebooks lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -40,6 +41,10 @@ test-versions: $(VENV)/.test
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the site is build/site/index.html"
 
 notebooks: $(VENV)/.test
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb

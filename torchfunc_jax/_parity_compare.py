@@ -28,7 +28,7 @@ class Difference:
         kind: what differs: "value", "dtype", "shape", "device", "layout", "requires_grad", "strides", "type", "structure", "raised" (one
             side raised, or both without being asked to), "distribution", "repetition" (a seed does not repeat the numbers),
             or "nothing compared".
-        where: the leaf, as in "output['a'][1]"; "" if it is not about a leaf.
+        where: the leaf, as in ``output['a'][1]``; "" if it is not about a leaf.
         torch_func, torchfunc_jax: what each side has there, as text.
         float64: what PyTorch computes there in float64; None if it was not computed.
         index: which element of the leaf is the first to differ; None if it is not about values.

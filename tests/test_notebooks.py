@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 
 #: What replaces the cell tagged "parameters", so that a run takes seconds.
-FAST = {"ensembling", "per_sample_gradients"}
+FAST = {"ensembling", "per_sample_gradients", "flax_layer_in_torch"}
 SMALL = {"ensembling": "members, epochs, batch_size, seed = 3, 2, 256, 0"}
 
 

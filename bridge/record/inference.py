@@ -11,7 +11,7 @@ import torch
 from bridge import compiling, private
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
-from bridge.record.entries import Again, Number, Op, Out, Ref, filled, functions_of, mapped
+from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of
 from bridge.trace import tracing
 from bridge.trace.levels import push
@@ -78,7 +78,7 @@ def _outs(out: Any, metas: Sequence[torch.Tensor] = (), device: torch.device | N
     if isinstance(out, torch.Tensor):
         for k, m in enumerate(metas):
             if out is m:
-                return Again(k)
+                return Ref(k)
         where = device if out.device.type == "meta" and device is not None else out.device
         return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad))
     if isinstance(out, tuple | list):

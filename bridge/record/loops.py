@@ -93,8 +93,7 @@ def _loop_at(
 def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> Loop | None:
     made: dict[int, tuple[int, int, int]] = {}  # by a value's number: the repetition, entry and result that makes it
     for at, (what, _, first) in enumerate(entries):
-        count = 1 if type(what.outs) is Out else len(what.outs)
-        made.update((first + k, (at // period, at % period, k)) for k in range(count))
+        made.update((first + k, (at // period, at % period, k)) for k in range(what.made))
 
     def own(entry: int, k: int, repetition: int = 0) -> int:
         return entries[repetition * period + entry][2] + k

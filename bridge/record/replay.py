@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax import lax
 from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
 from bridge.record import loops
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled, values_of
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
 from bridge.record.tensor import Aval, Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
@@ -23,17 +25,18 @@ from bridge.trace.levels import push
 TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A transform of the record, or the whole record: its entries, and the numbers of its operands, arguments and results."""
+    """A transform of the record, or the whole record: its entries, and the numbers of its operands, of its first argument, of its function's
+    results, and of its own first result."""
 
-    __slots__ = ("arguments", "begin", "end", "entries", "first", "operands", "results")
-
-    def __init__(self, begin: Begin | None, operands: tuple[int, ...], first: int) -> None:
-        self.begin, self.operands, self.first = begin, operands, first
-        self.entries: list[Any] = []
-        self.arguments = range(first, first + (0 if begin is None else begin.arguments))
-        self.end: Any = None
-        self.results: tuple[int, ...] = ()
+    begin: Begin | None
+    operands: tuple[int, ...]
+    arguments: int
+    entries: list[Any] = dataclasses.field(default_factory=list)
+    end: End | None = None
+    results: tuple[int, ...] = ()
+    first: int = 0
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
@@ -49,30 +52,22 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int])
     written = 0  # the next number after the last write
     for what, refs in trace:
         kind = type(what)
-        if kind is Op:
-            stack[-1].entries.append((what, refs, count))
-            count += values_of(what)
-            if what.changed:
-                written = count
-        elif kind is Input:
+        if kind is Input:
             inputs.append(count)
-            count += 1
         elif kind is Begin:
-            block = Block(what, refs, count)
-            stack.append(block)
-            blocks.append(block)
-            count += what.arguments
+            stack.append(Block(what, refs, count))
+            blocks.append(stack[-1])
         elif kind is End:
             block = stack.pop()
             block.end, block.results, block.first = what, refs, count
             stack[-1].entries.append(block)
-            count += what.outs
-        else:  # Pull
+        else:
             stack[-1].entries.append((what, refs, count))
-            count += what.outs
-    while len(stack) > 1:
-        block = stack.pop()
-        stack[-1].entries.append(block)
+        count += what.made
+        if kind is Op and what.changed:
+            written = count
+    for outer, block in itertools.pairwise(stack):
+        outer.entries.append(block)
     for block in blocks:
         if block.end is not None or block is whole:
             block.entries = loops.rolled(block.entries, uses, written)
@@ -169,14 +164,13 @@ class Run:
         operands = [self.env[r] for r in block.operands]
         if block.end is None:  # its function is still running: its arguments are those of all lanes
             self.open = True
-            self.store(operands[: len(block.arguments)], block.arguments.start)
+            self.store(operands[: block.begin.made], block.arguments)
             return self.run(block)
-        assert block.begin is not None
         start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.used = start
-            self.store(arguments, block.arguments.start)
+            self.store(arguments, block.arguments)
             self.run(block)
             return tuple([self.env[r] for r in block.results])
 

@@ -22,20 +22,21 @@ from bridge.record.tensor import Aval, Unrecordable, aval_of, escaped
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
+#: The tensors among a recorded transform's results, and a function that builds the results from tensors.
+Recording = tuple[list[Any], Callable[[Sequence[Any]], Any]]
 NOT_RECORDED = object()
 _log = logging.getLogger("torchfunc_jax")
 
 
 def transform(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
-    lasting: bool = False,
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False
 ) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
     Args:
         func: the user's function.
         leaves: those of its arguments.
-        record: writes the transform down; returns the tensors among its results, and a function that builds the results from tensors.
+        record: writes the transform down.
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
@@ -49,20 +50,14 @@ def transform(
         return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
     if in_jax:
         raise Unrecordable("a jax.Array")
-    mode = private.leave_function_mode()  # only the transform's function is recorded, not its checks
-    try:
+    with unwatched() as mode:  # only the transform's function is recorded, not its checks
         if mode is not recorder:
             raise Unrecordable("a torch function mode of the user's")
         outs, build = record(recorder)
         return build(outs)
-    finally:
-        private.enter_function_mode(mode)
 
 
-def _outermost(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
-    lasting: bool,
-) -> Any:
+def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
     key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
         return NOT_RECORDED
@@ -88,19 +83,21 @@ def _outermost(
 
 def _ambient() -> bool:
     """Whether a mode is entered that changes what torch functions do."""
-    modes = private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled()
-    return modes or private.saved_tensor_pack() is not None
+    return bool(
+        private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled()
+        or private.saved_tensor_pack() is not None
+    )
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """While entered, torch functions are not written down in the record in progress."""
+def unwatched() -> Iterator[Any]:
+    """While entered, torch functions are not written down in the record in progress; gives the mode that wrote them down."""
     if state.recorder is None:
         yield
         return
     mode = private.leave_function_mode()
     try:
-        yield
+        yield mode
     finally:
         private.enter_function_mode(mode)
 
@@ -127,13 +124,9 @@ def entered(
         more: further operands of the transform.
         finish: takes func's result; returns the tensors in it, and something else for the caller.
     """
-    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    arguments = recorder.begin(kind, params, [*[leaves[i] for i in where], *more], avals)
-    filled = list(leaves)
-    for i, t in zip(where, arguments, strict=True):
-        filled[i] = t
+    arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
     try:
-        args, kwargs = trees.unflatten(spec, filled)
+        args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves])
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())
@@ -173,7 +166,7 @@ class Kept:
             again: does all of it unrecorded, if the call cannot be recorded.
         """
 
-        def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        def record(recorder: Recorder) -> Recording:
             if recorder is self.recorder:
                 if self.level is not None and not self.level.open:
                     raise escaped()
@@ -212,4 +205,4 @@ def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
     return found
 
 
-__all__ = ["NOT_RECORDED", "Kept", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]
+__all__ = ["NOT_RECORDED", "Kept", "Recording", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]

@@ -176,23 +176,16 @@ class Recorder(TorchFunctionMode):
         """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
         start = torch.default_generator.get_state()
         try:
-            try:
-                yield
-                if self.watch is not None:
-                    self.watch.check()
-            except SeededInside as reason:
-                raise Unrecordable(str(reason)) from None
-        except Unrecordable:  # the function runs again from the start
+            yield
+            if self.watch is not None:
+                self.watch.check()
+        except (SeededInside, Unrecordable) as reason:  # the function runs again from the start
+            self.watch = None
             torch.default_generator.set_state(start)
-            raise
-        except BaseException:
-            self._undraw()
-            raise
-        self._undraw()
-
-    def _undraw(self) -> None:
-        if self.watch is not None:
-            self.watch.restore()
+            raise reason if isinstance(reason, Unrecordable) else Unrecordable(str(reason)) from None
+        finally:
+            if self.watch is not None:
+                self.watch.restore()
 
     def _results(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))

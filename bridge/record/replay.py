@@ -27,16 +27,15 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A transform of the record, or the whole record: its entries, and the numbers of its operands, of its first argument, of its function's
-    results, and of its own first result."""
+    """A transform of the record, or the whole record: its entries, and the numbers of its values."""
 
     begin: Begin | None
     operands: tuple[int, ...]
-    arguments: int
+    arguments: int  # the first argument of its function
     entries: list[Any] = dataclasses.field(default_factory=list)
     end: End | None = None
-    results: tuple[int, ...] = ()
-    first: int = 0
+    results: tuple[int, ...] = ()  # those of its function
+    first: int = 0  # its own first result
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:

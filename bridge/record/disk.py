@@ -116,12 +116,6 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def drop(path: Path) -> None:
-    """Remove a file whose program does not run."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def save(path: Path, what: dict[str, Any]) -> None:
     """Write the data in one step; then remove the least recently used files if all together are too large."""
     try:
@@ -145,13 +139,11 @@ def _limit(folder: Path) -> None:
         total -= size
 
 
-def packed(executable: jax.stages.Compiled) -> tuple[Any, ...]:
-    """A compiled function as data."""
-    return serialize_executable.serialize(executable)
+packed = serialize_executable.serialize  # a compiled function as data
 
 
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*data)
 
 
-__all__ = ["drop", "load", "packed", "path_of", "save", "unpacked"]
+__all__ = ["load", "packed", "path_of", "save", "unpacked"]

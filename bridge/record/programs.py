@@ -1,6 +1,7 @@
 """Compiles records: makes, keeps, stores and calls their programs, and finds the program that fits a record."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -9,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -46,14 +48,13 @@ class _Program:
     compiled: Compiled
     numbers: Inputs
     static: list[tuple[int, Any]]
-    whole: bool = True  # whether its jaxpr is here, not only executables
     guards: Sequence[guards.Guards] = ()  # for what the rules of autograd.Functions use; the record does not contain them
     path: Path | None = None
 
     def save(self) -> None:
         """Store the executables for the next process."""
         c = self.compiled
-        if self.path is None or not self.whole or c.program.generators or c.forward is None:
+        if self.path is None or isinstance(c.program, _Stored) or c.program.generators:
             return
         parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
         try:
@@ -62,9 +63,9 @@ class _Program:
             self.path = None
             return
         fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
-        jaxpr = c.program.jaxpr.jaxpr
-        fields.update(jaxpr=_Counts(len(jaxpr.invars), len(jaxpr.outvars)), guards=None, out_spec=None, static=None)
-        program = _Stored(**fields)
+        jaxpr = c.program.jaxpr.jaxpr  # of which a stored program knows only how many inputs and outputs it has
+        counts = SimpleNamespace(invars=range(len(jaxpr.invars)), outvars=range(len(jaxpr.outvars)))
+        program = _Stored(**fields | {"jaxpr": SimpleNamespace(jaxpr=counts), "guards": None, "out_spec": None})
         slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
@@ -77,17 +78,6 @@ def _saving(program: _Program) -> Callable[[], None]:
     """A function that stores the program if it still exists, and does not keep it alive."""
     found = weakref.ref(program)
     return lambda: None if (there := found()) is None else there.save()
-
-
-class _Counts:
-    """Stands for a stored program's jaxpr, and tells only how many inputs and outputs it has."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.invars, self.outvars = range(inputs), range(outputs)
-
-    @property
-    def jaxpr(self) -> _Counts:
-        return self
 
 
 class _Stored(Program):
@@ -110,8 +100,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         return None
     try:
         program = found["program"]
-        total = program.count + len(program.shared)
-        program.out_spec, program.static = trees.flatten(tuple(range(total)))[1], [None] * total
+        program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
         alike = recorder.alike()
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
         numbers = Inputs([0] * found["size"], found["size"])
@@ -131,7 +120,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         for k, (kinds, copied) in found["pairs"].items():
             if (k, 0) in made and (k, 1) in made:
                 compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
-        return _Program(compiled, numbers, found["static"], whole=False)
+        return _Program(compiled, numbers, found["static"])
     except Exception:  # another version has stored it
         return None
 
@@ -237,7 +226,8 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             except (Misfit, _NotStored):
                 pass
             except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
-                disk.drop(path)
+                with contextlib.suppress(OSError):
+                    path.unlink()
     with _lock:
         program = _made_for(recorder, refs)
         process.programs.add(key, program)

@@ -6,6 +6,7 @@ shapes share one object ``what``, so that equal records are found by comparing o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,18 +26,15 @@ from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Level:
-    """A transform that is being recorded.
+    """A transform that is being recorded."""
 
-    Attributes:
-        before: how many entries, values, numbers and inputs the record had when it began.
-    """
-
-    __slots__ = ("before", "kind", "open", "owner", "parent")
-
-    def __init__(self, kind: str, owner: Recorder) -> None:
-        self.kind, self.owner, self.parent, self.open = kind, owner, owner.level, True
-        self.before = (len(owner.trace), owner.count, len(owner.numbers), len(owner.inputs))
+    kind: str
+    owner: Recorder
+    parent: Level | None
+    before: tuple[int, int, int, int]  # how many entries, values, numbers and inputs the record had when it began
+    open: bool = True
 
 
 def _refuse(name: str) -> None:
@@ -258,7 +256,8 @@ class Recorder(TorchFunctionMode):
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Enter a transform with these operands; returns the arguments of its function."""
         refs = [self.ref(t) for t in operands]
-        self.level = Level(kind, self)
+        before = (len(self.trace), self.count, len(self.numbers), len(self.inputs))
+        self.level = Level(kind, self, self.level, before)
         return self._noted(interned(Begin, kind, params, len(avals), _grad_mode()), refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
@@ -303,10 +302,6 @@ class Recorder(TorchFunctionMode):
         other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
         other.inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad) for t in self.inputs]
         return other
-
-    def keep(self) -> None:
-        """Copy the inputs for later runs, so that later writes to them change no result; a write to one that requires grad raises."""
-        self.inputs = [t if t.requires_grad else t.detach().clone() for t in self.inputs]
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -70,8 +71,8 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
         found = run(recorder, [t.ref for t in outs], True)
-        if lasting:
-            recorder.keep()
+        if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
+            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found)
     except Unrecordable as reason:
         process.unrecordable.add(key)
@@ -190,9 +191,7 @@ class Kept:
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
     """The leaves and treedef of (args, kwargs), and which of the arrays among the leaves belong to the arguments at these positions."""
     leaves, spec = trees.flatten((args, kwargs))
-    starts = [0]
-    for a in args:
-        starts.append(starts[-1] + (1 if isinstance(a, torch.Tensor) else len(trees.flatten(a)[0])))
+    starts = [0, *itertools.accumulate([len(trees.flatten(a)[0]) for a in args])]
     order = {i: k for k, i in enumerate(split_arrays(leaves))}
     return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
 

@@ -97,10 +97,6 @@ class Recorder(TorchFunctionMode):
             self.trace.append((interned(Input, aval_of(t)), ()))
         return found
 
-    def active(self) -> bool:
-        """Whether this thread is recording into it."""
-        return state.recorder is self
-
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
         self.count += 1

@@ -16,7 +16,7 @@ from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
-from bridge.record.tensor import Aval, Unrecordable
+from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
@@ -82,25 +82,21 @@ class Run:
         self.pulls: dict[int, Callable[..., Any]] = {}
         self.open = False  # a transform is entered whose function is still running
 
-    def run(self, block: Block) -> None:
-        for entry in block.entries:
+    def run(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
             if type(entry) is Block:
                 self.enter(entry)
             elif type(entry) is loops.Loop:
-                self.loop(entry)
+                try:
+                    self.scan(entry)
+                except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
+                    self.run(entry.plain)
             else:
                 what, refs, first = entry
                 if type(what) is Pull:
                     self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
                 else:
                     self.operator(what, [self.env[r] for r in refs], first)
-
-    def loop(self, loop: loops.Loop) -> None:
-        try:
-            self.scan(loop)
-        except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
-            for what, refs, first in loop.plain:
-                self.operator(what, [self.env[r] for r in refs], first)
 
     def scan(self, loop: loops.Loop) -> None:
         """Run the steps of a loop as one ``lax.scan``."""
@@ -135,26 +131,16 @@ class Run:
         self.used += count
         with torch.set_grad_enabled(op.grad):
             out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
-        if op.single is not None:
-            self._check(op, op.single, out)
-            self.env[first] = out
-        else:
-            found: list[Any] = []
-            self._made(op, op.outs, out, found)
-            self.store(found, first)
+        self.store(self._made(op, op.outs, out), first)
 
-    def _made(self, op: Op, outs: Any, out: Any, found: list[torch.Tensor]) -> None:
-        if type(outs) is Out:
-            self._check(op, outs.aval, out)
-            found.append(out)
-        elif isinstance(outs, tuple | list):
-            for o, v in zip(outs, out, strict=True):
-                self._made(op, o, v, found)
-
-    def _check(self, op: Op, aval: Aval, out: torch.Tensor) -> None:
-        """Give the record up if PyTorch's own function for shapes has said another shape or dtype: the function has seen a wrong one."""
-        if not self.open and (tuple(out.shape) != tuple(aval.shape) or out.dtype != aval.dtype):
-            raise Unrecordable(f"{op.func}: PyTorch says that its result is {aval!r}, and it is {tuple(out.shape)} {out.dtype}")
+    def _made(self, op: Op, outs: Any, out: Any) -> list[torch.Tensor]:
+        """The new tensors among an operator's results; raises Unrecordable if the recorded function has seen another shape or dtype."""
+        if type(outs) is not Out:
+            pairs = zip(outs, out, strict=True) if isinstance(outs, tuple | list) else ()
+            return [t for o, v in pairs for t in self._made(op, o, v)]
+        if not self.open and (tuple(out.shape) != tuple(outs.aval.shape) or out.dtype != outs.aval.dtype):
+            raise Unrecordable(f"{op.func}: PyTorch says that its result is {outs.aval!r}, and it is {tuple(out.shape)} {out.dtype}")
+        return [out]
 
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))
@@ -164,13 +150,13 @@ class Run:
         if block.end is None:  # its function is still running: its arguments are those of all lanes
             self.open = True
             self.store(operands[: block.begin.made], block.arguments)
-            return self.run(block)
+            return self.run(block.entries)
         start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.used = start
             self.store(arguments, block.arguments)
-            self.run(block)
+            self.run(block.entries)
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):

@@ -8,6 +8,7 @@ them would be wrong, because zero times an infinite derivative is NaN.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -72,16 +73,14 @@ class Widths:
 
     def pays(self, wide: Wide, record: Hashable) -> bool:
         """Whether the record, given by a hashable key, should run by the wider program."""
-        writes = self.met.get(wide.family)
-        if writes is None:
+        if wide.family not in self.met:
             for kept in (self.met, self.cost, self.wasted):
                 if len(kept) >= _LIMIT:
                     kept.clear()
             self.met[wide.family] = False
-        if writes is not False or wide.size == wide.lanes:
             return False
-        cost = self.cost.get((wide.family, wide.size))
-        return cost is None or self.wasted.get(record, 0.0) < cost
+        cost = self.cost.get((wide.family, wide.size), math.inf)
+        return not self.met[wide.family] and wide.size > wide.lanes and self.wasted.get(record, 0.0) < cost
 
     def ran(self, wide: Wide, record: Hashable, seconds: float) -> None:
         """Note that the wider program has run for the record; its first run includes its compilation."""

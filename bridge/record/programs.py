@@ -26,7 +26,7 @@ from bridge.process import process
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
-from bridge.record.entries import Begin, Op
+from bridge.record.entries import Begin
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
@@ -35,7 +35,6 @@ from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
-from bridge.trace.value_checks import Bounds
 
 _ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
@@ -70,7 +69,7 @@ class _Program:
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
             "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
-            "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges,
+            "packing": c.packing, "bounds": c.bounds,
         })
 
 
@@ -111,7 +110,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
         compiled.where = list(range(len(recorder.inputs) + 2))
         compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
-        compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
+        compiled.packing, compiled.bounds = found["packing"], found["bounds"]
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, _StoredDerivatives()
         compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
@@ -163,7 +162,8 @@ class _Kept:
 
     def add(self, key: tuple[Any, ...], program: _Program) -> None:
         with self.lock:
-            group = hash(tuple([_name(what) for what, _ in key[0]]))
+            # what the entries do, without their static arguments and shapes
+            group = hash(tuple([getattr(what, "func", None) or getattr(what, "kind", type(what)) for what, _ in key[0]]))
             family = self.records.setdefault(key, (group, []))[1]
             self.records.move_to_end(key)
             family.append(program)
@@ -181,12 +181,6 @@ class _Kept:
         process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
         process.alike = {k: op for k, op in list(process.alike.items()) if id(op) in used}
         pieces.trim()
-
-
-def _name(what: Any) -> Any:
-    """What an entry of a record does, without its static arguments and shapes."""
-    kind = type(what)
-    return what.func if kind is Op else what.kind if kind is Begin else kind
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
@@ -289,7 +283,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
             again = replay.Run(stand)
             again.env.update(zip(inputs, given, strict=False))
-            again.run(whole)
+            again.run(whole.entries)
             return tuple([again.env[r] for r in refs])
 
     rules = [rule for what, _ in recorder.trace if type(what) is Begin and what.kind == "function" for rule in _rules(what.params[0])]

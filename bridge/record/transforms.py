@@ -29,9 +29,7 @@ NOT_RECORDED = object()
 _log = logging.getLogger("torchfunc_jax")
 
 
-def transform(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False
-) -> Any:
+def transform(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
     Args:
@@ -198,10 +196,8 @@ def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequ
 
 def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
     """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
-    found = [aval_of(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
-    for k in active:
-        found[k] = found[k].with_grad(True)
-    return found
+    wanted = frozenset(active)
+    return [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in leaves if isinstance(x, torch.Tensor)])]
 
 
 __all__ = ["NOT_RECORDED", "Kept", "Recording", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]

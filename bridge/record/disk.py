@@ -144,6 +144,3 @@ packed = serialize_executable.serialize  # a compiled function as data
 
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*data)
-
-
-__all__ = ["load", "packed", "path_of", "save", "unpacked"]

@@ -152,9 +152,3 @@ def with_values(x: Any, values: Sequence[torch.Tensor]) -> Any:
 def functions_of(owner: Any, names: str) -> list[Any]:
     """The functions of torch or torch.Tensor with these names, separated by spaces; those that this PyTorch lacks are left out."""
     return [f for n in names.split() if (f := getattr(owner, n, None)) is not None]
-
-
-__all__ = [
-    "PARTS", "Begin", "End", "Input", "Number", "Op", "Out", "Pull", "Ref", "filled", "functions_of", "interned", "mapped",
-    "tensors_in", "with_values",
-]

@@ -155,6 +155,3 @@ def _traced(
     except DataDependentError as unknown:
         raise ByValue from unknown
     return found[-1]
-
-
-__all__ = ["WITH_NUMBERS", "ByValue", "entry"]

@@ -171,6 +171,3 @@ class _Narrowed(Untransformed):
 
 class Writes(Exception):
     """The program of a wider record writes to its inputs, which are copies, or has an output that shares the memory of one."""
-
-
-__all__ = ["Wide", "Widths", "Writes", "wide"]

@@ -56,12 +56,8 @@ def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
     at = 0
     while at < len(entries):
         loop = _loop_at(entries, marks, places, at, uses)
-        if loop is None:
-            found.append(entries[at])
-            at += 1
-        else:
-            found.append(loop)
-            at += len(loop.plain)
+        found.append(loop or entries[at])
+        at += len(loop.plain) if loop else 1
     return found
 
 
@@ -126,6 +122,3 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
     return Loop(
         steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,
     )  # fmt: skip
-
-
-__all__ = ["Loop", "rolled"]

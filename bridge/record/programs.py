@@ -310,4 +310,3 @@ def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:
 
 _lock = threading.RLock()
 process.programs, process.widths = _Kept(), lanes.Widths()
-__all__ = ["run"]

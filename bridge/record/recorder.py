@@ -319,4 +319,3 @@ def _without_strides(key: Any) -> Any:
 _ATOMS = frozenset({
     bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
 })
-__all__ = ["Level", "Recorder"]

@@ -153,5 +153,3 @@ BY_VALUE = {
     **dict.fromkeys([torch.Tensor.masked_select, torch.masked_select], _masked_select),
     **dict.fromkeys([torch.Tensor.repeat_interleave, torch.repeat_interleave], _repeated),
 }
-
-__all__ = ["BY_VALUE", "RULES", "TO_PYTHON"]

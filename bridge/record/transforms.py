@@ -166,17 +166,10 @@ class Kept:
         """
 
         def record(recorder: Recorder) -> Recording:
-            if recorder is self.recorder:
-                if self.level is not None and not self.level.open:
-                    raise escaped()
-                first = self.first
-            elif self.outermost:
-                first = recorder.repeat(self.recorder)[self.first]
-            else:
-                raise escaped()
+            first = self.first if recorder is self.recorder else recorder.repeat(self.recorder)[self.first]
             return recorder.pull(first, operands, avals), build
 
-        if not self.outermost and state.recorder is not self.recorder:
+        if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
             raise escaped()
         autograd.check_unchanged(self.versions)
         done = transform(self.func, operands, record)
@@ -198,6 +191,3 @@ def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
     """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
     wanted = frozenset(active)
     return [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in leaves if isinstance(x, torch.Tensor)])]
-
-
-__all__ = ["NOT_RECORDED", "Kept", "Recording", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]

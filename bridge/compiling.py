@@ -1,12 +1,11 @@
 """Compiler options for our programs, which only versions of jaxlib that are known to compile wrongly need.
 
 jaxlib 0.10.2 and 0.11.0 hand parts of a program for x86 CPUs to a library, as ``__ynn_fusion``, that computes some of them wrongly (the
-last of more than 32,768 rows) and ends the process in others (seven dimensions or more); 0.11.1 and later do not.  A compiler option
-turns this off: https://github.com/jax-ml/jax/issues/39103, https://github.com/jax-ml/jax/issues/39257.
+last of more than 32,768 rows) and ends the process in others (seven dimensions or more).  A compiler option turns this off:
+https://github.com/jax-ml/jax/issues/39103, https://github.com/jax-ml/jax/issues/39257.
 
-JAX takes options only for an outermost ``jax.jit``, not for an operator that runs by itself and not for the functions of jax.numpy,
-which are jitted already.  Therefore the option belongs to a scope, ``correctly``.  All that JAX compiles on this thread inside the scope
-gets the option; programs that the user compiles do not.
+JAX takes options only for an outermost ``jax.jit``, not for an operator that runs by itself and not for the functions of jax.numpy.
+Therefore the option belongs to a scope: all that JAX compiles on this thread inside of ``correctly`` gets it.
 """
 from __future__ import annotations
 

@@ -140,24 +140,24 @@ def test_checkpoint(again: bool) -> None:
 
 
 class Scaled(Function):
-    """sin(x) with FACTOR times its derivative; a number, a tuple and None among its arguments, and two outputs."""
+    """sin(x) with FACTOR times its derivative; a number, a tuple and None among its arguments; None and a mask among its outputs."""
 
     generate_vmap_rule = True
     runs = 0
 
     @staticmethod
-    def forward(x: torch.Tensor, scale: float, more: tuple[int, ...], nothing: None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(x: torch.Tensor, scale: float, more: tuple[int, ...], nothing: None) -> tuple[torch.Tensor, None, torch.Tensor]:
         Scaled.runs += 1
-        return x.sin() * scale, x > 0
+        return x.sin() * scale, None, x > 0
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[0])
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(output[2])
         ctx.scale, ctx.kept = inputs[1], {"cos": inputs[0].cos()}
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
         return FACTOR * g * ctx.kept["cos"] * ctx.scale, None, None, None
 
 

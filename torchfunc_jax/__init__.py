@@ -1,8 +1,7 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
-from bridge.record import checkpointing as _checkpointing  # noqa: F401  lets records contain torch.utils.checkpoint
-from bridge.record import functions as _functions  # noqa: F401  and autograd.Function
+from bridge.record import functions as _functions  # noqa: F401  lets records contain autograd.Function and torch.utils.checkpoint
 from bridge.trace.torch_numbers import random_numbers
 from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian

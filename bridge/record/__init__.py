@@ -9,7 +9,7 @@ Some functions cannot be recorded: they use jax.Arrays, autocast, a mode of the 
 - ``inference``: makes an operator's entry: the shapes and dtypes of its results.
 - ``rules``: torch functions that are not recorded as operators.
 - ``tensor``: the tensors without values that the user's function gets.
-- ``functions``, ``checkpointing``: torch.autograd.Function and torch.utils.checkpoint as parts of a record.
+- ``functions``: torch.autograd.Function and torch.utils.checkpoint as parts of a record.
 - ``programs``: compiles records, and keeps the programs for calls whose record is the same.
 - ``replay``: runs the entries again, through the public transforms, as a function that JAX traces.
 - ``loops``: finds steps that repeat, which are traced and compiled once.

@@ -23,7 +23,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from bridge.lowering.registry import OVERRIDDEN
-from bridge.record.entries import Again, Begin, End, Input, Number, Op, Out, Pull, Ref
+from bridge.record.entries import Begin, End, Input, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
 
 _BYTES = 256 * 2**20  # limit for all files together; the least recently used ones are removed first
@@ -52,7 +52,7 @@ def _words(x: Any) -> str:
         if x.words is None:
             x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}"
         return x.words
-    if kind in (Ref, Again, Number, Out, Input, Begin, End, Pull):
+    if kind in (Ref, Number, Out, Input, Begin, End, Pull):
         return f"{kind.__name__}({','.join([_words(getattr(x, name)) for name in kind.__slots__])})"
     if isinstance(x, tuple):
         return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_words, x))})"
@@ -116,12 +116,6 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def drop(path: Path) -> None:
-    """Remove a file whose program does not run."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def save(path: Path, what: dict[str, Any]) -> None:
     """Write the data in one step; then remove the least recently used files if all together are too large."""
     try:
@@ -145,13 +139,8 @@ def _limit(folder: Path) -> None:
         total -= size
 
 
-def packed(executable: jax.stages.Compiled) -> tuple[Any, ...]:
-    """A compiled function as data."""
-    return serialize_executable.serialize(executable)
+packed = serialize_executable.serialize  # a compiled function as data
 
 
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*data)
-
-
-__all__ = ["drop", "load", "packed", "path_of", "save", "unpacked"]

@@ -13,7 +13,7 @@ from bridge.record.tensor import Aval
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Ref:
-    """The place of an operand among an operator's arguments: the k-th."""
+    """The place of an operand, the k-th, among an operator's arguments; among its results, the same tensor, changed in place."""
 
     k: int
 
@@ -34,13 +34,6 @@ class Out:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Again:
-    """The place of an operand among an operator's results: the tensor itself, changed in place."""
-
-    k: int
-
-
-@dataclasses.dataclass(slots=True, eq=False)
 class Op:
     """An operator with its static arguments, its operands' shapes, and a description of its results.
 
@@ -50,6 +43,7 @@ class Op:
         numbers: how many Python numbers it takes from the program's inputs.
         draws, by_value: whether it draws random numbers, and whether these depend on its operands' values.
         single: the aval of its only result, if it writes nothing.
+        made: how many values it gives numbers to.
         alike: the first operator that differs at most in its operands' strides.
     """
 
@@ -64,19 +58,21 @@ class Op:
     by_value: bool
     words: str | None = None  # made and used by bridge/record/disk.py
     single: Aval | None = None
+    made: int = 0
     alike: Any = None
 
     def __post_init__(self) -> None:
+        self.made = _tensors(self.outs)
         self.single = self.outs.aval if type(self.outs) is Out and not self.changed else None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Begin:
-    """A transform begins: its kind and static arguments."""
+    """A transform begins: its kind, its static arguments, and how many arguments its function gets."""
 
     kind: str
     params: Any
-    arguments: int
+    made: int
     grad: bool
 
 
@@ -85,7 +81,7 @@ class End:
     """The innermost transform ends, with these values as its function's results."""
 
     params: Any
-    outs: int
+    made: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -93,7 +89,7 @@ class Pull:
     """A call of the function that vjp or linearize has returned; node: the number of that transform's first result."""
 
     node: int
-    outs: int
+    made: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -101,16 +97,7 @@ class Input:
     """A tensor from outside."""
 
     aval: Aval
-
-
-def values_of(what: Any) -> int:
-    """How many values an entry of a record gives numbers to."""
-    kind = type(what)
-    if kind is Op:
-        return _tensors(what.outs)
-    if kind is Input:
-        return 1
-    return what.arguments if kind is Begin else what.outs
+    made: int = 1
 
 
 def _tensors(outs: Any) -> int:
@@ -165,9 +152,3 @@ def with_values(x: Any, values: Sequence[torch.Tensor]) -> Any:
 def functions_of(owner: Any, names: str) -> list[Any]:
     """The functions of torch or torch.Tensor with these names, separated by spaces; those that this PyTorch lacks are left out."""
     return [f for n in names.split() if (f := getattr(owner, n, None)) is not None]
-
-
-__all__ = [
-    "PARTS", "Again", "Begin", "End", "Input", "Number", "Op", "Out", "Pull", "Ref", "filled", "functions_of", "interned", "mapped",
-    "tensors_in", "values_of", "with_values",
-]

@@ -11,7 +11,7 @@ import torch
 from bridge import compiling, private
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
-from bridge.record.entries import Again, Number, Op, Out, Ref, filled, functions_of, mapped
+from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of
 from bridge.trace import tracing
 from bridge.trace.levels import push
@@ -60,25 +60,11 @@ class _Draws(private.DispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _template(func: Callable[..., Any], args: Any) -> tuple[Any, list[torch.Tensor], int]:
-    """An operator's arguments with places for its operands and numbers, its operands, and how many numbers these are."""
-    tensors: list[torch.Tensor] = []
-    counted = itertools.count()
-
-    def place(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            tensors.append(x)
-            return Ref(len(tensors) - 1)
-        return Number(next(counted), type(x)) if func in WITH_NUMBERS.get(type(x), ()) else x
-
-    return mapped(place, args), tensors, next(counted)
-
-
 def _outs(out: Any, metas: Sequence[torch.Tensor] = (), device: torch.device | None = None) -> Any:
     if isinstance(out, torch.Tensor):
         for k, m in enumerate(metas):
             if out is m:
-                return Again(k)
+                return Ref(k)
         where = device if out.device.type == "meta" and device is not None else out.device
         return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad))
     if isinstance(out, tuple | list):
@@ -100,12 +86,32 @@ def entry(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         Unrecordable: it cannot be recorded.
         Exception: PyTorch's own, if it refuses the operands.
     """
-    (given, kw), tensors, count = _template(func, (args, kwargs))
+    tensors: list[torch.Tensor] = []
+    counted = itertools.count()
+
+    def place(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            return Ref(len(tensors) - 1)
+        return Number(next(counted), type(x)) if func in WITH_NUMBERS.get(type(x), ()) else x
+
+    args, kwargs = mapped(place, (args, kwargs))
     avals = [aval_of(t) for t in tensors]
-    if func in _WRONG_ON_META:
-        return _by_tracing(func, given, kw, numbers, avals, TypeError(f"{func}: no tensors"))
+    if func not in _WRONG_ON_META:
+        try:
+            return _on_meta(func, args, kwargs, numbers, avals)
+        except Exception:
+            if not avals:
+                raise
+    return _traced(func, args, kwargs, numbers, avals)
+
+
+def _on_meta(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
+) -> Op:
+    """The entry for an operator that runs on the meta device."""
     metas = [a.meta() for a in avals]
-    positional, named = filled(given, metas, numbers), filled(kw, metas, numbers)
+    positional, named = filled(args, metas, numbers), filled(kwargs, metas, numbers)
     where = named.get("device")
     if where is not None and torch.device(where).type != "cpu":
         raise Unrecordable("a tensor on another device")
@@ -113,48 +119,25 @@ def entry(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         named["device"] = torch.device("meta")  # draws nothing and takes no memory
     before = [(m.shape, m.stride()) for m in metas]
     draws = _Draws()
-    try:
-        with draws:
-            out = func(*positional, **named)
-    except Exception as error:
-        return _by_tracing(func, given, kw, numbers, avals, error)
+    with draws:
+        out = func(*positional, **named)
     for m, (shape, stride) in zip(metas, before, strict=True):
         if m.shape != shape or m.stride() != stride:
             raise Unrecordable(f"{func}: changes its argument's shape")
     device = next((a.device for a in avals if a.shape), avals[0].device if avals else torch.device(where or "cpu"))
+    changed = tuple([  # Aval.meta writes once to a tensor that requires grad; an in-place operator may make its target require grad
+        (k, a.with_grad(m.requires_grad or a.requires_grad)) for k, (m, a) in enumerate(zip(metas, avals, strict=True))
+        if m._version != a.requires_grad or m.requires_grad is not a.requires_grad
+    ])  # fmt: skip
     outs = _outs(out, metas, device)
-    # an in-place operator may have made its target require grad
-    changed = []
-    for k, (m, a) in enumerate(zip(metas, avals, strict=True)):
-        if m._version != (1 if a.requires_grad else 0):  # Aval.meta writes once to one that requires grad
-            changed.append((k, a.with_grad(m.requires_grad or a.requires_grad)))
-        elif m.requires_grad is not a.requires_grad:
-            changed.append((k, a.with_grad(m.requires_grad)))
-    return Op(func, given, kw, torch.is_grad_enabled(), outs, tuple(changed), count, draws.found, draws.by_value)
-
-
-def _by_tracing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval],
-    error: Exception,
-) -> Op:
-    """The entry for an operator that the meta device does not have; error: what PyTorch raised there."""
-    if not avals:
-        raise error
-    try:
-        outs, draws, by_value = _traced(func, args, kwargs, numbers, avals)
-    except DataDependentError as unknown:
-        raise ByValue from unknown
-    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, (), len(numbers), draws, by_value)
+    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, changed, len(numbers), draws.found, draws.by_value)
 
 
 def _traced(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
-) -> tuple[Any, bool, bool]:
-    """Trace an operator: its results' avals, whether it draws random numbers, and whether these depend on values.
-
-    Refused operands raise PyTorch's error.
-    """
-    found: list[Any] = []
+) -> Op:
+    """The entry for an operator that the meta device does not have: it is traced.  Refused operands raise PyTorch's error."""
+    found: list[Op] = []
 
     def run(*values: jax.Array) -> list[Any]:
         with tracing.root() as root:
@@ -162,12 +145,13 @@ def _traced(
             with push("plain") as level:
                 traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-                found.append((_outs(out), root.draws + level.draws > 0, root.by_value))
+                draws = root.draws + level.draws > 0
+                found.append(Op(func, args, kwargs, torch.is_grad_enabled(), _outs(out), (), len(numbers), draws, root.by_value))
         return []
 
-    with jax.enable_x64(True), compiling.correctly():
-        jax.eval_shape(run, *[jax.ShapeDtypeStruct(a.shape, dtypes.to_jax(a.dtype)) for a in avals])
+    try:
+        with jax.enable_x64(True), compiling.correctly():
+            jax.eval_shape(run, *[jax.ShapeDtypeStruct(a.shape, dtypes.to_jax(a.dtype)) for a in avals])
+    except DataDependentError as unknown:
+        raise ByValue from unknown
     return found[-1]
-
-
-__all__ = ["WITH_NUMBERS", "ByValue", "entry"]

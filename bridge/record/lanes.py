@@ -7,13 +7,15 @@ them would be wrong, because zero times an infinite derivative is NaN.
 """
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from bridge.boundary.autograd import Untransformed
-from bridge.record.entries import Begin, End, Input, Op, interned, values_of
+from bridge.record.entries import Begin, End, Input, Op, interned
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, aval_of
 
@@ -71,16 +73,14 @@ class Widths:
 
     def pays(self, wide: Wide, record: Hashable) -> bool:
         """Whether the record, given by a hashable key, should run by the wider program."""
-        writes = self.met.get(wide.family)
-        if writes is None:
+        if wide.family not in self.met:
             for kept in (self.met, self.cost, self.wasted):
                 if len(kept) >= _LIMIT:
                     kept.clear()
             self.met[wide.family] = False
-        if writes is not False or wide.size == wide.lanes:
             return False
-        cost = self.cost.get((wide.family, wide.size))
-        return cost is None or self.wasted.get(record, 0.0) < cost
+        cost = self.cost.get((wide.family, wide.size), math.inf)
+        return not self.met[wide.family] and wide.size > wide.lanes and self.wasted.get(record, 0.0) < cost
 
     def ran(self, wide: Wide, record: Hashable, seconds: float) -> None:
         """Note that the wider program has run for the record; its first run includes its compilation."""
@@ -95,46 +95,26 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
     """The record with more lanes; None if it is more than one vmap, draws, writes, or also uses a mapped input otherwise."""
     if recorder.written or recorder.lasting:
         return None
-    begin: Any = None
-    depth = 0
-    placed: dict[int, int | None] = {}
-    used: set[int] = set()
-    inputs: list[int] = []
-    for number, what, operands in _numbered(recorder.trace):
-        kind = type(what)
-        if kind is Input:
-            inputs.append(number)
-            continue
-        if kind is Begin:
-            if what.kind == "function" and what.params[0].vmap is not torch.autograd.Function.vmap:
-                return None  # it is told how many lanes there are
-            if depth == 0:
-                if begin is not None or what.kind != "vmap" or what.params[1] != "error":
-                    return None
-                begin = (what, operands)
-            else:
-                used.update(operands)
-            depth += 1
-            continue
-        if depth == 0:
-            return None
-        used.update(operands)
-        if kind is End:
-            depth -= 1
-            if depth == 0:
-                placed = dict(zip(range(number, number + what.outs), what.params, strict=True))
-    if begin is None or depth or not set(refs) <= set(placed):
+    trace = list(_numbered(recorder.trace))
+    of_input = dict(zip([number for number, what, _ in trace if type(what) is Input], recorder.inputs, strict=True))
+    (_, begin, operands), *inside = [entry for entry in trace if type(entry[1]) is not Input]
+    if type(begin) is not Begin or begin.kind != "vmap" or begin.params[1] != "error":
         return None
-    of_input = dict(zip(inputs, recorder.inputs, strict=True))
-    mapped: dict[int, int] = {}
-    for number, dim in zip(begin[1], begin[0].params[0], strict=True):
-        if mapped.get(number, dim) != dim or (dim is not None and (number in used or number not in of_input)):
-            return None
-        if dim is None:
-            used.add(number)
-        else:
-            mapped[number] = dim
-    if not mapped or not used.isdisjoint(mapped):
+    depths = list(itertools.accumulate([(type(what) is Begin) - (type(what) is End) for _, what, _ in inside], initial=1))
+    if 0 in depths[:-1] or depths[-1]:
+        return None
+    functions = [what.params[0] for _, what, _ in inside if type(what) is Begin and what.kind == "function"]
+    if any(cls.vmap is not torch.autograd.Function.vmap for cls in functions):
+        return None  # it is told how many lanes there are
+    first, end, _ = inside[-1]
+    placed = dict(enumerate(end.params, first))
+    dims = list(zip(operands, begin.params[0], strict=True))
+    mapped = {number: dim for number, dim in dims if dim is not None}
+    used = {number for _, _, refs in inside for number in refs}
+    if (
+        not mapped or any(mapped.get(number, dim) != dim for number, dim in dims) or not mapped.keys() <= of_input.keys() - used
+        or not placed.keys() >= set(refs)
+    ):
         return None
     lanes = {of_input[number].shape[dim] for number, dim in mapped.items()}
     if len(lanes) > 1 or 0 in lanes or sum(of_input[number].nbytes for number in mapped) > _BYTES:
@@ -147,7 +127,7 @@ def _numbered(trace: Sequence[tuple[Any, tuple[int, ...]]]) -> Iterator[tuple[in
     count = 0
     for what, refs in trace:
         yield count, what, refs
-        count += values_of(what)
+        count += what.made
 
 
 def _without(aval: Aval, dim: int) -> tuple[Any, ...]:
@@ -191,6 +171,3 @@ class _Narrowed(Untransformed):
 
 class Writes(Exception):
     """The program of a wider record writes to its inputs, which are copies, or has an output that shares the memory of one."""
-
-
-__all__ = ["Wide", "Widths", "Writes", "wide"]

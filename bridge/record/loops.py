@@ -56,12 +56,8 @@ def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
     at = 0
     while at < len(entries):
         loop = _loop_at(entries, marks, places, at, uses)
-        if loop is None:
-            found.append(entries[at])
-            at += 1
-        else:
-            found.append(loop)
-            at += len(loop.plain)
+        found.append(loop or entries[at])
+        at += len(loop.plain) if loop else 1
     return found
 
 
@@ -93,8 +89,7 @@ def _loop_at(
 def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> Loop | None:
     made: dict[int, tuple[int, int, int]] = {}  # by a value's number: the repetition, entry and result that makes it
     for at, (what, _, first) in enumerate(entries):
-        count = 1 if type(what.outs) is Out else len(what.outs)
-        made.update((first + k, (at // period, at % period, k)) for k in range(count))
+        made.update((first + k, (at // period, at % period, k)) for k in range(what.made))
 
     def own(entry: int, k: int, repetition: int = 0) -> int:
         return entries[repetition * period + entry][2] + k
@@ -127,6 +122,3 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
     return Loop(
         steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,
     )  # fmt: skip
-
-
-__all__ = ["Loop", "rolled"]

@@ -1,6 +1,7 @@
 """Compiles records: makes, keeps, stores and calls their programs, and finds the program that fits a record."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -9,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -24,7 +26,7 @@ from bridge.process import process
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
-from bridge.record.entries import Begin, Op
+from bridge.record.entries import Begin
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
@@ -33,7 +35,6 @@ from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
-from bridge.trace.value_checks import Bounds
 
 _ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
@@ -46,14 +47,13 @@ class _Program:
     compiled: Compiled
     numbers: Inputs
     static: list[tuple[int, Any]]
-    whole: bool = True  # whether its jaxpr is here, not only executables
     guards: Sequence[guards.Guards] = ()  # for what the rules of autograd.Functions use; the record does not contain them
     path: Path | None = None
 
     def save(self) -> None:
         """Store the executables for the next process."""
         c = self.compiled
-        if self.path is None or not self.whole or c.program.generators or c.forward is None:
+        if self.path is None or isinstance(c.program, _Stored) or c.program.generators:
             return
         parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
         try:
@@ -62,14 +62,14 @@ class _Program:
             self.path = None
             return
         fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
-        jaxpr = c.program.jaxpr.jaxpr
-        fields.update(jaxpr=_Counts(len(jaxpr.invars), len(jaxpr.outvars)), guards=None, out_spec=None, static=None)
-        program = _Stored(**fields)
+        jaxpr = c.program.jaxpr.jaxpr  # of which a stored program knows only how many inputs and outputs it has
+        counts = SimpleNamespace(invars=range(len(jaxpr.invars)), outvars=range(len(jaxpr.outvars)))
+        program = _Stored(**fields | {"jaxpr": SimpleNamespace(jaxpr=counts), "guards": None, "out_spec": None})
         slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
         disk.save(self.path, {
             "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
             "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
-            "packing": c.packing, "bounds": None if c.bounds is None else c.bounds.ranges,
+            "packing": c.packing, "bounds": c.bounds,
         })
 
 
@@ -77,17 +77,6 @@ def _saving(program: _Program) -> Callable[[], None]:
     """A function that stores the program if it still exists, and does not keep it alive."""
     found = weakref.ref(program)
     return lambda: None if (there := found()) is None else there.save()
-
-
-class _Counts:
-    """Stands for a stored program's jaxpr, and tells only how many inputs and outputs it has."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.invars, self.outvars = range(inputs), range(outputs)
-
-    @property
-    def jaxpr(self) -> _Counts:
-        return self
 
 
 class _Stored(Program):
@@ -110,8 +99,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         return None
     try:
         program = found["program"]
-        total = program.count + len(program.shared)
-        program.out_spec, program.static = trees.flatten(tuple(range(total)))[1], [None] * total
+        program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
         alike = recorder.alike()
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
         numbers = Inputs([0] * found["size"], found["size"])
@@ -122,7 +110,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
         compiled.where = list(range(len(recorder.inputs) + 2))
         compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
-        compiled.packing, compiled.bounds = found["packing"], None if found["bounds"] is None else Bounds(found["bounds"])
+        compiled.packing, compiled.bounds = found["packing"], found["bounds"]
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, _StoredDerivatives()
         compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
@@ -131,7 +119,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         for k, (kinds, copied) in found["pairs"].items():
             if (k, 0) in made and (k, 1) in made:
                 compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
-        return _Program(compiled, numbers, found["static"], whole=False)
+        return _Program(compiled, numbers, found["static"])
     except Exception:  # another version has stored it
         return None
 
@@ -174,7 +162,8 @@ class _Kept:
 
     def add(self, key: tuple[Any, ...], program: _Program) -> None:
         with self.lock:
-            group = hash(tuple([_name(what) for what, _ in key[0]]))
+            # what the entries do, without their static arguments and shapes
+            group = hash(tuple([getattr(what, "func", None) or getattr(what, "kind", type(what)) for what, _ in key[0]]))
             family = self.records.setdefault(key, (group, []))[1]
             self.records.move_to_end(key)
             family.append(program)
@@ -192,12 +181,6 @@ class _Kept:
         process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
         process.alike = {k: op for k, op in list(process.alike.items()) if id(op) in used}
         pieces.trim()
-
-
-def _name(what: Any) -> Any:
-    """What an entry of a record does, without its static arguments and shapes."""
-    kind = type(what)
-    return what.func if kind is Op else what.kind if kind is Begin else kind
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
@@ -237,7 +220,8 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             except (Misfit, _NotStored):
                 pass
             except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
-                disk.drop(path)
+                with contextlib.suppress(OSError):
+                    path.unlink()
     with _lock:
         program = _made_for(recorder, refs)
         process.programs.add(key, program)
@@ -299,7 +283,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
             again = replay.Run(stand)
             again.env.update(zip(inputs, given, strict=False))
-            again.run(whole)
+            again.run(whole.entries)
             return tuple([again.env[r] for r in refs])
 
     rules = [rule for what, _ in recorder.trace if type(what) is Begin and what.kind == "function" for rule in _rules(what.params[0])]
@@ -326,4 +310,3 @@ def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:
 
 _lock = threading.RLock()
 process.programs, process.widths = _Kept(), lanes.Widths()
-__all__ = ["run"]

@@ -6,6 +6,7 @@ shapes share one object ``what``, so that equal records are found by comparing o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from bridge import private
 from bridge.errors import in_words_of_vmap
 from bridge.process import process
 from bridge.programs.cache_keys import identical
-from bridge.record.entries import Again, Begin, End, Input, Op, Out, Pull, interned, tensors_in, values_of, with_values
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, escaped, recorded
@@ -25,18 +26,15 @@ from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Level:
-    """A transform that is being recorded.
+    """A transform that is being recorded."""
 
-    Attributes:
-        before: how many entries, values, numbers and inputs the record had when it began.
-    """
-
-    __slots__ = ("before", "kind", "open", "owner", "parent")
-
-    def __init__(self, kind: str, owner: Recorder) -> None:
-        self.kind, self.owner, self.parent, self.open = kind, owner, owner.level, True
-        self.before = (len(owner.trace), owner.count, len(owner.numbers), len(owner.inputs))
+    kind: str
+    owner: Recorder
+    parent: Level | None
+    before: tuple[int, int, int, int]  # how many entries, values, numbers and inputs the record had when it began
+    open: bool = True
 
 
 def _refuse(name: str) -> None:
@@ -98,10 +96,6 @@ class Recorder(TorchFunctionMode):
             self.inputs.append(t)
             self.trace.append((interned(Input, aval_of(t)), ()))
         return found
-
-    def active(self) -> bool:
-        """Whether this thread is recording into it."""
-        return state.recorder is self
 
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
@@ -176,23 +170,16 @@ class Recorder(TorchFunctionMode):
         """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
         start = torch.default_generator.get_state()
         try:
-            try:
-                yield
-                if self.watch is not None:
-                    self.watch.check()
-            except SeededInside as reason:
-                raise Unrecordable(str(reason)) from None
-        except Unrecordable:  # the function runs again from the start
+            yield
+            if self.watch is not None:
+                self.watch.check()
+        except (SeededInside, Unrecordable) as reason:  # the function runs again from the start
+            self.watch = None
             torch.default_generator.set_state(start)
-            raise
-        except BaseException:
-            self._undraw()
-            raise
-        self._undraw()
-
-    def _undraw(self) -> None:
-        if self.watch is not None:
-            self.watch.restore()
+            raise reason if isinstance(reason, Unrecordable) else Unrecordable(str(reason)) from None
+        finally:
+            if self.watch is not None:
+                self.watch.restore()
 
     def _results(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -211,7 +198,7 @@ class Recorder(TorchFunctionMode):
         kind = type(outs)
         if kind is Out:
             return self.made(outs.aval)
-        if kind is Again:
+        if kind is Ref:
             return tensors[outs.k]
         return kind([self._built(o, tensors) for o in outs]) if isinstance(outs, tuple | list) else outs
 
@@ -240,11 +227,9 @@ class Recorder(TorchFunctionMode):
     # -- values ------------------------------------------------------------------------------------------------------------------------
     def mapped(self) -> bool:
         level = self.level
-        while level is not None:
-            if level.kind == "vmap":
-                return True
+        while level is not None and level.kind != "vmap":
             level = level.parent
-        return False
+        return level is not None
 
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
@@ -266,65 +251,57 @@ class Recorder(TorchFunctionMode):
     # -- transforms --------------------------------------------------------------------------------------------------------------------
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Enter a transform with these operands; returns the arguments of its function."""
-        refs = tuple([self.ref(t) for t in operands])
-        self.level = Level(kind, self)
-        self.trace.append((interned(Begin, kind, params, len(avals), _grad_mode()), refs))
-        return [self.made(a) for a in avals]
+        refs = [self.ref(t) for t in operands]
+        before = (len(self.trace), self.count, len(self.numbers), len(self.inputs))
+        self.level = Level(kind, self, self.level, before)
+        return self._noted(interned(Begin, kind, params, len(avals), _grad_mode()), refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
-        refs = tuple([self.ref(t) for t in results])
-        self.trace.append((interned(End, params, len(avals)), refs))
-        assert self.level is not None
-        self.level.open = False
-        self.level = self.level.parent
-        return [self.made(a) for a in avals]
+        refs = [self.ref(t) for t in results]
+        self._closed()
+        return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Call the function that vjp or linearize has returned (see ``Pull``); returns its results."""
-        refs = tuple([self.ref(t) for t in operands])
-        self.trace.append((interned(Pull, node, len(avals)), refs))
+        return self._noted(interned(Pull, node, len(avals)), [self.ref(t) for t in operands], avals)
+
+    def _noted(self, what: Any, refs: Sequence[int], avals: Sequence[Aval]) -> list[Recorded]:
+        self.trace.append((what, tuple(refs)))
         return [self.made(a) for a in avals]
 
-    def repeat(self, other: Recorder) -> dict[int, int]:
-        """Write down the entries of another record again; returns the numbers that its values have here, by their numbers there."""
-        found: dict[int, int] = {}
+    def _closed(self) -> Level:
+        """Leave the innermost level; returns it."""
+        level = self.level
+        level.open, self.level = False, level.parent
+        return level
+
+    def repeat(self, other: Recorder) -> list[int]:
+        """Write down the entries of another record again; returns the numbers here of its values, in the order of their numbers there."""
+        found: list[int] = []
         inputs = iter(other.inputs)
-        used = 0
         for what, refs in other.trace:
             if type(what) is Input:
-                found[len(found)] = self.ref(next(inputs))
+                found.append(self.ref(next(inputs)))
                 continue
             if type(what) is Pull:
-                what = interned(Pull, found[what.node], what.outs)
+                what = interned(Pull, found[what.node], what.made)
             self.trace.append((what, tuple([found[r] for r in refs])))
-            if type(what) is Op:
-                self.numbers += other.numbers[used : used + what.numbers]
-                used += what.numbers
-            made = values_of(what)
-            first = len(found)
-            found.update(zip(range(first, first + made), range(self.count, self.count + made), strict=True))
-            self.count += made
+            found += range(self.count, self.count + what.made)
+            self.count += what.made
+        self.numbers += other.numbers
         return found
 
     def alike(self) -> Recorder:
         """A record with the same entries and other tensors as inputs, so that it keeps none of this one's alive."""
         other = Recorder(self.execute)
         other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
-        for t in self.inputs:
-            other.inputs.append(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad))
+        other.inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad) for t in self.inputs]
         return other
-
-    def keep(self) -> None:
-        """Copy the inputs for later runs, so that later writes to them change no result; a write to one that requires grad raises."""
-        self.inputs = [t if t.requires_grad else t.detach().clone() for t in self.inputs]
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""
-        assert self.level is not None
-        self.level.open = False
-        entries, values, numbers, inputs = self.level.before
-        self.level = self.level.parent
+        entries, values, numbers, inputs = self._closed().before
         if any(type(what) is Op and (what.changed or what.draws) for what, _ in self.trace[entries:]):
             self.broken = "a write, or random numbers, in a transform whose function raises"
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
@@ -342,4 +319,3 @@ def _without_strides(key: Any) -> Any:
 _ATOMS = frozenset({
     bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
 })
-__all__ = ["Level", "Recorder"]

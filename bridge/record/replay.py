@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +15,8 @@ from jax import lax
 from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
 from bridge.record import loops
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled, values_of
-from bridge.record.tensor import Aval, Unrecordable
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
+from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
@@ -23,17 +25,17 @@ from bridge.trace.levels import push
 TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A transform of the record, or the whole record: its entries, and the numbers of its operands, arguments and results."""
+    """A transform of the record, or the whole record: its entries, and the numbers of its values."""
 
-    __slots__ = ("arguments", "begin", "end", "entries", "first", "operands", "results")
-
-    def __init__(self, begin: Begin | None, operands: tuple[int, ...], first: int) -> None:
-        self.begin, self.operands, self.first = begin, operands, first
-        self.entries: list[Any] = []
-        self.arguments = range(first, first + (0 if begin is None else begin.arguments))
-        self.end: Any = None
-        self.results: tuple[int, ...] = ()
+    begin: Begin | None
+    operands: tuple[int, ...]
+    arguments: int  # the first argument of its function
+    entries: list[Any] = dataclasses.field(default_factory=list)
+    end: End | None = None
+    results: tuple[int, ...] = ()  # those of its function
+    first: int = 0  # its own first result
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
@@ -49,30 +51,22 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int])
     written = 0  # the next number after the last write
     for what, refs in trace:
         kind = type(what)
-        if kind is Op:
-            stack[-1].entries.append((what, refs, count))
-            count += values_of(what)
-            if what.changed:
-                written = count
-        elif kind is Input:
+        if kind is Input:
             inputs.append(count)
-            count += 1
         elif kind is Begin:
-            block = Block(what, refs, count)
-            stack.append(block)
-            blocks.append(block)
-            count += what.arguments
+            stack.append(Block(what, refs, count))
+            blocks.append(stack[-1])
         elif kind is End:
             block = stack.pop()
             block.end, block.results, block.first = what, refs, count
             stack[-1].entries.append(block)
-            count += what.outs
-        else:  # Pull
+        else:
             stack[-1].entries.append((what, refs, count))
-            count += what.outs
-    while len(stack) > 1:
-        block = stack.pop()
-        stack[-1].entries.append(block)
+        count += what.made
+        if kind is Op and what.changed:
+            written = count
+    for outer, block in itertools.pairwise(stack):
+        outer.entries.append(block)
     for block in blocks:
         if block.end is not None or block is whole:
             block.entries = loops.rolled(block.entries, uses, written)
@@ -88,25 +82,21 @@ class Run:
         self.pulls: dict[int, Callable[..., Any]] = {}
         self.open = False  # a transform is entered whose function is still running
 
-    def run(self, block: Block) -> None:
-        for entry in block.entries:
+    def run(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
             if type(entry) is Block:
                 self.enter(entry)
             elif type(entry) is loops.Loop:
-                self.loop(entry)
+                try:
+                    self.scan(entry)
+                except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
+                    self.run(entry.plain)
             else:
                 what, refs, first = entry
                 if type(what) is Pull:
                     self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
                 else:
                     self.operator(what, [self.env[r] for r in refs], first)
-
-    def loop(self, loop: loops.Loop) -> None:
-        try:
-            self.scan(loop)
-        except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
-            for what, refs, first in loop.plain:
-                self.operator(what, [self.env[r] for r in refs], first)
 
     def scan(self, loop: loops.Loop) -> None:
         """Run the steps of a loop as one ``lax.scan``."""
@@ -141,26 +131,16 @@ class Run:
         self.used += count
         with torch.set_grad_enabled(op.grad):
             out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
-        if op.single is not None:
-            self._check(op, op.single, out)
-            self.env[first] = out
-        else:
-            found: list[Any] = []
-            self._made(op, op.outs, out, found)
-            self.store(found, first)
+        self.store(self._made(op, op.outs, out), first)
 
-    def _made(self, op: Op, outs: Any, out: Any, found: list[torch.Tensor]) -> None:
-        if type(outs) is Out:
-            self._check(op, outs.aval, out)
-            found.append(out)
-        elif isinstance(outs, tuple | list):
-            for o, v in zip(outs, out, strict=True):
-                self._made(op, o, v, found)
-
-    def _check(self, op: Op, aval: Aval, out: torch.Tensor) -> None:
-        """Give the record up if PyTorch's own function for shapes has said another shape or dtype: the function has seen a wrong one."""
-        if not self.open and (tuple(out.shape) != tuple(aval.shape) or out.dtype != aval.dtype):
-            raise Unrecordable(f"{op.func}: PyTorch says that its result is {aval!r}, and it is {tuple(out.shape)} {out.dtype}")
+    def _made(self, op: Op, outs: Any, out: Any) -> list[torch.Tensor]:
+        """The new tensors among an operator's results; raises Unrecordable if the recorded function has seen another shape or dtype."""
+        if type(outs) is not Out:
+            pairs = zip(outs, out, strict=True) if isinstance(outs, tuple | list) else ()
+            return [t for o, v in pairs for t in self._made(op, o, v)]
+        if not self.open and (tuple(out.shape) != tuple(outs.aval.shape) or out.dtype != outs.aval.dtype):
+            raise Unrecordable(f"{op.func}: PyTorch says that its result is {outs.aval!r}, and it is {tuple(out.shape)} {out.dtype}")
+        return [out]
 
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))
@@ -169,15 +149,14 @@ class Run:
         operands = [self.env[r] for r in block.operands]
         if block.end is None:  # its function is still running: its arguments are those of all lanes
             self.open = True
-            self.store(operands[: len(block.arguments)], block.arguments.start)
-            return self.run(block)
-        assert block.begin is not None
+            self.store(operands[: block.begin.made], block.arguments)
+            return self.run(block.entries)
         start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.used = start
-            self.store(arguments, block.arguments.start)
-            self.run(block)
+            self.store(arguments, block.arguments)
+            self.run(block.entries)
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):

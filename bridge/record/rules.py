@@ -1,8 +1,11 @@
-"""Torch functions that are not recorded as operators, and what happens instead: they run, are refused, or need values first."""
+"""Torch functions that are not recorded as operators, and what happens instead: they run, are refused, or need values first.
+
+A rule takes the ``recorder.Recorder``, the torch function and its arguments, and gives the function's result.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,32 +13,11 @@ from bridge.record.entries import functions_of, tensors_in, with_values
 from bridge.record.tensor import Recorded, Unrecordable, aval_of
 
 
-class Recorder(Protocol):
-    """What the rules use of ``recorder.Recorder``."""
-
-    writes: bool
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any: ...
-    def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def mapped(self) -> bool: ...
-    def now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-
-
-def _passed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _refused(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refused(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     raise Unrecordable(str(func))
 
 
-def _valued(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return recorder.by_value(func, args, kwargs)
-
-
-def _array(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _array(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor from outside as a read-only numpy array: the record reads the tensor's values only at its end."""
     if type(args[0]) is Recorded or recorder.writes:
         raise Unrecordable(str(func))
@@ -44,21 +26,21 @@ def _array(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], 
     return found
 
 
-def _iterated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _iterated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     if t.dim() == 0:
         raise TypeError("iteration over a 0-d tensor")
     return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
 
 
-def _formatted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _formatted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     t, spec = args
     if t.dim() or (type(t) is Recorded and recorder.mapped()):
         return repr(t) if not spec else format(repr(t), spec)
     return format(recorder.now([t])[0].item(), spec)
 
 
-def _scalar(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.tensor and torch.as_tensor: a float becomes an input of the program, other data a tensor from outside."""
     data = args[0] if args else kwargs.get("data")
     if type(data) is float and not args[1:] and not kwargs:
@@ -71,7 +53,7 @@ def _scalar(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 # -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
-def _indices_of(recorder: Recorder, index: Any) -> tuple[Any, ...]:
+def _indices_of(recorder: Any, index: Any) -> tuple[Any, ...]:
     """An index in which each mask is replaced by the places where it is True."""
     if type(index) is not tuple and type(index) is not list:
         index = (index,)
@@ -85,11 +67,7 @@ def _indices_of(recorder: Recorder, index: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _indexed(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:]), kwargs)
-
-
-def _masked_select(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _masked_select(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
     if set(given) != {"input", "mask"}:
         raise Unrecordable(str(func))
@@ -97,7 +75,7 @@ def _masked_select(recorder: Recorder, func: Callable[..., Any], args: tuple[Any
     return recorder.__torch_function__(torch.Tensor.__getitem__, (), (t, _indices_of(recorder, mask)))
 
 
-def _repeated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _repeated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     t, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
     if not isinstance(repeats, torch.Tensor) or not isinstance(t, torch.Tensor) or repeats.dim() != 1 or "output_size" in given:
@@ -109,7 +87,7 @@ def _repeated(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...
     return recorder.__torch_function__(torch.index_select, (), (t, dim, places))
 
 
-def _counted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _counted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function on its operands' values; its result has no derivative and is a tensor from outside."""
     tensors = tensors_in((args, kwargs))
     if "out" in kwargs or (func not in _PLACES and any(aval_of(t).requires_grad for t in tensors)):
@@ -118,14 +96,8 @@ def _counted(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...]
     return func(*args, **kwargs)
 
 
-def _detached(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return recorder.__torch_function__(torch.Tensor.detach, (), args)
-
-
 TO_PYTHON = frozenset([
-    *functions_of(
-        torch.Tensor, "item __bool__ __float__ __int__ __index__ __complex__ tolist __contains__ equal allclose"
-    ),
+    *functions_of(torch.Tensor, "item __bool__ __float__ __int__ __index__ __complex__ tolist __contains__ equal allclose"),
     *functions_of(torch, "equal allclose is_nonzero"),
 ])
 _PASSED = [
@@ -161,19 +133,23 @@ _REFUSED = [
 ]
 #: By a torch function, what happens instead of recording it as an operator.
 RULES: dict[Any, Any] = {
-    **dict.fromkeys(_PASSED, _passed), **dict.fromkeys(_REFUSED, _refused), **dict.fromkeys(TO_PYTHON, _valued),
-    torch.Tensor.numpy: _array, torch.Tensor.__array__: _array,
-    torch.Tensor.__iter__: _iterated, torch.tensor: _scalar, torch.Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-    torch.as_tensor: _scalar, torch.Tensor.__format__: _formatted,
+    **dict.fromkeys(_PASSED, lambda recorder, func, args, kwargs: func(*args, **kwargs)),
+    **dict.fromkeys(_REFUSED, _refused),
+    **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
+    torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
+    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted,
+    torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+        lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),
 }
 _PLACES = frozenset([*functions_of(torch.Tensor, "nonzero argwhere"), *functions_of(torch, "nonzero argwhere where")])
 #: By a torch function that needs values for its results' shapes, how it is recorded outside of vmap.
 BY_VALUE = {
     **dict.fromkeys([f for owner in (torch.Tensor, torch) for f in functions_of(owner, "unique unique_consecutive bincount")], _counted),
     **dict.fromkeys(_PLACES, _counted),
-    **dict.fromkeys(functions_of(torch.Tensor, "__getitem__ __setitem__"), _indexed),
+    **dict.fromkeys(
+        functions_of(torch.Tensor, "__getitem__ __setitem__"),
+        lambda recorder, func, args, _: recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:])),
+    ),
     **dict.fromkeys([torch.Tensor.masked_select, torch.masked_select], _masked_select),
     **dict.fromkeys([torch.Tensor.repeat_interleave, torch.repeat_interleave], _repeated),
 }
-
-__all__ = ["BY_VALUE", "RULES", "TO_PYTHON"]

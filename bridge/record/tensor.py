@@ -102,12 +102,12 @@ class Recorded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if not any(type(x) is Recorded and x.level.owner.active() for x in args):
+        if not any(type(x) is Recorded and x.level.owner is state.recorder for x in args):
             raise escaped()
         raise Unrecordable(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.level.open and self.level.owner.active():
+        if self.level.open and self.level.owner is state.recorder:
             raise Unrecordable("a tensor that is shown, with its values")
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 

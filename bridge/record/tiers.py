@@ -26,7 +26,7 @@ _FAST = {
 class Tiered:
     """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
 
-    __slots__ = ("_again", "_changed", "_function", "_lock", "_ran", "_run", "_took", "_traced")
+    __slots__ = ("_again", "_changed", "_function", "_lock", "_ran", "_took", "_traced", "executable")
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], None]] = (), run: jax.stages.Compiled | None = None,
@@ -35,17 +35,17 @@ class Tiered:
         """changed: these are called after each compilation; run: an executable of another process; traced: called before XLA compiles."""
         self._function, self._changed, self._traced = function, changed, traced
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
-        self._run: jax.stages.Compiled | None = run
+        self.executable = run  # the current one; None: it is not compiled yet
         self._lock = threading.Lock()
         self._ran = self._took = 0.0
 
     def __call__(self, *args: Any) -> Any:
-        return (self._run or self._made(*args))(*args)
+        return (self.executable or self._made(*args))(*args)
 
     def _made(self, *args: Any) -> jax.stages.Compiled:
         """Compile it for these arguments, or wait for the thread that does; args: arrays, or their shapes and dtypes."""
         with self._lock:
-            if self._run is None:
+            if self.executable is None:
                 start = time.perf_counter()
                 with compiling.correctly():
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it
@@ -53,12 +53,12 @@ class Tiered:
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     if jax.default_backend() == "cpu":
-                        self._run, self._again = _quickly(lowered), _lowering(traced, args)
+                        self.executable, self._again = _quickly(lowered), _lowering(traced, args)
                     else:
-                        self._run = lowered.compile(compiling.options() or {})
+                        self.executable = lowered.compile(compiling.options() or {})
                 self._took = time.perf_counter() - start
                 process.compiler.later(self._tell, always=True)
-            return self._run
+            return self.executable
 
     def ahead(self, *avals: Any) -> None:
         """Compile it in a thread for arguments of these shapes and dtypes, while the caller does something else."""
@@ -78,20 +78,15 @@ class Tiered:
 
     def _compile(self, lower: Callable[[], Any]) -> None:
         with jax.enable_x64(True), compiling.correctly():
-            self._run = lower().compile(compiling.options() or {})
+            self.executable = lower().compile(compiling.options() or {})
         self._tell()
 
     def _tell(self) -> None:
         for call in self._changed:
             call()
 
-    @property
-    def executable(self) -> jax.stages.Compiled | None:
-        """The current executable; None if it is not compiled yet."""
-        return self._run
-
     def clear_cache(self) -> None:
-        self._run = self._again = None
+        self.executable = self._again = None
 
 
 def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -138,13 +133,11 @@ class _Worker:
                 self.thread.start()
 
     def run(self) -> None:
-        while not self.ended:
-            try:
-                work, always = self.waiting.get(timeout=5)
-            except queue.Empty:
-                return
-            if always or not self.ended:
-                work()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work, always = self.waiting.get(timeout=0 if self.ended else 5)
+                if always or not self.ended:
+                    work()
 
     def end(self) -> None:
         """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is always done."""
@@ -152,10 +145,7 @@ class _Worker:
         self.waiting.put((lambda: None, False))  # wakes the thread up
         if self.thread is not None:
             self.thread.join()
-        while not self.waiting.empty():
-            work, always = self.waiting.get()
-            if always:
-                work()
+        self.run()
 
 
 process.compiler = _Worker()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,20 +23,19 @@ from bridge.record.tensor import Aval, Unrecordable, aval_of, escaped
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
+#: The tensors among a recorded transform's results, and a function that builds the results from tensors.
+Recording = tuple[list[Any], Callable[[Sequence[Any]], Any]]
 NOT_RECORDED = object()
 _log = logging.getLogger("torchfunc_jax")
 
 
-def transform(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
-    lasting: bool = False,
-) -> Any:
+def transform(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
     Args:
         func: the user's function.
         leaves: those of its arguments.
-        record: writes the transform down; returns the tensors among its results, and a function that builds the results from tensors.
+        record: writes the transform down.
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
@@ -49,20 +49,14 @@ def transform(
         return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
     if in_jax:
         raise Unrecordable("a jax.Array")
-    mode = private.leave_function_mode()  # only the transform's function is recorded, not its checks
-    try:
+    with unwatched() as mode:  # only the transform's function is recorded, not its checks
         if mode is not recorder:
             raise Unrecordable("a torch function mode of the user's")
         outs, build = record(recorder)
         return build(outs)
-    finally:
-        private.enter_function_mode(mode)
 
 
-def _outermost(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], tuple[list[Any], Callable[[Sequence[Any]], Any]]],
-    lasting: bool,
-) -> Any:
+def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
     key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
         return NOT_RECORDED
@@ -75,8 +69,8 @@ def _outermost(
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
         found = run(recorder, [t.ref for t in outs], True)
-        if lasting:
-            recorder.keep()
+        if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
+            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found)
     except Unrecordable as reason:
         process.unrecordable.add(key)
@@ -88,19 +82,21 @@ def _outermost(
 
 def _ambient() -> bool:
     """Whether a mode is entered that changes what torch functions do."""
-    modes = private.any_autocast() or bool(private.function_modes()) or torch.is_inference_mode_enabled()
-    return modes or private.saved_tensor_pack() is not None
+    return bool(
+        private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled()
+        or private.saved_tensor_pack() is not None
+    )
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """While entered, torch functions are not written down in the record in progress."""
+def unwatched() -> Iterator[Any]:
+    """While entered, torch functions are not written down in the record in progress; gives the mode that wrote them down."""
     if state.recorder is None:
         yield
         return
     mode = private.leave_function_mode()
     try:
-        yield
+        yield mode
     finally:
         private.enter_function_mode(mode)
 
@@ -127,13 +123,9 @@ def entered(
         more: further operands of the transform.
         finish: takes func's result; returns the tensors in it, and something else for the caller.
     """
-    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    arguments = recorder.begin(kind, params, [*[leaves[i] for i in where], *more], avals)
-    filled = list(leaves)
-    for i, t in zip(where, arguments, strict=True):
-        filled[i] = t
+    arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
     try:
-        args, kwargs = trees.unflatten(spec, filled)
+        args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves])
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())
@@ -173,18 +165,11 @@ class Kept:
             again: does all of it unrecorded, if the call cannot be recorded.
         """
 
-        def record(recorder: Recorder) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-            if recorder is self.recorder:
-                if self.level is not None and not self.level.open:
-                    raise escaped()
-                first = self.first
-            elif self.outermost:
-                first = recorder.repeat(self.recorder)[self.first]
-            else:
-                raise escaped()
+        def record(recorder: Recorder) -> Recording:
+            first = self.first if recorder is self.recorder else recorder.repeat(self.recorder)[self.first]
             return recorder.pull(first, operands, avals), build
 
-        if not self.outermost and state.recorder is not self.recorder:
+        if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
             raise escaped()
         autograd.check_unchanged(self.versions)
         done = transform(self.func, operands, record)
@@ -197,19 +182,12 @@ class Kept:
 def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
     """The leaves and treedef of (args, kwargs), and which of the arrays among the leaves belong to the arguments at these positions."""
     leaves, spec = trees.flatten((args, kwargs))
-    starts = [0]
-    for a in args:
-        starts.append(starts[-1] + (1 if isinstance(a, torch.Tensor) else len(trees.flatten(a)[0])))
+    starts = [0, *itertools.accumulate([len(trees.flatten(a)[0]) for a in args])]
     order = {i: k for k, i in enumerate(split_arrays(leaves))}
     return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
 
 
 def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
     """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
-    found = [aval_of(x).with_grad(False) for x in leaves if isinstance(x, torch.Tensor)]
-    for k in active:
-        found[k] = found[k].with_grad(True)
-    return found
-
-
-__all__ = ["NOT_RECORDED", "Kept", "active_leaves", "avals_of", "entered", "off", "transform", "unwatched"]
+    wanted = frozenset(active)
+    return [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in leaves if isinstance(x, torch.Tensor)])]

@@ -42,20 +42,12 @@ def shown_line(filename: str, number: int) -> str:
     return f"{filename}:{number}" + (f": {text}" if text else "")
 
 
-def user_line() -> str:
-    """``file.py:12: y = x.nonzero()`` of the innermost frame of the user's own code; "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return shown_line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
-
-
 def at_line() -> str:
-    """`` (at file.py:12: …)``, the end of a message."""
-    line = user_line()
-    return f" (at {line})" if line else ""
+    """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f" (at {shown_line(frame.f_code.co_filename, frame.f_lineno)})"
 
 
 #: Ends the message of an error in a program that calls from several lines run; ``at_this_line`` puts the line there.
@@ -87,12 +79,7 @@ _DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3), "dot": (1, 1)}
 
 
 def in_words_of_vmap(name: str, args: Sequence[Any], error: Exception) -> Exception:
-    """The error of a function inside a vmap; for a product of tensors with wrong numbers of dimensions it is torch.func.vmap's.
-
-    Args:
-        name: the function's.
-        args: its positional arguments.
-    """
+    """The error of a function of that name inside a vmap; torch.func.vmap has its own for products of tensors of wrong dimensions."""
     wanted = _DIMENSIONS.get(name)
     given = tuple([getattr(x, "ndim", None) for x in args])
     if wanted is None or given == wanted or len(given) != 2:

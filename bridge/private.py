@@ -1,6 +1,6 @@
-"""Uses of names that PyTorch and JAX do not document, each with its reason; no other file uses such names.
+"""Uses of names that PyTorch and JAX do not document; no other file uses such names, so only this one breaks if they move.
 
-If a new version of PyTorch or JAX moves one of them, only this file breaks.
+Where no other reason is given, neither of them has a public way to do or to ask the same.
 """
 from __future__ import annotations
 
@@ -35,34 +35,55 @@ except ImportError:  # jax.experimental may drop it: then bridge/jit/taylor.py g
     jet_rules = {}
 
 
-class _Missing:
-    """Stands for a name that this version of PyTorch does not have: the package still imports, and a use of the name raises."""
+def _named(path: str) -> Any:
+    """The object under a name of torch's, looked up once because it is used at each call.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    If this version lacks the name, the package still imports, and a use of the name raises.
+    """
+    def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{self.path}: torch {torch.__version__} does not have this name, which is needed here; docs/versions.md lists the versions "
+            f"{path}: torch {torch.__version__} does not have this name, which is needed here; docs/versions.md lists the versions "
             "that work, and `torchfunc-jax doctor` tells which transforms do"
         )
 
-
-def _jax(path: str) -> Any:
-    """A module in jax._src; it is looked up at each use, so that in a version without it only that use fails."""
-    return operator.attrgetter(path)(jax._src)
-
-
-def _named(path: str) -> Any:
-    """The object under a name of torch's, looked up once because it is used at each call."""
     try:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:
-        return _Missing(path)
+        return missing
 
 
 #: Makes a tensor without storage, with only a shape, dtype, device and strides.  It is documented for subclass authors but named privately.
 make_wrapper: Callable[..., Any] = _named("torch.Tensor._make_wrapper_subclass")
+#: Makes PyTorch raise if it is to read the memory of a tensor that has none; otherwise it would read whatever is there.
+forbid_reading = _named("torch._C._set_throw_on_mutable_data_ptr")
+#: The tensor inside of one that a transform of torch.func, which has returned, has wrapped; any other tensor itself.
+alive = _named("torch._C._functorch.unwrap_if_dead")
+#: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
+without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
+#: While entered, no dispatch mode is active, so operators on plain tensors run as usual inside a trace.
+without_modes = _named("torch.utils._python_dispatch._disable_current_modes")
+#: The number of torch dispatch modes that are entered, PyTorch's own among them, and of torch function modes (a default device is one).
+count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
+function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
+#: The torch function modes that are entered, the outermost first.
+function_mode_stack = _named("torch.overrides._get_current_function_mode_stack")
+#: Enters a torch function mode, and leaves the innermost one, which is returned; the public way, a context, takes ten times as long.
+enter_function_mode = _named("torch._C._push_on_torch_function_stack")
+leave_function_mode = _named("torch._C._pop_torch_function_stack")
+#: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
+any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
+#: Whether forward-mode AD is on, and a context in which it is on or off.
+forward_mode_enabled: Callable[[], bool] = _named("torch._C._is_fwd_grad_enabled")
+set_forward_mode_enabled = _named("torch.autograd.forward_ad._set_fwd_grad_enabled")
+#: The ``info`` argument of a Function's vmap staticmethod.
+vmap_info = _named("torch._functorch.autograd_function.VmapInfo")
+torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
+_begin_vmap, _end_vmap = _named("torch._C._functorch._vmap_increment_nesting"), _named("torch._C._functorch._vmap_decrement_nesting")
+_add_batch_dim, _remove_batch_dim = _named("torch._C._functorch._add_batch_dim"), _named("torch._C._functorch._remove_batch_dim")
+_unwrap_batched = _named("torch._C._functorch._unwrap_batched")
+_functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
+_saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
+_precision = _named("torch._C._get_float32_matmul_precision")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -82,8 +103,15 @@ def opaque(function: _Function) -> _Function:
     return function
 
 
+def _copied(function: Any, space: dict[str, Any]) -> Any:
+    """A copy of a function with these globals."""
+    copy = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
 def torch_node(tree: Any) -> tuple[list[Any], Any] | None:
-    """Children and context of a node registered with torch's pytrees (torch offers no public registry to ask)."""
+    """Children and context of a node registered with torch's pytrees."""
     kind = _pytree._get_node_type(tree)
     if kind not in _pytree.SUPPORTED_NODES:
         return None
@@ -104,36 +132,14 @@ def below_python() -> Iterator[None]:
         yield
 
 
-def forbid_reading(t: torch.Tensor) -> None:
-    """Make PyTorch raise if it is to read the memory of a tensor that has none; otherwise it would read whatever is there."""
-    torch._C._set_throw_on_mutable_data_ptr(t)
-
-
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own decompositions of operators into simpler ones."""
     return torch._decomp.decomposition_table
 
 
-#: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
-without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
-
-
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """While entered, no dispatch mode is active, so operators on plain tensors run as usual inside a trace."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether PyTorch's C++ implements an operator by other operators, which ``OpOverload.decompose`` runs."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-_begin_vmap = _named("torch._C._functorch._vmap_increment_nesting")
-_end_vmap = _named("torch._C._functorch._vmap_decrement_nesting")
-_add_batch_dim = _named("torch._C._functorch._add_batch_dim")
-_remove_batch_dim = _named("torch._C._functorch._remove_batch_dim")
 
 
 def mapped_by_torch(fn: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor, in_dim: int, out_dim: int) -> torch.Tensor:
@@ -144,9 +150,6 @@ def mapped_by_torch(fn: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor,
         return _remove_batch_dim(fn(_add_batch_dim(t, in_dim, level)), level, size, out_dim)
     finally:
         _end_vmap()
-
-
-_functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 
 
 @contextlib.contextmanager
@@ -163,10 +166,6 @@ def parametrizations_anew() -> Iterator[None]:
 def which_generator(generator: torch.Generator) -> int:
     """The identity of a generator: an operator gets a new Python object for it at each call, and those objects are not equal."""
     return generator._cdata  # type: ignore[attr-defined]
-
-
-#: The number of torch dispatch modes that are entered, PyTorch's own among them; there is no public way to ask.
-count_of_dispatch_modes = _named("torch._C._len_torch_dispatch_stack")
 
 
 def transformed_by_torch() -> bool:
@@ -188,9 +187,6 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-_unwrap_batched = _named("torch._C._functorch._unwrap_batched")
-
-
 def lane_of_torch(t: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
     """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first."""
     for level in levels:
@@ -203,13 +199,8 @@ def vmapped_by_torch(
 ) -> tuple[torch.Tensor, tuple[bool, ...]]:
     """The result of a function inside torch's own vmaps, which torch.func offers only for functions of mapped tensors.
 
-    Args:
-        run: takes the numbers of the vmaps' levels.
-        vmaps: the size and the randomness of each, the outermost first.
-
-    Returns:
-        tuple: the result, and for each vmap whether its lanes have results of their own.  These have a dimension in front, the outermost
-        vmap's first.
+    run takes the numbers of the vmaps' levels; vmaps has the size and the randomness of each, the outermost first.  Also returns for each
+    vmap whether its lanes have results of their own: these have a dimension in front, the outermost vmap's first.
     """
     if not vmaps:
         return run(levels), ()
@@ -223,14 +214,6 @@ def vmapped_by_torch(
     if dim is None or randomness == "same":
         return out if dim is None else out.select(dim, 0), (False, *mapped)
     return out.movedim(dim, 0), (True, *mapped)
-
-
-def alive(t: torch.Tensor) -> torch.Tensor:
-    """The tensor inside of one that a transform of torch.func, which has returned, has wrapped; any other tensor itself.
-
-    PyTorch's operators do this by themselves.
-    """
-    return torch._C._functorch.unwrap_if_dead(t)
 
 
 def without_memory(t: torch.Tensor) -> str:
@@ -273,7 +256,7 @@ def stop_at(value: jax.Array, probe: Any) -> jax.Array:
     for tracer in _nested(value):
         if tracer._trace is probe:
             return at_level(value, inside, _cut)
-        inside += not hasattr(tracer, "val")
+        inside += hasattr(tracer, "primal")
     return value
 
 
@@ -307,23 +290,15 @@ def same_trace(one: Any, other: Any) -> bool:
     return one is other or (hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag)
 
 
-def times_differentiated(value: Any) -> int:
+def differentiations(value: Any) -> int:
     """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
-    return sum(not hasattr(tracer, "val") for tracer in _nested(value))
-
-
-def differentiates(value: Any) -> bool:
-    """Whether a value is a tracer of a transform that differentiates, at any level."""
-    return any(hasattr(tracer, "primal") for tracer in _nested(value))
+    return sum(hasattr(tracer, "primal") for tracer in _nested(value))
 
 
 def saved_tensor_pack() -> Any:
-    """The function that packs the tensors saved for backward if ``saved_tensors_hooks`` is entered; there is no public way to ask."""
+    """The function that packs the tensors saved for backward if ``saved_tensors_hooks`` is entered; else None."""
     found = _saved_tensors_hooks(True)
     return None if found is None else found[0]
-
-
-_saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def trace_of(value: Any) -> Any:
@@ -333,7 +308,7 @@ def trace_of(value: Any) -> Any:
 
 def current_trace() -> Any:
     """The JAX trace in progress; inside a function that jax.vmap maps, the one of its tracers."""
-    return _jax("core").trace_ctx.trace
+    return jax._src.core.trace_ctx.trace
 
 
 def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
@@ -383,7 +358,7 @@ class Lanes:
     @classmethod
     def of(cls, values: Iterable[Any]) -> Lanes | None:
         """Those of the innermost vmap that maps one of the values; None if there is none, or a transform inside it differentiates."""
-        trace: Any = _jax("core").trace_ctx.trace
+        trace: Any = current_trace()
         mapping = [v._trace for v in values if batched_value(v) is not None]
         while hasattr(trace, "axis_data"):  # vmap's
             if any(same_trace(trace, other) for other in mapping):
@@ -393,7 +368,7 @@ class Lanes:
 
     def outside(self) -> contextlib.AbstractContextManager[Any]:
         """While entered, JAX computes outside of the vmap."""
-        return _jax("core").set_current_trace(self.trace.parent_trace)
+        return jax._src.core.set_current_trace(self.trace.parent_trace)
 
     def joined(self, value: Any) -> tuple[Any, int | None]:
         """The value of all lanes, and its mapped dimension; None if the vmap does not map it."""
@@ -402,18 +377,7 @@ class Lanes:
 
     def apart(self, value: Any, dim: int | None) -> Any:
         """The value inside the vmap of what has a mapped dimension outside."""
-        return value if dim is None else _jax("interpreters.batching").BatchTracer(self.trace, value, dim)
-
-
-def mapped_first(values: Iterable[Any]) -> bool:
-    """Whether a vmap maps one of the values, and no transform inside that vmap differentiates."""
-    trace: Any = current_trace()
-    traces = {v._trace for v in values if batched_value(v) is not None}
-    while hasattr(trace, "axis_data"):  # vmap's
-        if trace in traces:
-            return True
-        trace = trace.parent_trace
-    return False
+        return value if dim is None else jax._src.interpreters.batching.BatchTracer(self.trace, value, dim)
 
 
 # JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough.
@@ -422,7 +386,7 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
 
     Only the versions that bridge/compiling.py names need it, so no other version can break it.
     """
-    compiler = _jax("compiler")
+    compiler = jax._src.compiler
     original = compiler.get_compile_options
 
     @functools.wraps(original)
@@ -446,11 +410,6 @@ def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] 
     return inner if inner is not None and method.__code__.co_filename == torch.autograd.function.__file__ else None
 
 
-def vmap_info(batch_size: int, randomness: str) -> Any:
-    """The ``info`` argument of a Function's vmap staticmethod."""
-    return torch._functorch.autograd_function.VmapInfo(batch_size=batch_size, randomness=randomness)
-
-
 def check_vmap_rules(cls: type[torch.autograd.Function]) -> None:
     """Raise PyTorch's own error for a Function that has two rules for vmap, or none."""
     if (cls.vmap is not torch.autograd.Function.vmap) is cls.generate_vmap_rule:
@@ -465,9 +424,7 @@ def results_of_rule(
 ) -> Any:
     """What a Function's vmap staticmethod has returned, with PyTorch's checks, as the Function's results.
 
-    Args:
-        arguments: those of the staticmethod; an output that is one of them becomes the original.
-        lane: takes another output and its out_dim.
+    An output that is one of the staticmethod's arguments becomes the original; lane takes another output and its out_dim.
     """
     rules = torch._functorch.autograd_function
     rules.validate_vmap_returns_tuple_of_two_elements(_ANY if isinstance(result, torch.Tensor) else result)  # it names the type
@@ -515,35 +472,15 @@ def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
                 return found
         elif name == "setup_context" and _applied.silent is cls:
             _applied.silent = None
-            return _nothing
+            return lambda *args: None
         return type.__getattribute__(cls, name)
 
     _function_meta.__getattribute__ = answer  # type: ignore[method-assign]
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
 def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
     """Skip the Function's own setup_context after a forward that ``answer_apply`` replaced; that forward calls this at its end."""
     _applied.silent = cls
-
-
-def forward_mode_enabled() -> bool:
-    """Whether forward-mode AD is on; there is no public function that tells."""
-    return torch._C._is_fwd_grad_enabled()
-
-
-@contextlib.contextmanager
-def set_forward_mode_enabled(on: bool) -> Iterator[None]:
-    """While entered, forward-mode AD is on or off; there is no public function that sets it."""
-    before = torch._C._is_fwd_grad_enabled()
-    torch._C._set_fwd_grad_enabled(on)
-    try:
-        yield
-    finally:
-        torch._C._set_fwd_grad_enabled(before)
 
 
 # A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.  They are Python functions, and callers
@@ -554,10 +491,7 @@ class _Redirect:
 
     def __init__(self, function: types.FunctionType, name: str) -> None:
         self.function, self.code = function, function.__code__
-        self.original = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-        )
-        self.original.__kwdefaults__ = function.__kwdefaults__
+        self.original = _copied(function, function.__globals__)
         space: dict[str, Any] = {}
         # Code that names its target can only be made from text; the user's line in an error is looked for outside this file.  The code
         # reads the same free variables, because reading the locals of a frame whose cells were never filled crashes.
@@ -621,13 +555,12 @@ def original(name: str) -> Callable[..., Any]:
 
 def redirect(on: bool) -> None:
     """Redirect torch's functions to ours, or with False restore them; if one of them fails, none is changed."""
-    turned: list[_Redirect] = []
+    redirects = _redirects().values()
     try:
-        for r in _redirects().values():
-            turned.append(r)
+        for r in redirects:
             r.turn(on)
     except BaseException:
-        for r in turned:
+        for r in redirects:
             r.turn(not on)
         raise
 
@@ -659,11 +592,6 @@ def by_user() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
-#: torch.func's; not every version has them under public names.
-torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
-torch_debug_unwrap = _named("torch.func.debug_unwrap")
-
-
 def torch_rearrange() -> Callable[..., torch.Tensor]:
     """``torch.func.rearrange``; before torch 2.12 only functorch has it.
 
@@ -675,22 +603,21 @@ def torch_rearrange() -> Callable[..., torch.Tensor]:
     try:
         module = importlib.import_module("functorch.einops.rearrange")
     except ModuleNotFoundError:
-        return _Missing("functorch.einops.rearrange")
+        return _named("functorch.einops.rearrange")
     try:
         module.rearrange(torch.zeros(1), "a -> a")
     except KeyError:
         space = {"dims": module.dims}
-        made: dict[str, Any] = {"exec": lambda code: exec(code, space), "locals": lambda: space}
-        make = module._create_rearrange_callable.__wrapped__
-        made["_create_rearrange_callable"] = functools.lru_cache(256)(types.FunctionType(make.__code__, {**vars(module), **made}))
-        return functools.wraps(module.rearrange)(types.FunctionType(module.rearrange.__code__, {**vars(module), **made}))
+        made = {**vars(module), "exec": lambda code: exec(code, space), "locals": lambda: space}
+        made["_create_rearrange_callable"] = functools.lru_cache(256)(_copied(module._create_rearrange_callable.__wrapped__, made))
+        return functools.wraps(module.rearrange)(_copied(module.rearrange, made))
     return module.rearrange
 
 
 def marked_distributed() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward sets the present profiler's mark; None if another function sets it.
 
-    The mark is the first operator of that forward, and the only one by which a trace recognizes such a module.
+    The mark is the first operator of that forward; a trace recognizes such a module by nothing else.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code not in (record_function.__enter__.__code__, record_function.__exit__.__code__):
@@ -719,13 +646,7 @@ def coordinator() -> Any:
 
     JAX's public collectives take no time limit, and wait for ever for a process that does not come.
     """
-    return _jax("distributed").global_state.client
-
-
-#: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
-any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
-#: The number of torch function modes that are entered (a default device is one); there is no public way to ask.
-function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
+    return jax._src.distributed.global_state.client
 
 
 def state_question() -> Callable[[], bool]:
@@ -740,9 +661,6 @@ def state_question() -> Callable[[], bool]:
         return lambda: False  # it is not known
 
 
-_precision = _named("torch._C._get_float32_matmul_precision")
-
-
 def float32_precision() -> Any:
     """``torch.get_float32_matmul_precision()``; if it raises, because each backend has its own, CUDA's and the CPU's precision."""
     try:
@@ -751,38 +669,18 @@ def float32_precision() -> Any:
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 
-def enter_function_mode(mode: TorchFunctionMode) -> None:
-    """Enter a torch function mode; the public way, a context, takes ten times as long."""
-    torch._C._push_on_torch_function_stack(mode)
-
-
-def leave_function_mode() -> Any:
-    """Leave the innermost torch function mode, and return it."""
-    return torch._C._pop_torch_function_stack()
-
-
-def function_mode_stack() -> list[Any]:
-    """The torch function modes that are entered, the outermost first."""
-    return torch.overrides._get_current_function_mode_stack()
-
-
-@functools.cache
-def _global_hooks() -> tuple[dict[int, Any], ...]:
-    module = torch.nn.modules.module
-    return (
-        module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks, module._global_backward_pre_hooks
-    )
+_GLOBAL_HOOKS = [_named(f"torch.nn.modules.module._global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 
 
 def global_module_hooks() -> tuple[Any, ...] | None:
     """The ids of the hooks that ``register_module_forward_hook`` and similar functions have added; None if there are none."""
-    forward, before, backward, before_backward = hooks = _global_hooks()
-    return tuple([tuple(h) for h in hooks]) if forward or before or backward or before_backward else None
+    forward, before, backward, before_backward = _GLOBAL_HOOKS
+    return tuple(map(tuple, _GLOBAL_HOOKS)) if forward or before or backward or before_backward else None
 
 
 def functions_of_global_hooks() -> list[Callable[..., Any]]:
     """The functions of the global module hooks, which may read captured tensors."""
-    return [hook for hooks in _global_hooks() for hook in hooks.values()]
+    return [hook for hooks in _GLOBAL_HOOKS for hook in hooks.values()]
 
 
 def default_device_of(mode: TorchFunctionMode) -> torch.device | None:
@@ -811,7 +709,7 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
 
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one the present trace, is inside a jax.vmap; JAX has no public way to ask."""
-    mapping = _jax("interpreters.batching").BatchTrace
+    mapping = jax._src.interpreters.batching.BatchTrace
     trace = current_trace() if tracer is None else getattr(tracer, "_trace", None)
     while trace is not None and not isinstance(trace, mapping):
         trace = getattr(trace, "parent_trace", None)
@@ -829,6 +727,4 @@ def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
         "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
         "setup_compilation_env": contextlib.nullcontext,
     }
-    around = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
-    around.__kwdefaults__ = function.__kwdefaults__
-    return around
+    return _copied(function, space)

@@ -545,6 +545,39 @@ def test_a_weak_reference_keeps_nothing_alive_and_is_looked_at_when_it_dies(name
     assert "whether the referent of a weak reference is dead was False and now is True" in compiled.programs()[0].why
 
 
+def _variable(t: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    def put(new: torch.Tensor) -> None:
+        nonlocal t
+        t = new
+
+    return lambda: t, put
+
+
+#: A place of a tensor: how it is read there, and how another tensor is put there.
+PLACES: dict[str, Callable[[torch.Tensor], tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]] = {
+    "a variable": _variable,
+    "an attribute": lambda t: (o := types.SimpleNamespace(one=t)) and (lambda: o.one, lambda new: setattr(o, "one", new)),
+    "another attribute": lambda t: (o := types.SimpleNamespace(another=t)) and (lambda: o.another, lambda new: setattr(o, "another", new)),
+    "an entry of a list": lambda t: (c := [t]) and (lambda: c[0], lambda new: c.__setitem__(0, new)),
+}
+
+
+@pytest.mark.parametrize("replaced", ["the first", "the second"])
+@pytest.mark.parametrize("second", PLACES)
+@pytest.mark.parametrize("first", PLACES)
+def test_one_tensor_at_two_places(first: str, second: str, replaced: str) -> None:
+    weight = torch.full((3,), 2.0)
+    (a, put), (b, put_second) = PLACES[first](weight), PLACES[second](weight)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * a() + b()
+
+    compiled = jit(fn)
+    same(compiled(X), fn(X))
+    (put if replaced == "the first" else put_second)(torch.zeros(3))
+    same(compiled(X), fn(X))
+
+
 def test_a_tensor_at_a_place_and_behind_a_weak_reference() -> None:
     weight = torch.full((3,), 2.0)
     reference, weights = weakref.ref(weight), [weight]

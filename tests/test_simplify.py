@@ -46,6 +46,32 @@ def test_what_is_removed(fn: Callable[..., object], equations: int) -> None:
         assert np.array_equal(mine, theirs)
 
 
+_jitted = jax.jit(lambda x: clipped(x) * 1)
+_branches = (lambda x: clipped(x) * 1, lambda x: x)
+
+
+def read_twice(x: jax.Array) -> jax.Array:
+    reference = jax.new_ref(x)
+    before = reference[...]
+    reference[...] = before * 2
+    return before + reference[...] * 3
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: _jitted(x) * 2 + _jitted(x) * 3,
+    lambda x: lax.cond(x[0] > 0, *_branches, x) * 2 + lax.cond(x[0] > 0, *_branches, x) * 3,  # its functions are in a tuple
+    read_twice,
+])
+def test_equal_equations_that_do_not_do_the_same(fn: Callable[[jax.Array], jax.Array]) -> None:
+    """Two calls of a function with a derivative of its own have two cotangents, and two reads of a reference may have two values."""
+    closed = jax.make_jaxpr(fn)(X)
+    jaxpr = simplified(closed.jaxpr)
+    mine = jax.value_and_grad(lambda x: jax.core.eval_jaxpr(jaxpr, closed.consts, x)[0].sum())(X)
+    theirs = jax.value_and_grad(lambda x: fn(x).sum())(X)
+    for one, other in zip(mine, theirs, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_effects_and_checks_stay() -> None:
     seen: list[int] = []
 

@@ -8,7 +8,6 @@ import torch
 
 from bridge.boundary import handing_over
 from bridge.boundary.untransformed import plain
-from bridge.private import torch_debug_unwrap
 from bridge.record.tensor import Recorded, Unrecordable
 from bridge.trace import tracing
 from torchfunc_jax._forward import jvp, linearize
@@ -55,7 +54,7 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
     return plain(func)
 
 
-@handing_over.call(torch_debug_unwrap)
+@handing_over.call(torch.func.debug_unwrap)
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """The values of a tensor inside a transform, with every level removed, as a plain torch tensor to look at.
 

@@ -33,14 +33,14 @@ class Sharing:
     """Whether two inputs of a program share memory and one of them is written to.
 
     Args:
-        written: ("argument" or "captured", index) of the inputs that the program writes to.
+        written: the inputs that the program writes to.
+        count: how many of the inputs are arguments; the others are captured tensors.
     """
 
     __slots__ = ("_arguments", "_captured", "_known", "_spans")
 
-    def __init__(self, written: Sequence[tuple[str, int]]) -> None:
-        self._arguments = frozenset(i for kind, i in written if kind == "argument")
-        self._captured = frozenset(i for kind, i in written if kind == "captured")
+    def __init__(self, written: Sequence[int], count: int) -> None:
+        self._arguments, self._captured = frozenset(written), frozenset(i - count for i in written)
         self._known: list[Any] = []  # the identities and addresses of the captured tensors to which the spans belong
         self._spans: list[_Span] = []
 

@@ -19,6 +19,7 @@ from bridge.convert import tensors, trees
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back
 from bridge.programs.cache_keys import Same
+from bridge.programs.guards import GONE_ERRORS
 from bridge.record.tiers import Tiered
 from bridge.trace import python_numbers
 from bridge.trace.python_numbers import Inputs
@@ -51,17 +52,13 @@ class Pair(NamedTuple):
         run: the forward pass, which keeps what the backward pass needs.
         back: the backward pass.
         kinds: whether each output requires grad.
-        inputs: positions in (*arguments, *captured) of the tensors whose earlier values the backward pass needs, and has copies of.
+        inputs: which of the program's inputs the backward pass needs the earlier values of, and has copies of.
     """
 
     run: Callable[..., Any]
     back: Callable[..., Any]
     kinds: list[bool]
     inputs: list[int]
-
-
-class Changed(Exception):
-    """A captured tensor has another shape or dtype than when the program was made."""
 
 
 class Compiled:
@@ -76,8 +73,8 @@ class Compiled:
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
         self.changing = changing  # which of these numbers are inputs
         self.traced: Any = None  # the traced function, if nothing else keeps it alive: its code is looked at
-        self.sharing = Sharing(program.written)
-        self.facts: list[tuple[str, str]] = []
+        self.sharing = Sharing(program.written, len(call.where))
+        self.facts: dict[str, str] = {}
         self.why = ""
         self.seconds, self.calls, self.used = 0.0, 0, 0
         self.jitted: list[Any] = []
@@ -100,15 +97,15 @@ class Compiled:
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if not self.donated:
             return self._kept(run)
-        chosen = set(self.donated)
+        chosen, count = set(self.donated), len(self.where) + len(self.program.places)
 
-        def split(kept: list[Any], given: list[Any], captured: Any, random: Any) -> Any:
+        def split(kept: list[Any], given: list[Any], random: Any) -> Any:
             source = iter(given), iter(kept)
-            return run([next(source[0] if i in chosen else source[1]) for i in range(len(self.where))], captured, random)
+            return run([next(source[0] if i in chosen else source[1]) for i in range(count)], random)
 
         jitted = self._kept(split, donate_argnums=1)
-        return lambda arguments, captured, random: jitted(
-            [a for i, a in enumerate(arguments) if i not in chosen], [a for i, a in enumerate(arguments) if i in chosen], captured, random
+        return lambda inputs, random: jitted(
+            [x for i, x in enumerate(inputs) if i not in chosen], [x for i, x in enumerate(inputs) if i in chosen], random
         )
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
@@ -127,34 +124,39 @@ class Compiled:
             jitted.clear_cache()
 
     def info(self) -> ProgramInfo:
-        arguments = tuple(f"{name}: {what}" for name, what in self.facts if name.startswith(("args", "kwargs")))
+        arguments = tuple(f"{name}: {what}" for name, what in self.facts.items() if name.startswith(("args", "kwargs")))
         return ProgramInfo(arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls)
 
-    def captured(self) -> list[torch.Tensor] | None:
-        """The current captured tensors; None if this program no longer fits."""
+    def captured(self) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """The current captured tensors and their arrays; None if this program no longer fits."""
         program = self.program
         if program.guards.needed and not program.guards.hold():
             return None
-        if not program.places:
-            return []
         try:
             found = [p.get() for p in program.places]
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError):
+        except GONE_ERRORS:
             return None
-        for t in found:
+        arrays = []
+        for t, signature in zip(found, self.signatures, strict=True):
             if not isinstance(t, torch.Tensor):
                 return None
-        return found
+            array, now = tensors.crossing(t)
+            if now != signature:
+                return None
+            arrays.append(array)
+        return found, arrays
+
+    def inputs(self, leaves: list[Any], captured: list[torch.Tensor]) -> list[Any]:
+        """The program's inputs: the arguments among the leaves, and the captured tensors."""
+        return [*[leaves[i] for i in self.where], *captured]
 
     def unfit(self, leaves: list[Any], captured: list[torch.Tensor]) -> str:
         """Why no program can be run on these tensors; "" if one can."""
-        arguments = [leaves[i] for i in self.where if i < len(leaves)]
-        if self.program.written and self.sharing.overlap(arguments, captured):
+        inputs = self.inputs(leaves, captured)
+        if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"
-        for kind, i in self.program.strided:
-            t = arguments[i] if kind == "argument" else captured[i]
-            if not Geometry.of(t).plain:
-                return "it counts from where a tensor's memory begins (as_strided), and the tensor is a view or not contiguous"
+        if not all(Geometry.of(inputs[i]).plain for i in self.program.strided):
+            return "it counts from where a tensor's memory begins (as_strided), and the tensor is a view or not contiguous"
         return ""
 
     def idle(self) -> bool:
@@ -162,62 +164,49 @@ class Compiled:
         program = self.program
         return bool(program.shared) and not self.layouts and self.bounds is None and not program.draws and not program.generators
 
-    def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[torch.Tensor]) -> bool:
-        """Whether this program, which takes numbers as inputs, gives the same results as a program that was made for these numbers."""
-        mine, theirs = self.program, other.program
+    def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[Any]) -> bool:
+        """Whether this program, which takes numbers as inputs, gives the same results as a program that was made for these numbers.
+
+        captured: the arrays of the other program's captured tensors.
+        """
         assert self.numbers is not None
-        avals = [[(v.aval.shape, v.aval.dtype) for v in p.jaxpr.jaxpr.outvars] for p in (mine, theirs)]
-        if (
-            avals[0] != avals[1] or mine.out_spec != theirs.out_spec or mine.is_tensor != theirs.is_tensor or mine.count != theirs.count
-            or mine.kinds != theirs.kinds or mine.draws != theirs.draws or mine.generators != theirs.generators
-            or mine.memory() != theirs.memory() or mine.drawn != theirs.drawn
-            or any(x is not y and Same(x) != Same(y) for x, y in zip(self.static(values), theirs.static, strict=True))
-        ):
+        static = zip(self.static(values), other.program.static, strict=True)
+        if self.program.interface() != other.program.interface() or any(x is not y and Same(x) != Same(y) for x, y in static):
             return False
         own = self.captured()
-        if own is None:
-            return False
-        floats, ints = self.numbers.evaluated(values)
-        return all(map(_close, self._tried([*inputs, floats, ints], own), other._tried(inputs, captured)))
+        mine = None if own is None else self._tried([*inputs, *self.numbers.evaluated(values), *own[1]])
+        return mine is not None and all(map(_close, mine, other._tried([*inputs, *captured])))
 
-    def _tried(self, inputs: list[Any], captured: list[torch.Tensor]) -> list[np.ndarray]:
+    def _tried(self, values: list[Any]) -> list[np.ndarray]:
         """The program's results; its writes are not carried out."""
-        values = [tensors.to_jax(t) for t in captured]
-        if self.donated:
-            inputs = [np.array(x) for x in inputs]
         with jax.enable_x64(True), compiling.at_call():
-            outs = self.forward(inputs, values, self.program.any_random())
+            outs = self.forward([np.array(x) for x in values] if self.donated else values, self.program.any_random())
         return [np.asarray(v) for v in outs]
 
     def static(self, numbers: Sequence[Any]) -> list[Any]:
         """The leaves of the result that are not tensors, for these numbers."""
         return [x.node.evaluate(numbers) if python_numbers.is_input(x) else x for x in self.program.static]
 
-    def call(self, leaves: list[Any], inputs: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
+    def call(self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
+        """Run the program; values: the arrays of the arguments among the leaves, one of which requires grad if grads, and of captured."""
         program = self.program
-        values = []
-        recording = grads
-        for t, signature in zip(captured, self.signatures, strict=True):
-            array, now = tensors.crossing(t)
-            if now != signature:
-                raise Changed
-            values.append(array)
-            recording = recording or t.requires_grad
         if self.idle():
             return self._finish([], leaves, captured)
-        if recording and torch.is_grad_enabled() and self.torch_out:
-            active = self._active(leaves, captured)
-            if any(self.pair(*active).kinds):
-                return self._recorded(leaves, captured, *active)
+        if self.torch_out and torch.is_grad_enabled() and (grads or [t for t in captured if t.requires_grad]):
+            every = self.inputs(leaves, captured)
+            active = self._active(every)
+            if any(self.pair(active).kinds):
+                return self._recorded(leaves, captured, every, active)
         random = program.random()
         if self.torch_out and compiling.options_suffice():
             with jax.enable_x64(True):
-                outs = self.forward(inputs, values, random)
+                outs = self.forward(values, random)
         else:
             with jax.enable_x64(True), compiling.correctly():
                 if not self.torch_out:
-                    values = [jax.device_put(v) for v in values]
-                outs = self.forward(inputs, values, random)
+                    first = len(values) - len(captured)
+                    values = [*values[:first], *jax.device_put(values[first:])]
+                outs = self.forward(values, random)
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
@@ -226,9 +215,8 @@ class Compiled:
         if self.one_out:
             outs[0].block_until_ready()
             return tensors.view(outs[0], self.layouts[0])
-        total = len(program.jaxpr.jaxpr.outvars)
         if self.packing:
-            results = self.packing.unpack(outs, self.device, total)
+            results = self.packing.unpack(outs, self.device, len(program.jaxpr.jaxpr.outvars))
         else:
             for v in outs:  # converting them while the program runs takes a core from it, and costs more than it saves
                 v.block_until_ready()
@@ -243,13 +231,13 @@ class Compiled:
 
     def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
-        arguments = [leaves[i] for i in self.where] if program.written or program.shared else []
+        inputs = self.inputs(leaves, captured) if program.written or program.shared else []
         if program.written:
-            targets = program.written_to(arguments, captured)
-            write_back([(t, v) for t, v in zip(targets, results[program.count :], strict=True) if isinstance(t, torch.Tensor)])
+            targets = zip([inputs[i] for i in program.written], results[program.count :], strict=True)
+            write_back([(t, v) for t, v in targets if isinstance(t, torch.Tensor)])
         outs = results[: program.count]
         if program.shared:
-            outs = program.outputs(outs, arguments, captured)
+            outs = program.outputs(outs, inputs)
         if not program.static or all(program.is_tensor):
             return trees.unflatten(program.out_spec, outs)
         return self._tree(outs, leaves)
@@ -261,36 +249,30 @@ class Compiled:
 
     def _finish_jax(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
         program = self.program
-        pairs = [(captured[i], v) for (kind, i), v in zip(program.written, outs[program.count :], strict=True) if kind == "captured"]
+        first = len(self.where)
+        pairs = [(captured[i - first], v) for i, v in zip(program.written, outs[program.count :], strict=True) if i >= first]
         write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if is_local(v)])
         return self._tree(outs, leaves)
 
-    def _active(self, leaves: list[Any], captured: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The arguments and the captured tensors that torch's autograd goes back to."""
-        arguments = [leaves[i] for i in self.where]
-        given = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in arguments])
-        wanted = tuple([x.requires_grad and inexact_dtype(x.dtype) for x in captured])
-        if (given, wanted) not in self.active:
-            self.active[given, wanted] = self.program.reached(*[[i for i, w in enumerate(of) if w] for of in (given, wanted)])
-        return self.active[given, wanted]
+    def _active(self, inputs: list[Any]) -> tuple[int, ...]:
+        """The inputs that torch's autograd goes back to."""
+        wanted = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in inputs])
+        if wanted not in self.active:
+            self.active[wanted] = self.program.reached([i for i, w in enumerate(wanted) if w])
+        return self.active[wanted]
 
-    def _recorded(
-        self, leaves: list[Any], captured: list[torch.Tensor], active: tuple[int, ...], active_captured: tuple[int, ...]
-    ) -> Any:
-        arguments = [leaves[i] for i in self.where]
-        written = set(map(id, self.program.written_to(arguments, captured)))
-        diff = [arguments[i] for i in active] + [captured[i] for i in active_captured]
+    def _recorded(self, leaves: list[Any], captured: list[torch.Tensor], inputs: list[Any], active: tuple[int, ...]) -> Any:
         # the backward pass needs the earlier values of the written tensors, so these are cloned
-        outs = ProgramNode.apply(self, arguments, captured, active, active_captured, *[t.clone() if id(t) in written else t for t in diff])
-        return self._finish(list(outs), leaves, captured)
+        written = {id(inputs[i]) for i in self.program.written}
+        diff = [inputs[i].clone() if id(inputs[i]) in written else inputs[i] for i in active]
+        return self._finish(list(ProgramNode.apply(self, inputs, active, *diff)), leaves, captured)
 
-    def pair(self, active: tuple[int, ...], active_captured: tuple[int, ...]) -> Pair:
-        """The forward and backward passes for these arguments and captured tensors; each is compiled at its first call."""
-        key = (active, active_captured)
-        if key not in self.recorded:
+    def pair(self, active: tuple[int, ...]) -> Pair:
+        """The forward and backward passes for these inputs; each is compiled at its first call."""
+        if active not in self.recorded:
             inputs: list[int] = []
             if self.tiered:
-                run, pull_back_held, passed = in_two(self.checked, active, active_captured)
+                run, pull_back_held, passed = in_two(self.checked, active)
                 back, pure = self._kept(pull_back_held), self.pure
 
                 def meanwhile(traced: jax.stages.Traced) -> None:
@@ -301,10 +283,10 @@ class Compiled:
 
                 run = self._kept(run, traced=meanwhile)
             else:
-                run = self._kept(differentiated(self.checked, active, active_captured))
+                run = self._kept(differentiated(self.checked, active))
                 back = self._kept(functools.partial(pull_back))  # a new function, because JAX caches compiled programs per function
-            self.recorded[key] = Pair(run, back, self.program.kinds_for(active, active_captured), inputs)
-        return self.recorded[key]
+            self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
+        return self.recorded[active]
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -329,6 +311,3 @@ def memory_of(function: Callable[..., list[jax.Array]], avals: Sequence[jax.Shap
         program = jax.jit(lambda consts, *arrays: jax.core.eval_jaxpr(closed.jaxpr, consts, *arrays), compiler_options=compiling.options())
         found = program.lower(consts, *avals).compile().memory_analysis()
     return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes)
-
-
-__all__ = ["Changed", "Compiled", "ProgramInfo", "memory_of"]

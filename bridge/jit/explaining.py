@@ -65,7 +65,7 @@ def name_of(jitted: Any) -> str:
     return getattr(jitted, "__name__", type(getattr(jitted, "__wrapped__", jitted)).__name__)
 
 
-def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tuple[str, str]], Guards]]) -> str:
+def reason(facts: dict[str, str], others: Sequence[tuple[dict[str, str], Guards]]) -> str:
     """How a new program differs from the most similar earlier one, by its facts and by the changes that the earlier one's guards find."""
     if not others:
         return "it is the first one"
@@ -75,8 +75,7 @@ def reason(facts: Sequence[tuple[str, str]], others: Sequence[tuple[Sequence[tup
     return "; ".join(found)
 
 
-def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
-    before, now = dict(old), dict(new)
+def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [
         f"{name} was {before.get(name, 'not there')} and now is {now.get(name, 'not there')}"
         for name in {**before, **now}
@@ -84,10 +83,10 @@ def _differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]])
     ]
 
 
-def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
+def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
     """The conditions of a program in words: the names of arguments and states, each with its description."""
-    found = []
-    numbered = dict(zip(entry.numbered, range(len(entry.numbered)), strict=True))
+    found = {"the structure of the arguments": repr(call.spec)}
+    numbered = {i: k for k, i in enumerate(entry.numbered)}
     recording = key[-2]
     for i, (path, x) in enumerate(zip(trees.paths(call.spec), call.leaves, strict=True)):
         (which, *steps) = path
@@ -106,9 +105,6 @@ def facts(call: Call, key: Any, entry: Compiled) -> list[tuple[str, str]]:
             text = repr(x)
             what = text if len(text) < 80 else f"{text[:77]}..."
             what = f"{type(x).__name__} {what}" if isinstance(x, bool | int | float) else what
-        found.append((name, what))
-    structure, mode = ("the structure of the arguments", repr(call.spec)), ("grad mode", "on" if recording else "off")
-    return [structure, *found, mode, ("random numbers", "torch's" if key[-4] else "JAX's"), *describe(key[-1])]
-
-
-__all__ = ["explain", "facts", "name_of", "reason", "say"]
+        found[name] = what
+    states = {"grad mode": "on" if recording else "off", "random numbers": "torch's" if key[-4] else "JAX's"}
+    return {**found, **states, **describe(key[-1])}

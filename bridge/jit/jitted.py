@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import functools
 import itertools
-import operator
 import sys
 import threading
 import time
@@ -24,7 +24,7 @@ from bridge.boundary.handing_over import torch_looks
 from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
-from bridge.jit.compiled import Changed, Compiled, ProgramInfo
+from bridge.jit.compiled import Compiled, ProgramInfo
 from bridge.jit.program import aval, forward, stage
 from bridge.modules import SWAPPING
 from bridge.private import opaque
@@ -39,17 +39,15 @@ from bridge.trace.torch_numbers import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
 
+@dataclasses.dataclass(slots=True)
 class _Family:
     """The programs for calls that differ only in Python numbers."""
 
-    __slots__ = ("by_value", "changing", "first", "programs", "watched")
-
-    def __init__(self) -> None:
-        self.changing: frozenset[int] = frozenset()  # which of the numbers are inputs
-        self.by_value: set[int] = set()  # the numbers whose values the function asks for
-        self.first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
-        self.programs: dict[Any, list[Compiled]] = {}
-        self.watched: list[Any] = []
+    changing: frozenset[int] = frozenset()  # which of the numbers are inputs
+    by_value: set[int] = dataclasses.field(default_factory=set)  # the numbers whose values the function asks for
+    first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
+    programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
+    watched: list[Any] = dataclasses.field(default_factory=list)
 
     def key(self, numbers: Sequence[Any]) -> Any:
         return tuple([None if k in self.changing else identical(x) for k, x in enumerate(numbers)])
@@ -160,34 +158,34 @@ class Jitted:
                 if captured is not None:
                     try:
                         return self._run(entry, leaves, inputs, captured, grads, args, kwargs)
-                    except Changed:
-                        continue
                     except Misfit:
                         misfit = True
+        start = time.perf_counter()
         try:
             entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
         except (OutsideOfView, SeededInside) as error:
             return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured()
         assert captured is not None
-        start = time.perf_counter()
         out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)
         entry.seconds += time.perf_counter() - start
         return out
 
     def _run(
-        self, entry: Compiled, leaves: list[Any], inputs: list[Any], captured: list[torch.Tensor], grads: bool, args: Any, kwargs: Any
+        self, entry: Compiled, leaves: list[Any], inputs: list[Any], captured: tuple[list[torch.Tensor], list[Any]], grads: bool,
+        args: Any, kwargs: Any,
     ) -> Any:
         entry.used = next(self._clock)
         entry.calls += 1
-        if entry.program.written or entry.program.strided:
-            reason = entry.unfit(leaves, captured)
-            if reason:
-                return self._unjitted(reason, entry.torch_out, args, kwargs)
         if entry.numbers is not None:
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
-        return entry.call(leaves, inputs, captured, grads)
+        found, arrays = captured
+        if entry.program.written or entry.program.strided:
+            reason = entry.unfit(leaves, found)
+            if reason:
+                return self._unjitted(reason, entry.torch_out, args, kwargs)
+        return entry.call(leaves, [*inputs, *arrays], found, grads)
 
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
         """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""
@@ -207,17 +205,15 @@ class Jitted:
         with random_numbers(self._random), SWAPPING, self._lock:
             family = self._families.get(key)
             if family is None:
-                family = self._families[key] = _Family()
-                family.watched = [weakref.ref(x, functools.partial(_drop, self._families, key)) for x in _mortal(call.leaves)]
+                families, family = self._families, _Family()
+                family.watched = [weakref.ref(x, lambda _: families.pop(key, None)) for x in _mortal(call.leaves)]
+                families[key] = family
             for made in family.find(numbers):  # another thread may have made it while this one waited
                 if not any(made is t for t in tried) and made.captured() is not None:
                     return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
-                start = time.perf_counter()
-                program = stage(self._unwrapped, call, self._donated(call))
-                entry = Compiled(program, call, key[-3], self._donated(call))
-                entry.seconds = time.perf_counter() - start
+                entry = Compiled(stage(self._unwrapped, call, self._donated(call)), call, key[-3], self._donated(call))
                 if not misfit and (family.first is None or family.first[1].captured() is None):
                     family.first = (numbers, entry)
             entry.used = next(self._clock)
@@ -239,7 +235,6 @@ class Jitted:
         captured = first.captured()
         if captured is None:
             return None
-        start = time.perf_counter()
         numbered = [i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int]
         numbers_in = Inputs(numbers)
         leaves = list(call.leaves)
@@ -262,39 +257,38 @@ class Jitted:
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with
             else:
-                right = entry.agrees(first, values, inputs, captured)
+                right = entry.agrees(first, values, inputs, captured[1])
         except Exception:  # whatever it is, the trace with static numbers shows it to the user
             right = False
         family.by_value |= numbers_in.asked if right else changing
         if not right:
             return None
         family.changing = changing
-        entry.seconds = time.perf_counter() - start
         return entry
 
     def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call) -> None:
         """Write down the conditions of the program, and why none of the existing programs fits."""
-        every = [e for f in self._families.values() for es in f.programs.values() for e in es]
+        every = [e for *_, e in self._entries()]
         entry.facts = explaining.facts(call, key, entry)
         entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
         explaining.say(self, f"a program was compiled: {entry.why}")
 
+    def _entries(self) -> list[tuple[Any, Any, Compiled]]:
+        """All programs, each with the key of its family and its key in there."""
+        return [(k, sub, e) for k, f in list(self._families.items()) for sub, es in list(f.programs.items()) for e in es]
+
     def _limit(self) -> None:
         """Forget the least recently used programs."""
-        while True:
-            every = [(e.used, k, sub, e) for k, f in self._families.items() for sub, es in f.programs.items() for e in es]
-            if len(every) <= self._most:
-                return
-            if not self._warned:
-                self._warned = True
-                latest = max(every, key=operator.itemgetter(0))[3]
-                warnings.warn(
-                    f"jit of {explaining.name_of(self)}: more than max_programs={self._most} programs were compiled, the last because "
-                    f"{latest.why}. Those used least recently are forgotten, and compiled again if they are called. Pass what changes as a "
-                    f"tensor, or as a Python number among the arguments; docs/jit.md tells more{at_line()}",
-                    RuntimeWarning, stacklevel=2,
-                )
-            _, key, sub, entry = min(every, key=operator.itemgetter(0))
+        every = sorted(self._entries(), key=lambda found: found[2].used)
+        if len(every) > self._most and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"jit of {explaining.name_of(self)}: more than max_programs={self._most} programs were compiled, the last because "
+                f"{every[-1][2].why}. Those used least recently are forgotten, and compiled again if they are called. Pass what changes as "
+                f"a tensor, or as a Python number among the arguments; docs/jit.md tells more{at_line()}",
+                RuntimeWarning, stacklevel=2,
+            )
+        for key, sub, entry in every[: max(0, len(every) - self._most)]:
             family = self._families[key]
             family.programs[sub] = [e for e in family.programs[sub] if e is not entry]
             if not family.programs[sub]:
@@ -319,8 +313,7 @@ class Jitted:
             >>> f.programs()[0].arguments
             ('args[0]: float32[3]', 'args[1]: float, an input')
         """
-        every = [e for f in list(self._families.values()) for es in list(f.programs.values()) for e in es]
-        return [e.info() for e in sorted(every, key=lambda e: -e.used)]
+        return [e.info() for e in sorted([e for *_, e in self._entries()], key=lambda e: -e.used)]
 
     def _unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         return self._func(*[a.value if type(a) is Same else a for a in args], **kwargs)
@@ -353,7 +346,7 @@ class Jitted:
             program = stage(self._unwrapped, call)
         with jax.enable_x64(True), compiling.correctly():
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
-            return run.lower([aval(x) for x in call.arrays], [aval(p.get()) for p in program.places], program.any_random())
+            return run.lower([aval(x) for x in (*call.arrays, *[p.get() for p in program.places])], program.any_random())
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
@@ -390,10 +383,3 @@ def _mortal(leaves: Sequence[Any]) -> Iterator[Any]:
         x = getattr(x, "__self__", x)
         if not isinstance(x, torch.Tensor | jax.Array) and by_identity(x) and weak(x) is not x:
             yield x
-
-
-def _drop(families: dict[Any, _Family], key: Any, _: Any) -> None:
-    families.pop(key, None)
-
-
-__all__ = ["Jitted"]

@@ -6,6 +6,7 @@ the product in the order of its computation and copies it into the order of the 
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ def in_order(jaxpr: Any) -> Any:
 
     Values are the same to the bit, because an outer product sums nothing.
     """
-    uses = collections.Counter(v for e in jaxpr.eqns for v in e.invars if not isinstance(v, Literal))
-    uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    read = itertools.chain(*[e.invars for e in jaxpr.eqns], jaxpr.outvars)
+    uses = collections.Counter(v for v in read if not isinstance(v, Literal))
     chains: dict[Any, tuple[Any, tuple[int, ...], list[int]]] = {}  # by the last variable: the product, its order, the equations between
     for i, e in enumerate(jaxpr.eqns):
         if e.primitive is lax.dot_general_p and _outer(e):
@@ -28,16 +29,13 @@ def in_order(jaxpr: Any) -> Any:
         elif e.primitive is lax.transpose_p and uses[e.invars[0]] == 1 and e.invars[0] in chains:
             product, order, way = chains.pop(e.invars[0])
             chains[e.outvars[0]] = product, tuple(order[k] for k in e.params["permutation"]), [*way, i]
-    eqns: list[Any] = list(jaxpr.eqns)
-    changed = False
+    eqns: list[list[Any]] = [[e] for e in jaxpr.eqns]
     for out, (product, order, way) in chains.items():
         if order != tuple(range(len(order))):
-            changed = True
-            eqns[way[0] : way[-1] + 1] = [None if i in way else e for i, e in enumerate(eqns[way[0] : way[-1] + 1], way[0])]
+            for i in way:
+                eqns[i] = []
             eqns[way[-1]] = _written(product, order, out)
-    if not changed:
-        return jaxpr
-    return jaxpr.replace(eqns=[e for group in eqns if group is not None for e in (group if isinstance(group, list) else [group])])
+    return jaxpr.replace(eqns=list(itertools.chain(*eqns)))
 
 
 def _outer(e: Any) -> bool:
@@ -66,6 +64,3 @@ def _written(e: Any, order: tuple[int, ...], out: Any) -> list[Any]:
         q.replace(invars=[v if isinstance(v, Literal) else known.get(v, v) for v in q.invars], outvars=[known.get(v, v) for v in q.outvars])
         for q in small.eqns
     ]
-
-
-__all__ = ["in_order"]

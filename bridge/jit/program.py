@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
@@ -43,27 +43,26 @@ _PACK_FROM, _PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each 
 
 @dataclasses.dataclass(slots=True)
 class Program:
-    """A staged function.
+    """A staged function.  Its inputs are the arguments that are arrays and then the captured tensors; they are numbered together.
 
     Attributes:
-        jaxpr: (arguments, captured, seeds, numbers that torch draws) -> outputs, then written values.
+        jaxpr: (inputs, seeds, numbers that torch draws) -> outputs, then written values.
         places: where each call looks for the captured tensors.
         guards: the other conditions under which the program is right.
         out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and which of its leaves are tensors.
-        written: for each written value, ("argument", index) or ("captured", index).
+        count: the number of outputs of the jaxpr, without the written values.
+        written: for each written value, the input that it is written to.
         generators: the explicit torch generators that the program draws from, by seed slot.
         draws: whether the program draws a seed from the default generator.
-        drawn: the draws that torch makes before each run.
-        numbers: which of these draws are inputs.
-        used: which of the candidates for capture are captured.
-        candidates: the number of candidates.
-        strided: the arguments and captured tensors that the function passes to ``as_strided``, which counts from where the memory begins.
+        strided: the inputs that the function passes to ``as_strided``, which counts from where the memory begins.
         types_matter: whether the function may have called ``type``.
         kinds: for each output and written value, whether torch's autograd can go back through it.
-        sources: for each output and written value, the inputs of the jaxpr that autograd goes back to, as bits of a number.
+        sources: for each output and written value, the inputs that autograd goes back to, as bits of a number.  ``operands.constant``
+            (no_grad, detach) stops it; a derivative that is always zero does not, because PyTorch's sign(x) requires grad if x does.
         behind: ``sources``, and the inputs that only rules of autograd.Functions use: a second derivative goes back to them.
-        shared: the outputs that are views and no outputs of the jaxpr, in order: (index, "argument", "captured" or "output", the index of
-            that of which it is a view, the views).
+        shared: the outputs that are views and no outputs of the jaxpr, in order: (index, the input or Output that it is a view of, views).
+        drawn: the draws that torch makes before each run.
+        numbers: which of these draws are inputs of the jaxpr.
     """
 
     jaxpr: ClosedJaxpr
@@ -73,82 +72,63 @@ class Program:
     static: list[Any]
     is_tensor: list[bool]
     count: int
-    written: list[tuple[str, int]]
+    written: list[int]
     generators: list[torch.Generator]
     draws: bool
-    used: list[int]
-    candidates: int
-    strided: list[tuple[str, int]]
+    strided: list[int]
     types_matter: bool
     kinds: list[bool]
     sources: list[int]
     behind: list[int]
-    shared: list[tuple[int, str, int, tuple[View, ...]]]
+    shared: list[tuple[int, int | Output, tuple[View, ...]]]
     drawn: list[Draw | Rewind]
     numbers: list[int]
 
-    def written_to(self, arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
-        """The targets of the written values among these arguments and captured tensors."""
-        return [arguments[i] if kind == "argument" else captured[i] for kind, i in self.written]
-
-    def outputs(self, computed: list[Any], arguments: Sequence[Any], captured: Sequence[torch.Tensor]) -> list[Any]:
+    def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
         """All outputs, from those of the jaxpr; call it when the written values have been written."""
         found = list(computed)
         for i, *_ in self.shared:
             found.insert(i, None)
-        of: dict[str, Any] = {"argument": arguments, "captured": captured, "output": list(map(Output, range(len(found))))}
-        return placed(found, [(i, of[kind][k], views) for i, kind, k, views in self.shared])
+        return placed(found, [(i, inputs[of] if isinstance(of, int) else of, views) for i, of, views in self.shared])
 
-    def memory(self) -> tuple[list[Any], list[Any]]:
-        """The targets of the written values, and the outputs that share memory, with each captured tensor given by its place."""
-        places = [("captured", id(p.container), p.key) for p in self.places]
+    def interface(self) -> tuple[Any, ...]:
+        """What a caller sees of the program, to be compared with another one's; each captured tensor is given by its place."""
+        jaxpr = self.jaxpr.jaxpr
+        arguments = range(len(jaxpr.invars) - len(self.places) - 1 - len(self.numbers))
+        names = [*arguments, *[(id(p.container), p.key) for p in self.places]]
+        shared = [(i, names[of] if isinstance(of, int) else of, views) for i, of, views in self.shared]
         return (
-            [(kind, i) if kind == "argument" else places[i] for kind, i in self.written],
-            [(i, kind, places[k] if kind == "captured" else k, views) for i, kind, k, views in self.shared],
-        )
+            [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars], self.out_spec, self.is_tensor, self.count, self.kinds, self.draws,
+            self.generators, self.drawn, [names[i] for i in self.written], shared,
+        )  # fmt: skip
 
-    def reached(self, arguments: Sequence[int], captured: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The given arguments and captured tensors that torch's autograd goes back to."""
-        targets = [self._target(kind, i) for kind, i in self.written]
-        every = functools.reduce(operator.or_, [*itertools.compress(self.behind, self.kinds), *targets], 0)
-        return tuple(i for i in arguments if every & 1 << i), tuple(i for i in captured if every & self._bit(i))
+    def reached(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """Which of these inputs torch's autograd goes back to."""
+        every = functools.reduce(operator.or_, itertools.compress(self.behind, self.kinds), 0)
+        return tuple(i for i in inputs if every & 1 << i)
 
-    def direct(self, arguments: Sequence[int], captured: Sequence[int], given: Sequence[bool]) -> list[bool]:
-        """For each of these tensors, whether the first derivative of a given output goes back to it, and not only a second one.
+    def direct(self, inputs: Sequence[int], given: Sequence[bool]) -> list[bool]:
+        """For each of these inputs, whether the first derivative of a given output goes back to it, and not only a second one.
 
         given: for each output, then for each written value, whether it has a cotangent.
         """
-        targets = [0] * self.count + [self._target(kind, i) for kind, i in self.written]
-        every = 0
-        for source, target, kind, wanted in zip(self.sources, targets, self.kinds, given, strict=True):
-            every |= (source if kind else 0) | target if wanted else 0
-        return [bool(every & 1 << i) for i in arguments] + [bool(every & self._bit(i)) for i in captured]
+        every = functools.reduce(operator.or_, itertools.compress(self.sources, given), 0)
+        return [bool(every & 1 << i) for i in inputs]
 
-    def kinds_for(self, arguments: Sequence[int], captured: Sequence[int]) -> list[bool]:
-        """``kinds`` if only these arguments and captured tensors require grad; a written tensor that requires grad keeps a history."""
-        wanted = sum(1 << i for i in arguments) | sum(self._bit(i) for i in captured)
-        targets = [0] * self.count + [self._target(kind, i) for kind, i in self.written]
-        return [k and bool((s | t) & wanted) for k, s, t in zip(self.kinds, self.sources, targets, strict=True)]
-
-    def _target(self, kind: str, i: int) -> int:
-        return 1 << i if kind == "argument" else self._bit(i)
-
-    def _bit(self, captured: int) -> int:
-        return 1 << len(self.jaxpr.jaxpr.invars) - len(self.numbers) - 1 - self.candidates + self.used[captured]
+    def kinds_for(self, inputs: Sequence[int]) -> list[bool]:
+        """``kinds`` if only these inputs require grad; a written tensor that requires grad keeps a history."""
+        wanted = sum(1 << i for i in inputs)
+        return [k and bool(s & wanted) for k, s in zip(self.kinds, self.sources, strict=True)]
 
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
-    def run(self, arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
+    def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values.  random: what ``random`` or ``any_random`` gives."""
-        every: list[Any] = [None] * (len(self.jaxpr.jaxpr.invars) - len(self.numbers))
-        every[: len(arguments)] = arguments
-        for position, value in zip(self.used, captured, strict=True):
-            every[len(arguments) + position] = value
-        every[-1], numbers = (_ANY_SEEDS, []) if random is None else random
-        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *every, *numbers)
+        seeds, numbers = (_ANY_SEEDS, []) if random is None else random
+        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *inputs, seeds, *numbers)
 
     @property
     def is_random(self) -> bool:
@@ -192,23 +172,18 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     """
     roots = [fn, *(x for x in call.leaves if not is_array(x)), *private.functions_of_global_hooks()]
     arguments = {id(x) for x in call.arrays}
-
-    def those_of(found: closure_scan.Found) -> list[tuple[torch.Tensor, closure_scan.Place]]:
-        return [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
-
-    found = closure_scan.scan(*roots)
-    candidates = those_of(found)
-    program, missing = trace(fn, call, candidates, found, donated=donated)
-    if missing:
-        found = closure_scan.scan(*roots, deeper=True)
-        candidates = those_of(found)
-    for _ in range(_TRACES):
+    candidates: list[tuple[torch.Tensor, closure_scan.Place]] = []
+    missing: list[torch.Tensor] = []
+    for attempt in range(1 + _TRACES):
+        if attempt < 2:
+            found = closure_scan.scan(*roots, deeper=attempt > 0)
+            candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
+        # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
+        known = {id(t) for t, _ in candidates}
+        candidates += [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
+        program, missing = trace(fn, call, candidates, found, donated=donated)
         if not missing:
             return program
-        # the scan cannot find these tensors: they become inputs too, and the program itself holds them
-        known = {id(t) for t, _ in candidates}
-        candidates = candidates + [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = trace(fn, call, candidates, found, donated=donated)
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
     raise RuntimeError(
         f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
@@ -226,17 +201,17 @@ def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
     watch: random_keys.Watch | random_keys.Unwatched | None = None, donated: Sequence[int] = (),
 ) -> tuple[Program, list[torch.Tensor]]:
+    """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use."""
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
-    position = {id(t): i for i, (t, _) in enumerate(candidates)}
+    generators: dict[int, torch.Generator] = {}
     watch = watch or random_keys.Watch(found.generators)
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
             root.staged = root.recorded = True
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
-            generators: list[torch.Generator] = []
             keys: dict[int, Any] = {}
 
             def key_of(generator: torch.Generator | None) -> Any:
@@ -245,9 +220,8 @@ def trace(
                     info["draws"] = True
                 else:
                     which = private.which_generator(generator)
-                    if not any(which == private.which_generator(g) for g in generators):
-                        generators.append(generator)
-                    slot = 1 + next(i for i, g in enumerate(generators) if private.which_generator(g) == which)
+                    generators.setdefault(which, generator)
+                    slot = 1 + list(generators).index(which)
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
                 if slot not in keys:
@@ -260,59 +234,52 @@ def trace(
                 info["drawn"] = root.drawn = AtEachCall(seeds, watch.draw)
             with watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
-            met = root.captured
-            values = result.values[: len(result.values) - len(result.written)]
-            shared: list[Any] = []
+            met = dict(root.captured)
+            shared: list[tuple[int, Any, tuple[View, ...]]] = []
             if all(isinstance(x, torch.Tensor) for x in call.arrays):
                 for i, t, views in shared_memory.outputs(result, call.arrays, met.values()):
                     source = result.shared[i][0]
-                    if isinstance(source, Output):
-                        shared.append((i, "output", source.index, views))
-                    elif source not in donated:
-                        shared.append((i, *(("argument", source) if isinstance(source, int) else ("captured", id(t))), views))
+                    if source not in donated:
+                        shared.append((i, source if isinstance(source, int) else t, views))
             elsewhere = {i for i, *_ in shared}
-            values = [v for i, v in enumerate(values) if i not in elsewhere]
-            written: list[tuple[str, int]] = []
-            extra: list[Any] = []
-            detached: list[bool] = []
-            nodes = {id(node): key for key, (_, node) in met.items()}
-            for target, index, alone in result.written:
-                if isinstance(target, int):
-                    written.append(("argument", target))
-                elif id(target) in nodes:
-                    written.append(("captured", position.get(nodes[id(target)], -1)))
-                else:
-                    continue
-                extra.append(result.values[index])
-                detached.append(alone)
-            kinds = [inexact(v) for v in values] + [inexact(v) and not d for v, d in zip(extra, detached, strict=True)]
+            outputs = result.values[: len(result.values) - len(result.written)]
+            values = [v for i, v in enumerate(outputs) if i not in elsewhere]
+            of_node = {node: t for t, node in met.values()}
+            written = [(t if isinstance(t, int) else of_node.get(t), result.values[i], alone) for t, i, alone in result.written]
+            written = [(t, v, alone) for t, v, alone in written if t is not None]
             info.update(
-                meta=result.meta, count=len(values), written=written, shared=shared, kinds=kinds, generators=generators,
-                asked={key for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked},
-                used=[position[key] for key in met if key in position], missing=[t for key, (t, _) in met.items() if key not in position],
+                meta=result.meta, count=len(values), written=[t for t, *_ in written], shared=shared, met=met,
+                kinds=[inexact(v) for v in values] + [inexact(v) and not alone for _, v, alone in written],
             )
-            return values + extra
+            return values + [v for _, v, _ in written]
 
     with jax.enable_x64(True), compiling.correctly():
         avals = [aval(x) for x in call.arrays]
-        jaxpr = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
-    drawn = info.get("drawn")
-    whole, numbers = (jaxpr.jaxpr, []) if drawn is None else drawn.as_inputs(jaxpr.jaxpr)
-    jaxpr = jaxpr.replace(jaxpr=simplified(whole))
-    used = sorted(info["used"])
-    order = {p: i for i, p in enumerate(used)}
+        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     spec, static, is_tensor = info["meta"]
-    strided = [("argument", k) for k, g in enumerate(traceable.geometries) if g.asked]
-    strided += [("captured", i) for i, p in enumerate(used) if id(candidates[p][0]) in info["asked"]]
+    drawn = info.get("drawn")
+    jaxpr, numbers = (closed.jaxpr, []) if drawn is None else drawn.as_inputs(closed.jaxpr)
+    met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates}
+    used = [k for k, (t, _) in enumerate(candidates) if id(t) in met]
+    missing = [t for key, (t, _) in met.items() if key not in known]
+    order = {id(t): i for i, t in enumerate([*[candidates[k][0] for k in used], *missing], first)}
+    jaxpr = simplified(jaxpr.replace(
+        invars=[*jaxpr.invars[:first], *[jaxpr.invars[first + k] for k in used], *jaxpr.invars[first + len(candidates) :]],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    ))  # fmt: skip
+    written = [t if isinstance(t, int) else order[id(t)] for t in info["written"]]
+    strided = [k for k, g in enumerate(traceable.geometries) if g.asked]
+    strided += [order[key] for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked]
+    bits = [1 << i for i in range(len(jaxpr.invars))]
+    targets = [0] * info["count"] + [1 << i for i in written]
+    sources, behind = ([s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)] for rules in (False, True))
     program = Program(
-        jaxpr, [candidates[p][1] for p in used], Guards(found), spec, static, is_tensor, info["count"],
-        [(k, order.get(i, -1) if k == "captured" else i) for k, i in info["written"]], info["generators"], info.get("draws", False), used,
-        len(candidates), strided, found.names("type"), info["kinds"], _sources(jaxpr.jaxpr),
-        _sources(jaxpr.jaxpr, behind=True),
-        [(i, kind, order.get(position.get(k), -1) if kind == "captured" else k, views) for i, kind, k, views in info["shared"]],
+        closed.replace(jaxpr=jaxpr), [candidates[k][1] for k in used], Guards(found), spec, static, is_tensor, info["count"], written,
+        [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
+        [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
         [] if drawn is None else drawn.draws, numbers,
     )
-    return program, info["missing"]
+    return program, missing
 
 
 class _ValuesFromOutside(TorchFunctionMode):
@@ -325,15 +292,6 @@ class _ValuesFromOutside(TorchFunctionMode):
 
 
 _TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
-
-
-def _sources(jaxpr: Jaxpr, behind: bool = False) -> list[int]:
-    """For each output, the inputs that it depends on, as bits; ``operands.constant`` stops a dependence (no_grad, detach).
-
-    A derivative that is always zero does not stop it: PyTorch's sign(x) requires grad if x does.  behind: include the inputs that only
-    the rules of an autograd.Function use.
-    """
-    return flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], behind)
 
 
 # -- outputs: small ones are packed together --------------------------------------------------------------------------------------
@@ -375,59 +333,55 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
     """
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer_products.in_order(program.jaxpr.jaxpr)))
     count = len(program.sources)
-    inputs = set(map(id, program.jaxpr.jaxpr.invars))
-    outvars = program.jaxpr.jaxpr.outvars
-    seen: set[int] = set()
+    seen = set(map(id, program.jaxpr.jaxpr.invars))
     copy = []
-    for v in outvars[:count]:
-        copy.append(id(v) in inputs or id(v) in seen)
+    for v in program.jaxpr.jaxpr.outvars[:count]:
+        copy.append(id(v) in seen)
         seen.add(id(v))
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
-        values = program.run(arguments, captured, random)
+    def run(inputs: Sequence[Any], random: Any) -> list[Any]:
+        values = program.run(inputs, random)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
         return (results if packing is None else packing.pack(results)) + ends(values[count:])
 
     return run
 
 
-def differentiated(program: Program, active: Sequence[int], active_captured: Sequence[int]) -> Callable[..., Any]:
-    """(outputs, others, pullback) of a program with respect to some of its arguments and captured tensors, to be jitted.
+def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any]:
+    """(outputs, others, pullback) of a program with respect to some of its inputs, to be jitted.
 
     The ``ends`` of the checked operands come last among the others.
     """
     count = len(program.sources)
-    kinds = program.kinds_for(active, active_captured)
+    kinds = program.kinds_for(active)
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> Any:
+    def run(inputs: Sequence[Any], random: Any) -> Any:
         def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
-            args, caps = list(arguments), list(captured)
-            for i, v in zip(active, diff, strict=False):
-                args[i] = v
-            for i, v in zip(active_captured, diff[len(active) :], strict=True):
-                caps[i] = v
-            values = program.run(args, caps, random)
+            every = list(inputs)
+            for i, v in zip(active, diff, strict=True):
+                every[i] = v
+            values = program.run(every, random)
             return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
 
-        outs, pull, rest = jax.vjp(pure, [arguments[i] for i in active] + [captured[i] for i in active_captured], has_aux=True)
+        outs, pull, rest = jax.vjp(pure, [inputs[i] for i in active], has_aux=True)
         return outs, rest, pull
 
     return run
 
 
 def in_two(
-    program: Program, active: Sequence[int], active_captured: Sequence[int]
+    program: Program, active: Sequence[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[jax.stages.Traced], tuple[tuple[Any, Any], list[int]]]]:
     """``differentiated`` and ``pull_back`` as two functions that exchange only the arrays that the pullback holds.
 
-    The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of
-    (*arguments, *captured) the pullback holds, perhaps in another shape.
+    The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of the program's
+    inputs the pullback holds, perhaps in another shape.
     """
-    both = differentiated(program, active, active_captured)
+    both = differentiated(program, active)
     tree: list[Any] = []
 
-    def run(arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> Any:
-        outs, rest, pull = both(arguments, captured, random)
+    def run(inputs: Sequence[Any], random: Any) -> Any:
+        outs, rest, pull = both(inputs, random)
         held, tree[:] = (found := jax.tree_util.tree_flatten(pull))[0], [found[1]]
         return outs, rest, held
 

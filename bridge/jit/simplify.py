@@ -54,6 +54,3 @@ def _is_function(param: Any) -> bool:
 def _literal(v: Literal) -> Any:
     """A key that is equal for equal constants; the bits are compared, because 0.0 == -0.0."""
     return v.aval, type(v.val), v.val.tobytes() if isinstance(v.val, np.ndarray | np.generic) else repr(v.val)
-
-
-__all__ = ["simplified"]

@@ -134,6 +134,3 @@ def _derived(
         later = [jnp.zeros_like(first)] * (order - 1) if cs is None else cs
         found[k] = [c / j for j, c in enumerate([first, *later], 1)]
     return outs, found
-
-
-__all__ = ["jet"]

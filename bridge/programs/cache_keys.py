@@ -51,10 +51,6 @@ def _rule(kind: type) -> Any:
     return next((rule for base, rule in _RULES.items() if issubclass(kind, base)), _other)
 
 
-def _tuple(x: tuple[Any, ...]) -> Any:
-    return map(identical, x)
-
-
 def _other(x: Any) -> Any:
     hash(x)  # raises TypeError if x is not hashable
     params = getattr(type(x), "__dataclass_params__", None)
@@ -80,7 +76,7 @@ def by_identity(x: Any) -> bool:
 
 
 _RULES: dict[type, Any] = {
-    tuple: _tuple,
+    tuple: lambda x: map(identical, x),
     complex: lambda x: (_bits(x.real), _bits(x.imag)),
     np.generic: lambda x: (x.dtype, x.tobytes()),
     float: lambda x: (_bits(x), x),
@@ -107,6 +103,3 @@ class Same:
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-
-__all__ = ["Same", "by_identity", "identical", "weak"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import dataclasses
 import dis
 import functools
 import sys
@@ -31,7 +32,7 @@ class Unsearched:
 
 #: Objects whose contents count as just as deep as they themselves.
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
-_SKIP = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched)
+_SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched)
 _DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
@@ -49,6 +50,7 @@ _IMPLICIT = frozenset({
 })  # fmt: skip
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Place:
     """The place of an object; ``get()`` returns the object that is there now.
 
@@ -57,10 +59,9 @@ class Place:
         owner: the name, for messages, of the object that the container belongs to.
     """
 
-    __slots__ = ("container", "key", "owner")
-
-    def __init__(self, container: Any, key: Any, owner: str = "") -> None:
-        self.container, self.key, self.owner = container, key, owner
+    container: Any
+    key: Any
+    owner: str = ""
 
     def get(self) -> Any:
         if self.key is None:
@@ -89,17 +90,7 @@ class Slots:
 
 
 class _Asked(Place):
-    """The answer of an object that is asked at each call: the value of a context variable, whether a weak reference is dead."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, container: Any, ask: Callable[[], Any], owner: str, key: Any = None) -> None:
-        super().__init__(container, key, owner)
-        self.get = ask  # type: ignore[method-assign]
-
-
-class _Referent(Place):
-    """The object that a weak reference, the container, refers to; the place does not keep it alive."""
+    """The answer of the container, which is called at each call: the value of a context variable, whether a weak reference is dead."""
 
     __slots__ = ()
 
@@ -107,22 +98,37 @@ class _Referent(Place):
         return self.container()
 
 
-class _Edge:
+class _Referent(_Asked):
+    """The object that a weak reference, the container, refers to; the place does not keep it alive."""
+
+    __slots__ = ()
+
+
+class _Together(Place):
+    """Two places, in the container; ``get()`` returns whether the same object is at both."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        first, other = self.container
+        return first.get() is other.get()
+
+    def __str__(self) -> str:
+        return f"whether one tensor is at {self.container[1]} and at another place"
+
+
+class _Edge(NamedTuple):
     """A step from a container to an object in it."""
 
-    __slots__ = ("attribute", "child", "parent", "place")
-
-    def __init__(self, place: Place, child: Any, parent: _Edge | None, attribute: bool) -> None:
-        self.place, self.child, self.parent = place, child, parent
-        self.attribute = attribute  # whether place is an attribute of an object, which counts only if the function's code names it
+    place: Place
+    child: Any
+    parent: _Edge | None
+    attribute: bool  # whether place is an attribute of an object, which counts only if the function's code names it
 
     def named(self, names: set[str] | None) -> bool:
-        edge: _Edge | None = self
-        while edge is not None:
-            if edge.attribute and names is not None and edge.place.key not in names:
-                return False
-            edge = edge.parent
-        return True
+        """Whether the attributes on the way are among these names; None: all names."""
+        here = not self.attribute or names is None or self.place.key in names
+        return here and (self.parent is None or self.parent.named(names))
 
 
 class Found:
@@ -133,9 +139,8 @@ class Found:
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
-        self._holds: dict[int, bool] = {}  # by the id of a visited object: whether it holds a tensor or a module
+        self._visited: set[int] = set()
         self._edges: list[_Edge] = []
-        self._leaves: list[_Edge] = []
         self._data: list[tuple[Place, Any, _Edge | None]] = []
         self._sizes: list[tuple[Any, int, _Edge | None]] = []
         self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
@@ -155,28 +160,26 @@ class Found:
             done.update(new)
             for space, name in new:
                 if isinstance(space, types.ModuleType):
-                    _visit(space.__dict__[name], where := Place(space.__dict__, name, space.__name__), self, self.depth,
-                           _Edge(where, space.__dict__[name], None, True))  # fmt: skip
+                    _step(space.__dict__[name], Place(space.__dict__, name, space.__name__), self, self.depth, None, True)
                     continue
                 for at, owner in enumerate(space.__mro__):
-                    found = owner.__dict__.get(name)
-                    if name in owner.__dict__ and owner is not object:
-                        for heir in space.__mro__[:at]:
-                            if not _of_library(heir.__module__) and name not in heir.__dict__:
-                                self._inherited.setdefault(heir, set()).add(name)
-                    if name not in owner.__dict__ or owner in (object, torch.nn.Module) or _ours(owner.__module__):
+                    if name not in owner.__dict__ or owner is object:
                         continue
-                    function = _function_of(found)
+                    for heir in space.__mro__[:at]:
+                        if not _of_library(heir.__module__) and name not in heir.__dict__:
+                            self._inherited.setdefault(heir, set()).add(name)
+                    if owner is torch.nn.Module or _ours(owner.__module__):
+                        continue
+                    function = _function_of(owner.__dict__[name])
                     if _of_library(owner.__module__):
                         if function is not None:
                             self._names.update(set(_read_by(function.__code__).names) - _ANY_NAME)
                         continue
                     where = Place(owner.__dict__, name, owner.__name__)
-                    edge = _Edge(where, found, None, True)
                     if function is None:
-                        _visit(found, where, self, self.depth, edge)
+                        _step(where.get(), where, self, self.depth, None, True)
                     elif (owner, name) not in done or owner is space:
-                        self._leaves.append(edge)
+                        self._edges.append(_Edge(where, where.get(), None, True))
                         _visit(function, Place(function, None), self, self.depth, None)
 
     def _names_in(self, space: type | types.ModuleType) -> list[str]:
@@ -198,8 +201,8 @@ class Found:
             if _GRAD in self._names and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
-                where = _Asked(place, functools.partial(lambda p, n: getattr(p.get(), n), place, name), "a tensor", name)
-                _visit(getattr(t, name), where, self, self.depth, _Edge(where, getattr(t, name), None, name != "grad"))
+                where = _Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
+                _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
     @property
     def _named(self) -> set[str] | None:
@@ -211,8 +214,8 @@ class Found:
         return self._named is None or name in self._named
 
     def edges(self) -> list[tuple[Place, Any]]:
-        """(place, object) for containers and objects on the way to tensors and modules, and for numbers, functions and other objects."""
-        return [(e.place, e.child) for e in [*self._edges, *self._leaves] if e.named(self._named)]
+        """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects."""
+        return [(e.place, e.child) for e in self._edges if e.named(self._named)]
 
     def data(self) -> list[tuple[Place, Any]]:
         """(place, ``frozen`` key) for each numpy array and each container of numbers, strings and the like."""
@@ -248,55 +251,43 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
     return found
 
 
-def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> bool:
-    """Search x; whether it holds a tensor, a module or a generator."""
-    if isinstance(x, torch.Generator):
-        found.generators.append(x)
-        if edge is not None:
-            found._edges.append(edge)
-        return True
+def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> None:
+    """Search x, and note the step that leads to it; edge None: the place never changes."""
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
         if first is not place:  # one tensor at two places: the first is read while it is at both
-            found._edges.append(_Edge(_Together(first, place), True, edge.parent if edge else None, edge is not None and edge.attribute))
-        return True
+            both = _Together((first, place), place.key)
+            found._edges.append(_Edge(both, True, edge.parent if edge else None, edge is not None and edge.attribute))
+        return
     if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
         found._spaces[x] = None
         if not _of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
-    if isinstance(x, _SKIP) and not isinstance(x, _FUNCTION):
-        if isinstance(x, types.ModuleType):
-            if _of_user(x):
-                found._spaces[x] = None
-        elif edge is not None:
-            found._leaves.append(edge)
-        return False
-    if id(x) in found._holds:
-        holds = found._holds[id(x)]
-        if edge is not None:
-            (found._edges if holds else found._leaves).append(edge)
-        return holds
-    if isinstance(x, _CONTAINERS):
-        data = frozen(x)
-        if data is not None:
-            if not isinstance(x, tuple) or not _hashable(x):
-                found._data.append((place, data, edge))
-            elif edge is not None:
-                found._leaves.append(edge)
-            return False
-    found._holds[id(x)] = True  # in progress
-    found._alive.append(x)
-    if isinstance(x, torch.nn.Module):
-        _visit_module(x, found, depth, edge)
-        holds = True
-    elif depth == 0:
-        holds = False
-    else:
-        holds = _visit_children(x, found, depth, edge)
-    found._holds[id(x)] = holds
+    if isinstance(x, torch.Generator):
+        found.generators.append(x)
+    elif isinstance(x, types.ModuleType):
+        if _of_user(x):
+            found._spaces[x] = None
+        return
+    elif id(x) not in found._visited and (isinstance(x, _FUNCTION) or not isinstance(x, _SKIP)):
+        data = frozen(x) if isinstance(x, _CONTAINERS) else None
+        if data is None:
+            found._visited.add(id(x))
+            found._alive.append(x)
+            if isinstance(x, torch.nn.Module):
+                _visit_module(x, found, depth, edge)
+            elif depth:
+                _visit_children(x, found, depth, edge)
+        elif not isinstance(x, tuple) or not _hashable(x):
+            found._data.append((place, data, edge))
+            return
     if edge is not None:
-        (found._edges if holds else found._leaves).append(edge)
-    return holds
+        found._edges.append(edge)
+
+
+def _step(x: Any, place: Place, found: Found, depth: int, parent: _Edge | None, attribute: bool) -> None:
+    """Search x, which may later be replaced at its place."""
+    _visit(x, place, found, depth, _Edge(place, x, parent, attribute))
 
 
 def frozen(x: object) -> Any:
@@ -307,10 +298,10 @@ def frozen(x: object) -> Any:
         return None
 
 
-def entries(x: object) -> tuple[Any, ...] | None:
-    """The keys and values of a container, to be compared by identity; None if that comparison cannot see every change."""
-    found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else None
-    return found if found is not None and all(isinstance(v, _PLAIN) for v in found) else None
+def entries(x: object) -> tuple[Any, tuple[Any, ...]]:
+    """A container with its keys and values, to be compared by identity; (None, ()) if that comparison cannot see every change."""
+    found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else (x,)
+    return (x, found) if all(isinstance(v, _PLAIN) for v in found) else (None, ())
 
 
 def _hashable(x: object) -> bool:
@@ -342,24 +333,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
 
 
-class _Together(Place):
-    """Two places; ``get()`` returns whether the same object is at both."""
-
-    __slots__ = ("first", "other")
-
-    def __init__(self, first: Place, other: Place) -> None:
-        super().__init__(first.container, first.key, first.owner)
-        self.first, self.other = first, other
-
-    def get(self) -> Any:
-        return self.first.get() is self.other.get()
-
-    def __str__(self) -> str:
-        return f"whether one tensor is at {self.other} and at another place"
-
-
-def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> bool:
-    holds = False
+def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> None:
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and not isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
@@ -367,11 +341,10 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
             read = _read_by(x.__code__)
             found._names.update(read.names)
             found._optional.update(read.optional)
-            found._leaves.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
+            found._edges.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
             for name, value in x.__dict__.items():
                 if name != "__wrapped__":
-                    place = Place(x.__dict__, name, x.__name__)
-                    holds = _visit(value, place, found, depth - 1, _Edge(place, value, edge, True)) or holds
+                    _step(value, Place(x.__dict__, name, x.__name__), found, depth - 1, edge, True)
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
@@ -379,10 +352,9 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> boo
     for child, where in _children(x):
         constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
         step = edge if constant else _Edge(where, child, edge, attributes)
-        holds = _visit(child, where, found, depth if transparent else depth - 1, step) or holds
+        _visit(child, where, found, depth if transparent else depth - 1, step)
     if isinstance(x, dict | list | set | collections.deque):
         found._sizes.append((x, len(x), edge))
-    return holds
 
 
 def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge | None) -> None:
@@ -390,7 +362,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
         if id(m) in found.modules:
             continue
         found.modules[id(m)] = m
-        found._holds[id(m)] = True
+        found._visited.add(id(m))
         found._spaces[type(m)] = None
         name = type(m).__name__
         users = not _of_library(type(m).__module__)
@@ -398,25 +370,17 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
             found._objects.append((type(m), m.__dict__, edge))
         listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
         for store in (m._parameters, m._buffers):
-            missing = False
             for key, t in store.items():
                 place = Place(store, key, name)
-                if t is None:
-                    missing = True
-                    found._leaves.append(_Edge(place, None, edge, False))
-                else:
-                    _visit(t, place, found, depth, None)
-            if missing or listed:
+                _visit(t, place, found, depth, _Edge(place, None, edge, False) if t is None else None)
+            if listed or any(t is None for t in store.values()):
                 found._sizes.append((store, len(store), edge))
         for hooks in HOOKS:
             for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
         for key, value in m.__dict__.items():
-            if key in _OWN:
-                continue
-            place = Place(m.__dict__, key, name)
-            if depth and (users or not key.startswith("_") or isinstance(value, torch.Tensor)):
-                _visit(value, place, found, depth - 1, _Edge(place, value, edge, True))
+            if depth and key not in _OWN and (users or not key.startswith("_") or isinstance(value, torch.Tensor)):
+                _step(value, Place(m.__dict__, key, name), found, depth - 1, edge, True)
 
 
 #: Attributes in which a module keeps the hooks of its forward and backward.
@@ -453,10 +417,10 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, contextvars.ContextVar):
         ask = functools.partial(x.get, None)
-        yield ask(), _Asked(x, ask, f"the context variable {x.name}")
+        yield ask(), _Asked(ask, None, f"the context variable {x.name}")
     elif isinstance(x, weakref.ReferenceType):
         referent = x()
-        yield referent is None, _Asked(x, lambda: x() is None, "whether the referent of a weak reference is dead")
+        yield referent is None, _Asked(lambda: x() is None, None, "whether the referent of a weak reference is dead")
         if referent is not None:
             yield referent, _Referent(x, None, "the referent of a weak reference")
     elif isinstance(x, functools.partial):

@@ -59,13 +59,9 @@ def ambient() -> tuple[Any, ...]:
     return found
 
 
-def _never() -> bool:
-    return False
-
-
 #: For grad mode off and on: (whether the state is as it was, float32 precision, autocast dtype, the answer of ``ambient``), as they were
 #: when no mode or hook was entered.
-_usual: list[tuple[Any, ...]] = [(_never, None, None, ()), (_never, None, None, ())]
+_usual: list[tuple[Any, ...]] = [(lambda: False, None, None, ()), (lambda: False, None, None, ())]
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -133,7 +129,7 @@ class Guards:
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
         data = [(p, _now(p), data) for p, data in found.data()]
-        self.data = [(p, *_with_entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
+        self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
         self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
@@ -166,10 +162,9 @@ class Guards:
                     return False
             for place, container, entries, data in self.data:
                 now = place.get()
-                known = entries is not None and now is container and _holds(now, entries)
-                if not known and closure_scan.frozen(now) != data:
+                if not (now is container and _holds(now, entries)) and closure_scan.frozen(now) != data:
                     return False
-        except _GONE_ERRORS:
+        except GONE_ERRORS:
             return False
         for container, size in self.sizes:
             if len(container) != size:
@@ -191,10 +186,7 @@ class Guards:
             now = d["_modules"]
             for key in {**children, **now}:
                 if now.get(key) is not children.get(key):
-                    yield (
-                        f"the submodule {key!r} of the module {name} was {_kind(children.get(key))} and now is "
-                        f"{'another ' if type(now.get(key)) is type(children.get(key)) else ''}{_kind(now.get(key))}"
-                    )
+                    yield f"the submodule {key!r} of the module {name} was {_replaced(children.get(key), now.get(key))}"
             if now == children and [*now] != order:
                 yield f"the submodules of the module {name} were in the order {order} and now are in the order {[*now]}"
             if _hooks(d) != hooks:
@@ -206,7 +198,7 @@ class Guards:
             if isinstance(child, _BY_VALUE):
                 yield f"{place} was {child!r} and now is {now!r}"
             else:
-                yield f"{place} was one {_kind(child)} and now is {'another ' if type(now) is type(child) else ''}{_kind(now)}"
+                yield f"{place} was one {_replaced(child, now)}"
         for place, _, _, data in self.data:
             if closure_scan.frozen(_now(place)) != data:
                 yield f"{place} holds other numbers than before"
@@ -218,17 +210,10 @@ class Guards:
                 yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c)}"
 
 
-class _Gone:
-    """Stands for an object that is no longer at its place."""
-
-    def __repr__(self) -> str:
-        return "gone"
-
-
-_GONE = _Gone()
-
-
-_GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
+#: Stands for an object that is no longer at its place.
+_GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
+#: What looking at a place raises if the object is no longer there.
+GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
 #: Types whose values are compared by content.
 _BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
 
@@ -236,7 +221,7 @@ _BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types
 def _now(place: closure_scan.Place) -> Any:
     try:
         return place.get()
-    except _GONE_ERRORS:
+    except GONE_ERRORS:
         return _GONE
 
 
@@ -245,12 +230,6 @@ def _same(now: Any, before: Any) -> bool:
         return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
     except TypeError:  # a tuple with an entry that is not hashable
         return False
-
-
-def _with_entries(container: Any) -> tuple[Any, Any]:
-    """A container and its entries, if comparing these is enough to see a change; otherwise (None, None), so that it is not kept alive."""
-    entries = closure_scan.entries(container)
-    return (None, None) if entries is None else (container, entries)
 
 
 def _holds(container: Any, entries: Any) -> bool:
@@ -281,13 +260,14 @@ def _mode(training: bool) -> str:
     return "training" if training else "evaluation"
 
 
-def _kind(x: Any) -> str:
-    return "missing" if x is None or x is _GONE else type(x).__name__
+def _replaced(before: Any, now: Any) -> str:
+    old, new = ["missing" if x is None or x is _GONE else type(x).__name__ for x in (before, now)]
+    return f"{old} and now is {'another ' if type(before) is type(now) else ''}{new}"
 
 
-def describe(state: Sequence[Any]) -> list[tuple[str, str]]:
-    """(name, value in words) for each entry of ``ambient``."""
-    return [(name, _words(name, value)) for name, value in zip(AMBIENT, state, strict=True)]
+def describe(state: Sequence[Any]) -> dict[str, str]:
+    """Each entry of ``ambient`` in words, by its name."""
+    return {name: _words(name, value) for name, value in zip(AMBIENT, state, strict=True)}
 
 
 def _words(name: str, value: Any) -> str:
@@ -298,6 +278,3 @@ def _words(name: str, value: Any) -> str:
     devices, cached = value
     entered = [f"{dtype} on {device}" for device, dtype, on in devices if on]
     return ", ".join(entered) + ("" if cached else ", without its cache of weights")
-
-
-__all__ = ["AMBIENT", "Guards", "ambient", "describe", "without_cast_weights"]

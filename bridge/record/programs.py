@@ -84,8 +84,8 @@ class _Stored(Program):
 
     whole: Callable[[], Program]
 
-    def run(self, arguments: Sequence[Any], captured: Sequence[Any], random: Any) -> list[Any]:
-        return self.whole().run(arguments, captured, random)
+    def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
+        return self.whole().run(inputs, random)
 
 
 class _NotStored(Exception):
@@ -109,7 +109,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.program = compiled.checked = program
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
         compiled.where = list(range(len(recorder.inputs) + 2))
-        compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written), [], []
+        compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written, len(recorder.inputs)), [], []
         compiled.packing, compiled.bounds = found["packing"], found["bounds"]
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, _StoredDerivatives()
@@ -234,12 +234,12 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     compiled = program.compiled
     extra = program.numbers.evaluated(recorder.numbers)
     given = recorder.inputs
-    if recorder.copied and (compiled.program.written or any(kind != "output" for _, kind, *_ in compiled.program.shared)):
+    if recorder.copied and (compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)):
         raise lanes.Writes
     if compiled.program.written:
         if not final:
             given = list(given)
-            for _, k in compiled.program.written:
+            for k in compiled.program.written:
                 given[k] = given[k].detach().clone()
         if compiled.unfit([*given, *extra], []):
             raise Unrecordable("inputs that share memory")

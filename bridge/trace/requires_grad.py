@@ -35,7 +35,7 @@ def stopped_by_torch(value: jax.Array) -> jax.Array:
 
 def stopped_outside(value: jax.Array) -> jax.Array:
     """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
-    times = private.times_differentiated(value)
+    times = private.differentiations(value)
     return private.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
 
 

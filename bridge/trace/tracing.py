@@ -229,7 +229,7 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)
-    if state.level.kind != "function" and (t.requires_grad or private.differentiates(value)):  # a Function has a derivative of its own
+    if state.level.kind != "function" and (t.requires_grad or private.differentiations(value)):  # a Function has a derivative of its own
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
             f"with it would have no derivative either{at_line()}"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from bridge.boundary.untransformed import plain
+from bridge.boundary.calls import plain
 from bridge.convert import dtypes, tensors, trees
 from bridge.private import opaque
 from bridge.trace.random_keys import NoKeyError, drawing_from

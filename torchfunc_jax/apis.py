@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bridge.boundary import handing_over
-from bridge.boundary.untransformed import plain
+from bridge.boundary.calls import plain
 from bridge.record.tensor import Recorded, Unrecordable
 from bridge.trace import tracing
 from torchfunc_jax._forward import jvp, linearize

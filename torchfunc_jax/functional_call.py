@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge.boundary import handing_over
-from bridge.boundary.untransformed import plain
+from bridge.boundary.calls import plain
 from bridge.convert import trees
 from bridge.modules import SWAPPING
 

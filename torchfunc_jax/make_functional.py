@@ -12,7 +12,7 @@ import jax
 import torch
 from torch import Tensor, nn
 
-from bridge.boundary.untransformed import plain
+from bridge.boundary.calls import plain
 from bridge.convert import trees
 from torchfunc_jax.functional_call import SWAPPING, check_alike
 

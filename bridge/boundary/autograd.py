@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -25,16 +26,21 @@ from bridge.trace.torch_numbers import AtOnce
 Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
 
 
+@dataclasses.dataclass(eq=False)
 class _Recorded:
-    """A computation as a pure function of the tensors that require grad; its attributes describe its last run."""
+    """A computation as a pure function of the tensors that require grad; its other attributes describe its last run."""
 
-    def __init__(
-        self, apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], drawn: AtOnce,
-        kinds: list[bool] | None = None,
-    ) -> None:
-        self.apply, self.compute, self.leaves, self.known, self.drawn, self.again = apply, compute, leaves, known, drawn, kinds
-        self.active = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
-        self.inputs = [leaves[i] for i in self.active] + list(known)
+    apply: Apply
+    compute: Computation
+    leaves: Sequence[Any]
+    known: Sequence[torch.Tensor]
+    drawn: AtOnce
+    kinds: list[bool] | None = None  # which results have derivatives; None: the first run finds out
+
+    def __post_init__(self) -> None:
+        leaves = enumerate(self.leaves)
+        self.active = [i for i, x in leaves if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
+        self.inputs = [self.leaves[i] for i in self.active] + list(self.known)
 
     def __call__(self, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
         """Run the computation inside an open trace; returns (values with derivatives, values without)."""
@@ -68,7 +74,7 @@ class _Recorded:
         self.shared = shared_memory.outputs(result, self.leaves, root.captured.values())
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
         self.live = set(root.live)
-        if self.again is None:
+        if self.kinds is None:
             # a value that depends on no input, or only through detach() or no_grad, is concrete here and no tracer
             kinds = [depends(v) for v in out[: self.count]]
             kinds += [
@@ -76,8 +82,6 @@ class _Recorded:
                 for v, t, d in zip(out[self.count :], targets, detached, strict=True)
             ]
             self.kinds = [kind and inexact(v) for kind, v in zip(kinds, out, strict=True)]
-        else:
-            self.kinds = self.again
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
 
@@ -90,8 +94,7 @@ def differentiable(
     captured tensors met while recording, tensors to write to with their new values, outputs that share memory).
     """
     recorded = _Recorded(apply, compute, leaves, known, drawn)
-    outs = _Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs)
-    outs = list(outs)
+    outs = list(_Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs))
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
     return outs[: recorded.count], recorded.meta, recorded.met, writes, recorded.shared
 
@@ -135,9 +138,9 @@ class _Border(Untransformed):
         changed = [any(t is w for w in recorded.targets) for t in inputs]  # results are written to these, so the earlier values are kept
         ctx.changed = any(changed)
         ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
-        ctx.mark_non_differentiable(*[t for t, kind in zip(results, recorded.kinds, strict=True) if not kind])
+        ctx.mark_non_differentiable(*pick(results, [not kind for kind in recorded.kinds]))
         ctx.set_materialize_grads(False)
-        ctx.like = [(t.shape, t.dtype, t.device) for t, kind in zip(results, recorded.kinds, strict=True) if kind]
+        ctx.like = [(t.shape, t.dtype, t.device) for t in pick(results, recorded.kinds)]
         return tuple(results)
 
     @staticmethod
@@ -145,7 +148,7 @@ class _Border(Untransformed):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors  # raises if one was changed in place since
         check_unchanged(ctx.versions)
-        cts = [c for c, kind in zip(cotangents, ctx.recorded.kinds, strict=True) if kind]
+        cts = pick(cotangents, ctx.recorded.kinds)
         reached = _reached(ctx.pull, [c is not None for c in cts], len(inputs))
         cts = materialized(cts, ctx.like)
         # a captured tensor that was found but never used gets None, not zeros; one that only a rule uses has a second derivative
@@ -224,9 +227,7 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
     count = len(inputs)
 
     def backward(values: list[Any]) -> Result:
-        inner = _Recorded(recorded.apply, recorded.compute, recorded.leaves, recorded.known, recorded.drawn, recorded.kinds)
-
-        _, pull, _ = jax.vjp(inner, *values[:count], has_aux=True)
+        _, pull, _ = jax.vjp(dataclasses.replace(recorded), *values[:count], has_aux=True)
         return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])
 
     outs, _ = recorded.apply(backward, [*inputs, *cts])
@@ -258,14 +259,14 @@ class _Attached(Untransformed):
     ) -> tuple[torch.Tensor, ...]:
         ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact_dtype(t.dtype) for t in outs]
         ctx.save_for_backward(*watched)
-        ctx.mark_non_differentiable(*[t for t, kind in zip(outs, ctx.kinds, strict=True) if not kind])
+        ctx.mark_non_differentiable(*pick(outs, [not kind for kind in ctx.kinds]))
         return tuple(outs)
 
     @staticmethod
     @private.opaque
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         watched = ctx.saved_tensors
-        cts = [c for c, kind in zip(cotangents, ctx.kinds, strict=True) if kind]
+        cts = pick(cotangents, ctx.kinds)
         n = len(watched)
 
         def back(values: list[Any]) -> Result:

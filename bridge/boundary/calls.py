@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge import compiling, private
-from bridge.boundary import autograd, shared_memory
+from bridge.boundary import autograd, results, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
 from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, root_writes, split_arrays, write_back
@@ -24,7 +24,7 @@ from bridge.operators.views import view_again
 from bridge.record.tensor import Unrecordable
 from bridge.trace import tracing
 from bridge.trace.aliasing import read, views_between, write
-from bridge.trace.levels import Level, state
+from bridge.trace.levels import Level, push, state
 from bridge.trace.storage import Geometry, Node
 from bridge.trace.torch_numbers import AtOnce
 from bridge.trace.tracing import node_of, value_of, wrap
@@ -245,3 +245,25 @@ class Call:
 
     def traceable(self, fn: Callable[..., Any]) -> Traceable:
         return Traceable(fn, self.leaves, self.spec, self.where)
+
+
+def plain(func: Callable[..., Any]) -> Callable[..., Any]:
+    """func as a JAX computation without a transform: it takes and returns torch tensors or jax.Arrays, and passes other leaves through."""
+
+    @private.opaque
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = Call.of(args, kwargs)
+        traceable = call.traceable(func)
+        traceable.as_given(call.arrays)
+
+        def compute(values: list[Any]) -> Result:
+            with push("plain") as level:
+                result = traceable.run(level, values, results.take_apart)
+            result.apart = True
+            written = {target for target, _, _ in result.written}  # torch.func copies what it writes back
+            result.shared = {i: way for i, way in result.shared.items() if way[0] not in written}
+            return result
+
+        return results.put_together(*apply(compute, call.arrays, func))
+
+    return run

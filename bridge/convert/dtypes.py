@@ -95,16 +95,13 @@ def promoted(operands: Iterable[Any]) -> torch.dtype:
 
 @functools.cache
 def _of_classes(*found: torch.dtype | None) -> torch.dtype:
-    common = None
-    for dtype in found:
-        if dtype is None:
-            continue
-        if common is None:
-            common = dtype
-        elif kind(dtype) > kind(common):
+    given = [dtype for dtype in found if dtype is not None]
+    if not given:
+        raise TypeError("operands: expected at least one tensor or number, got none")
+    common = given[0]
+    for dtype in given[1:]:
+        if kind(dtype) > kind(common):
             # a float tensor's width survives a complex number: float64 * 1j is complex128
             complex_float = dtype.is_complex and common.is_floating_point
             common = torch.promote_types(common, torch.complex64) if complex_float else dtype
-    if common is None:
-        raise TypeError("operands: expected at least one tensor or number, got none")
     return common

@@ -27,24 +27,6 @@ _AS_INT = {
 }
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
-_ALIGNMENT = 64  # bytes; XLA on CPU uses a foreign buffer without a copy only at multiples of this address
-
-
-def _forget(store: dict[int, Any], key: int, _: Any) -> None:
-    store.pop(key, None)
-
-
-def cached(t: torch.Tensor) -> jax.Array | None:
-    """The array that shares t's memory, if one was made before and still shares it; else None."""
-    entry = process.arrays.get(id(t))
-    if entry is None or entry[0]() is not t or entry[2] != t.data_ptr():
-        return None
-    seen = entry[3]
-    if seen[0] != t._version:  # resize_ and similar methods change the shape, but not the address
-        if entry[1].shape != t.shape or not t.is_contiguous():
-            return None
-        seen[0] = t._version
-    return entry[1]
 
 
 @private.opaque
@@ -66,9 +48,13 @@ def to_jax(t: torch.Tensor) -> jax.Array:
         >>> tensors.to_jax(torch.ones(2)).shape
         (2,)
     """
-    array = cached(t)
-    if array is not None:
-        return array
+    entry = process.arrays.get(id(t))
+    if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
+        _, array, _, seen = entry
+        # resize_ and similar methods change the version and the shape, but not the address
+        if seen[0] == t._version or (array.shape == t.shape and t.is_contiguous()):
+            seen[0] = t._version
+            return array
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
         return _cross(t)
@@ -81,10 +67,10 @@ def _cross(t: torch.Tensor) -> jax.Array:
         array = jax.dlpack.from_dlpack(source)
         return array if device is None else jax.device_put(array, device)
     array = jax.device_put(as_numpy(source), device)
-    if device is None and shares(source, t) and array.unsafe_buffer_pointer() == t.data_ptr() and not t.is_inference():
-        key = id(t)
-        forget = functools.partial(_forget, process.arrays, key)
-        process.arrays[key] = (weakref.ref(t, forget), array, t.data_ptr(), [t._version, _signature(t)])
+    address = t.data_ptr()
+    if device is None and t.numel() and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
+        forget = functools.partial(process.arrays.pop, id(t))
+        process.arrays[id(t)] = (weakref.ref(t, forget), array, address, [t._version, _signature(t)])
     elif device is None:
         array.block_until_ready()
     return array
@@ -103,7 +89,7 @@ def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
     if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
         met = process.met.get(key)
         if met is None or met() is not t:
-            process.met[key] = weakref.ref(t, functools.partial(_forget, process.met, key))
+            process.met[key] = weakref.ref(t, functools.partial(process.met.pop, key))
             return as_numpy(plain(t)), signature
     return to_jax(t), signature
 
@@ -128,11 +114,6 @@ def common_device(leaves: Sequence[Any]) -> torch.device | None:
 def crosses(t: torch.Tensor) -> bool:
     """Whether a tensor found in a closure or module can be an input of a computation: it must be an ordinary tensor with values."""
     return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
-
-
-def shares(source: torch.Tensor, t: torch.Tensor) -> bool:
-    """Whether source has t's own memory."""
-    return source.data_ptr() == t.data_ptr() and t.numel() > 0
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
@@ -255,7 +236,6 @@ def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
     copy = np.array(array)
     dtype = dtypes.to_torch(array.dtype)
     if dtype in _AS_INT:
-        t = torch.from_numpy(copy.view(dtypes.to_jax(_AS_INT[dtype][0]))).view(dtype)
-    else:
-        t = torch.from_numpy(copy)
+        copy = copy.view(dtypes.to_jax(_AS_INT[dtype][0]))
+    t = torch.from_numpy(copy).view(dtype)
     return t if device is None else t.to(device)

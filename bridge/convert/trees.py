@@ -26,53 +26,41 @@ class Spec:
     Two specs are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` have different specs.
     """
 
-    __slots__ = ("_exact", "_hash", "children", "context", "kind")
+    __slots__ = ("_hash", "_key", "children", "context", "count", "kind")
 
-    def __init__(self, kind: Any, context: Any, exact: Any, children: tuple[Spec | None, ...] | int, key: int) -> None:
-        self.kind, self.context, self._exact = kind, context, exact
-        self.children = children  # an int n: n leaves
-        self._hash = key
+    def __init__(self, context: Any, key: tuple[Any, ...], hashed: int) -> None:
+        self.context, self._key, self._hash = context, key, hashed
+        self.kind, _, self.children = key
+        self.count: int = sum(map(count, self.children))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Spec)
-            and self._hash == other._hash
-            and self.kind is other.kind
-            and self.children == other.children
-            and self._exact == other._exact
-        )
+        return self is other or (isinstance(other, Spec) and self._hash == other._hash and self._key == other._key)
 
     def __repr__(self) -> str:
         name = getattr(self.kind, "__name__", str(self.kind))
-        children = ", ".join("*" if c is LEAF else repr(c) for c in _children(self))
+        children = ", ".join("*" if c is LEAF else repr(c) for c in self.children)
         context = "" if self.context is None else f", {self.context!r}"
         return f"{name}([{children}]{context})"
-
-
-def _children(spec: Spec) -> tuple[Spec | None, ...]:
-    return (LEAF,) * spec.children if isinstance(spec.children, int) else spec.children
 
 
 _DICTS, _STRINGS = frozenset({dict, OrderedDict}), frozenset({str})
 
 
-def _make(kind: Any, context: Any, children: tuple[Spec | None, ...] | int) -> Spec:
-    exact = context
-    if kind in _DICTS and not _STRINGS.issuperset(map(type, context)):
-        exact = identical(context)
+def _make(kind: Any, context: Any, children: tuple[Spec | None, ...]) -> Spec:
+    exact = identical(context) if kind in _DICTS and not _STRINGS.issuperset(map(type, context)) else context
     key = (kind, exact, children)
     try:
         spec = process.treedefs.get(key)
-        if spec is None:
-            spec = Spec(kind, context, exact, children, hash(key))
-            if len(process.treedefs) < 4096:
-                process.treedefs[key] = spec
-        return spec
     except TypeError:  # a registered node's context may be unhashable; equality still tells specs apart
-        return Spec(kind, context, exact, children, hash((kind, children)))
+        return Spec(context, key, hash((kind, children)))
+    if spec is None:
+        spec = Spec(context, key, hash(key))
+        if len(process.treedefs) < 4096:
+            process.treedefs[key] = spec
+    return spec
 
 
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
@@ -112,16 +100,13 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
             return LEAF
         items, context = found
     specs: list[Spec | None] = []
-    plain = True
     for item in items:
         if type(item) in _ATOMS and is_leaf is None:
             leaves.append(item)
             specs.append(LEAF)
         else:
-            spec = _flatten(item, leaves, is_leaf)
-            specs.append(spec)
-            plain = plain and spec is LEAF
-    return _make(kind, context, len(specs) if plain else tuple(specs))
+            specs.append(_flatten(item, leaves, is_leaf))
+    return _make(kind, context, tuple(specs))
 
 
 def _open(tree: Any) -> tuple[Any, Any] | None:
@@ -143,31 +128,21 @@ def _open(tree: Any) -> tuple[Any, Any] | None:
 
 def joined(*specs: Spec | None) -> Spec:
     """The spec of a tuple of trees with these specs."""
-    return _make(tuple, None, len(specs) if all(s is LEAF for s in specs) else specs)
+    return _make(tuple, None, specs)
 
 
 def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
     """The tree with this spec and these leaves, the inverse of ``flatten``; raises ValueError if their number differs from the spec's."""
-    source = iter(leaves)
-    tree = _build(spec, source)
-    if next(source, source) is not source:
-        raise ValueError("leaves: more than the spec has places for")
-    return tree
+    found = list(leaves)
+    if len(found) != count(spec):
+        raise ValueError(f"leaves: {'more' if len(found) > count(spec) else 'fewer'} than the spec has places for")
+    return _build(spec, iter(found))
 
 
 def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
-    try:
-        if spec is LEAF:
-            return next(source)
-        children = spec.children
-        if isinstance(children, int):
-            items = [next(source) for _ in range(children)]
-        else:
-            items = [next(source) if c is LEAF else _build(c, source) for c in children]
-    except (StopIteration, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, StopIteration):
-            raise
-        raise ValueError("leaves: fewer than the spec has places for") from None
+    if spec is LEAF:
+        return next(source)
+    items = [next(source) if c is LEAF else _build(c, source) for c in spec.children]
     kind, context = spec.kind, spec.context
     if kind is tuple:
         return tuple(items)
@@ -184,9 +159,7 @@ def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
 
 def count(spec: Spec | None) -> int:
     """The number of leaves of a tree with this spec."""
-    if spec is LEAF:
-        return 1
-    return spec.children if isinstance(spec.children, int) else sum(count(c) for c in spec.children)
+    return 1 if spec is LEAF else spec.count
 
 
 class Field(str):
@@ -202,9 +175,9 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
     """
     if spec is LEAF:
         return [()]
-    children = _children(spec)
+    children = spec.children
     steps: Any = range(len(children))
-    if spec.kind in (dict, OrderedDict):
+    if spec.kind in _DICTS:
         steps = spec.context
     elif children and len(getattr(spec.kind, "_fields", ())) == len(children):
         steps = map(Field, spec.kind._fields)
@@ -230,19 +203,14 @@ def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
         >>> broadcast((0, None), spec)
         [0, None, None]
     """
-    out: list[Any] = []
-    return out if _broadcast(prefix, spec, out) else None
-
-
-def _broadcast(prefix: Any, spec: Spec | None, out: list[Any]) -> bool:
     found, prefix_spec = flatten(prefix)
-    if prefix_spec is LEAF:
-        out.extend(found * count(spec))
-        return True
-    if spec is LEAF or prefix_spec.kind is not spec.kind or prefix_spec.context != spec.context:
-        return False
-    below, theirs = _children(spec), _children(prefix_spec)
-    if len(below) != len(theirs):
-        return False
-    source = iter(found)
-    return all(_broadcast(_build(mine, source), child, out) for mine, child in zip(theirs, below, strict=True))
+    return _spread(prefix_spec, iter(found), spec)
+
+
+def _spread(prefix: Spec | None, source: Iterator[Any], spec: Spec | None) -> list[Any] | None:
+    if prefix is LEAF:
+        return [next(source)] * count(spec)
+    if spec is LEAF or prefix.kind is not spec.kind or prefix.context != spec.context or len(prefix.children) != len(spec.children):
+        return None
+    parts = [_spread(mine, source, child) for mine, child in zip(prefix.children, spec.children, strict=True)]
+    return None if None in parts else [x for part in parts for x in part]

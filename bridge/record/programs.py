@@ -104,7 +104,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
         numbers = Inputs([0] * found["size"], found["size"])
         for kind, slots in found["slots"].items():
-            numbers.slots[kind] = [python_numbers.stored(numbers, kind, *slot) for slot in slots]
+            numbers.slots[kind] = [python_numbers.Number(numbers, kind, *slot) for slot in slots]
         compiled = object.__new__(Compiled)
         compiled.program = compiled.checked = program
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False

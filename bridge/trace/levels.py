@@ -34,8 +34,7 @@ class Level:
     key: Any = None  # the JAX key that random operators of this level draw from; None: they draw from the parent's
     root: Level = field(init=False)
     draws: int = 0
-    #: nodes of outer levels that this level has written to, with their earlier values
-    writes: dict[Node, tuple[Any, int]] = field(default_factory=dict)
+    writes: dict[Node, Any] = field(default_factory=dict)  # nodes of outer levels that this level has written to, with their earlier values
     closed: bool = False
     lane: Any = None  # in a vmap with randomness="different": the number of the lane
     size: int = 0  # of a vmap: the number of lanes
@@ -70,13 +69,7 @@ class Level:
             return
         if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func allows out=
             raise RuntimeError(_CAPTURED_WRITE.format(op=self.operator))
-        if node not in self.writes:
-            self.writes[node] = (node.value, node.version)
-
-    def undo_writes(self) -> None:
-        for node, (value, _) in self.writes.items():
-            node.value = value
-            node.version += 1
+        self.writes.setdefault(node, node.value)
 
 
 class _State(threading.local):
@@ -108,7 +101,9 @@ def push(kind: str, randomness: str | None = None, key: jax.Array | Callable[[],
     finally:
         state.level = parent
         level.closed = True
-        level.undo_writes()
+        for node, value in level.writes.items():
+            node.value = value
+            node.version += 1
         if parent is not None and (level.outer or level.met):
             parent.outer.update(_still_open(level.outer))
             parent.met.update(_still_open(level.met))
@@ -135,9 +130,5 @@ def refuse_in_loop(what: str) -> None:
 
 def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:
     """The tensors whose level has not closed; a tensor from outside has no level and stays."""
-    found = {}
-    for key, t in tensors.items():
-        node = getattr(t, "node", None)
-        if node is None or not (node.level.closed or node.root.level.closed):
-            found[key] = t
-    return found
+    nodes = {key: getattr(t, "node", None) for key, t in tensors.items()}
+    return {key: tensors[key] for key, node in nodes.items() if node is None or not (node.level.closed or node.root.level.closed)}

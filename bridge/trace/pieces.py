@@ -44,14 +44,13 @@ class NotPure(Exception):
     """Raised inside a compiled piece by an operation that must not be compiled into it, such as drawing a random key."""
 
 
-class _Array:
-    """Marks the place of an array among static arguments."""
+_ARRAY = object()  # marks the place of an array among static arguments
 
 
 def _static(x: Any, arrays: list[jax.Array]) -> Any:
     if isinstance(x, jax.Array):
         arrays.append(x)
-        return _Array
+        return _ARRAY
     if type(x) is list or type(x) is tuple:
         return (type(x), *[_static(v, arrays) for v in x])
     return (type(x), x) if type(x) in _EXACT else (Same, Same(x))
@@ -62,7 +61,7 @@ _EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, np.dt
 
 
 def _fill(s: Any, source: Iterator[jax.Array]) -> Any:
-    if s is _Array:
+    if s is _ARRAY:
         return next(source)
     if s[0] is list or s[0] is tuple:
         return s[0](_fill(v, source) for v in s[1:])
@@ -80,7 +79,7 @@ def _piece(lower: Callable[..., Any], static: tuple[Any, ...], names: tuple[str,
     def fn(*arrays: Any) -> Any:
         source = iter(arrays)
         args = [_fill(s, source) for s in static]
-        return lower(*args[:positional], **dict(zip(names, args[positional:], strict=True))) if names else lower(*args)
+        return lower(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
     return value_checks.compiled(fn), bool(arrays) and len(jax.make_jaxpr(fn)(*arrays).eqns) <= 1
 
@@ -94,9 +93,7 @@ def run(func: Any, lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         return _folded(lower, args, kwargs)
     arrays: list[Any] = []
     try:
-        static = tuple([_static(x, arrays) for x in args])
-        if kwargs:
-            static += tuple([_static(x, arrays) for x in kwargs.values()])
+        static = tuple([_static(x, arrays) for x in (*args, *kwargs.values())])
         # the key includes the settings that a lowering may read while it is traced
         key = (func, static, tuple(kwargs), torch.get_default_dtype(), private.float32_precision())
         met = process.operators_met.get(key)
@@ -144,22 +141,12 @@ _FOLDED = 4096  # elements; XLA computes larger constants, so that the program n
 
 def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a lowering in a program to be compiled; a small computation on constants is done now (``torch.tensor(3).item()``)."""
-    size = 0
-    for x in args:
-        if isinstance(x, jax.Array):
-            if isinstance(x, jax.core.Tracer):
-                return _inlined(lower, args, kwargs)
-            size += x.size
-        elif python_numbers.is_input(x):
-            return _inlined(lower, args, kwargs)
-        elif type(x) in (list, tuple) and x:
-            if isinstance(x[0], int):
-                size += math.prod(n for n in x if isinstance(n, int) and n > 0)
-            elif any(isinstance(v, jax.core.Tracer) for v in x):
-                return _inlined(lower, args, kwargs)
-            else:
-                size += sum(v.size for v in x if isinstance(v, jax.Array))
-    if size > _FOLDED or any(isinstance(v, jax.Array) or python_numbers.is_input(v) for v in kwargs.values()):
+    operands = [v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))]
+    if any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
+        return _inlined(lower, args, kwargs)
+    shapes = [x for x in args if type(x) in (list, tuple)]
+    size = sum(math.prod(n for n in shape if isinstance(n, int) and n > 0) for shape in shapes)
+    if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > _FOLDED:
         return _inlined(lower, args, kwargs)
     try:
         with jax.ensure_compile_time_eval():

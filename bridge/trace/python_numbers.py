@@ -1,16 +1,15 @@
 """Python numbers as inputs of a compiled program: the objects that stand for them while a function is traced, and their values at a call.
 
 PyTorch takes ``Float`` and ``Int`` wherever it takes a number, because they are a SymFloat and a SymInt.  Arithmetic among them is written
-down, and Python itself repeats it at each call, so ``1 - lr`` or ``n // 2`` is exact for every number.  A number that an operator takes
-becomes an input of the program.  Code that asks for the value (a comparison, ``int()``, a shape, a hash, a format) gets it, and that is
-noted: the program is then right for that value alone.
+down and repeated by Python at each call, so ``1 - lr`` is exact for every number.  Code that asks for a value (a comparison, ``int()``, a
+shape, a hash) gets it, and that is noted: the program is then right for that value alone.
 """
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,25 +35,20 @@ class Misfit(Exception):
 
 
 class Inputs:
-    """The numbers of one call, as inputs of the program that is traced with them.
-
-    Args:
-        values: the numbers, floats and ints, including those that stay static.
-        size: how many numbers of one kind the program can take.
-    """
+    """The numbers of one call, floats and ints, as inputs of the program that is traced with them; it can take ``size`` of each kind."""
 
     def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
         self.values, self.size = list(values), size
         self.asked: set[int] = set()
         self.closed = False
-        self.slots: dict[type, list[_Number]] = {float: [], int: []}
+        self.slots: dict[type, list[Number]] = {float: [], int: []}
         self._vectors: dict[type, Any] = {}
         self._value_of: Any = None
         self._where: dict[Any, int] = {}
 
     def number(self, k: int) -> Any:
         """The Float or Int that stands for the number at that position while the function is traced."""
-        return _made(_Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
+        return _made(Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
 
     @contextmanager
     def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
@@ -67,7 +61,7 @@ class Inputs:
             state.numbers = before
             self.closed, self._vectors, self._value_of = True, {}, None
 
-    def array(self, number: _Number, dtype: Any = None) -> jax.Array:
+    def array(self, number: Number, dtype: Any = None) -> jax.Array:
         """The number as a 0-dim JAX value of the given dtype; None: of float64 or int64."""
         if type(number) is _Row:
             value = self._row(number, dtype)
@@ -86,7 +80,7 @@ class Inputs:
         at = lax.dynamic_index_in_dim(np.asarray(places), row.repetition, 0, keepdims=False)
         return lax.dynamic_index_in_dim(self._value_of(self._vectors[row.kind]), at, 0, keepdims=False)
 
-    def _slot(self, number: _Number, dtype: Any) -> int | None:
+    def _slot(self, number: Number, dtype: Any) -> int | None:
         """The number's slot among the inputs of its kind, taken now if it has none; None if the number does not fit."""
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
@@ -113,14 +107,16 @@ class Inputs:
         return out[0], out[1]
 
 
-class _Number:
+class Number:
     """A number as a rule: ("input", k) or (function, operands).  For PyTorch it is the node of a SymFloat or SymInt."""
 
     __slots__ = ("inputs", "kind", "limits", "origin", "rule", "value")
 
-    def __init__(self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int]) -> None:
+    def __init__(
+        self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: Iterable[Any] = ()
+    ) -> None:
         self.inputs, self.kind, self.rule, self.value, self.origin = inputs, kind, rule, value, origin
-        self.limits: set[Any] = set()  # the dtypes that it is cast to
+        self.limits = set(limits)  # the dtypes that it is cast to
 
     def asked(self) -> Any:
         """The value; the question is noted while the function is traced."""
@@ -145,7 +141,7 @@ class _Number:
         if rule == "input":
             return values[operands[0]]
         try:
-            value = rule(*[o.evaluate(values) if type(o) is _Number else o for o in operands])
+            value = rule(*[o.evaluate(values) if type(o) is Number else o for o in operands])
         except ArithmeticError:
             raise Misfit from None
         if type(value) is not self.kind:
@@ -165,12 +161,12 @@ class _Number:
         raise AttributeError(name)
 
 
-class _Row(_Number):
+class _Row(Number):
     """A number of a repeated step, which is another input in each repetition."""
 
     __slots__ = ("numbers", "repetition")
 
-    def __init__(self, numbers: Sequence[_Number], repetition: jax.Array) -> None:
+    def __init__(self, numbers: Sequence[Number], repetition: jax.Array) -> None:
         first = numbers[0]
         super().__init__(first.inputs, first.kind, ("row",), None, frozenset())
         self.numbers, self.repetition = numbers, repetition
@@ -193,79 +189,55 @@ def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> l
     return found
 
 
-def stored(inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: set[Any]) -> _Number:
-    """A number that another process took as an input of the same program."""
-    number = _Number(inputs, kind, rule, value, origin)
-    number.limits = limits
-    return number
-
-
 @functools.cache
 def _greatest(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def _made(number: _Number) -> Any:
+def _made(number: Number) -> Any:
     return Float(number) if number.kind is float else Int(number)
-
-
-def _plain(x: Any) -> Any:
-    return x.node if type(x) in (Float, Int) else x
 
 
 def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
     """An operation on numbers: it is written down during the trace, and done at once after it."""
     if any(type(o) is _Row for o in operands):
         raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
-    numbers = [o for o in operands if type(o) is _Number]
-    value = rule(*[o.value if type(o) is _Number else o for o in operands])
+    numbers = [o for o in operands if type(o) is Number]
+    value = rule(*[o.value if type(o) is Number else o for o in operands])
     if all(n.inputs.closed for n in numbers):
         return value
     if type(value) is not float and type(value) is not int:
-        return rule(*[o.asked() if type(o) is _Number else o for o in operands])
+        return rule(*[o.asked() if type(o) is Number else o for o in operands])
     origin = frozenset().union(*[n.origin for n in numbers])
-    return _made(_Number(numbers[0].inputs, type(value), (rule, *operands), value, origin))
+    return _made(Number(numbers[0].inputs, type(value), (rule, *operands), value, origin))
 
 
-def _binary(rule: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        if type(other) not in (Float, Int, int, float, bool):
+def _arithmetic(rule: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        if any(type(x) not in (Float, Int, int, float, bool) for x in others):
             return NotImplemented
-        a, b = self.node, _plain(other)
-        return _applied(rule, b, a) if swapped else _applied(rule, a, b)
+        operands = [x.node if is_input(x) else x for x in (self, *others)]
+        return _applied(rule, *(reversed(operands) if swapped else operands))
 
     return method
 
 
-def _unary(rule: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: _applied(rule, self.node, *args)
+def _asked(name: str) -> Callable[..., Any]:
+    """A method that asks for the value, and is then the value's own."""
+    return lambda self, *args: getattr(self.node.asked(), name)(*[x.node.asked() if is_input(x) else x for x in args])
 
 
-def _asked(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any) -> Any:
-        return rule(self.node.asked(), *[a.node.asked() if type(a) in (Float, Int) else a for a in args])
-
-    return method
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda value, *args: getattr(value, name)(*args)
-
-
-_BINARY: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": operator.floordiv,
-    "mod": operator.mod, "pow": operator.pow,
-}  # fmt: skip
-_UNARY: dict[str, Callable[..., Any]] = {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs}
+_UNARY, _BINARY = ("neg", "pos", "abs"), ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _ASKED = (
-    "bool", "float", "int", "index", "complex", "hash", "str", "repr", "format", "round", "trunc", "floor", "ceil", "eq", "ne", "lt", "le",
-    "gt", "ge", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift", "invert",
+    "reduce", "bool", "float", "int", "index", "complex", "hash", "str", "repr", "format", "round", "trunc", "floor", "ceil", "invert",
+    "eq", "ne", "lt", "le", "gt", "ge", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift",
+    "rrshift",
 )  # fmt: skip
 
 
 def _namespace(kind: type) -> dict[str, Any]:
-    def as_array(self: Any, dtype: np.dtype) -> Any:
-        """The number as a 0-dim JAX value of a dtype, for a lowering."""
+    def as_array(self: Any, dtype: Any = None) -> jax.Array:
+        """The number as a 0-dim JAX value of a dtype, for a lowering; None: of float64 or int64."""
         return self.node.inputs.array(self.node, dtype)
 
     def attribute(self: Any, name: str) -> Any:
@@ -274,17 +246,15 @@ def _namespace(kind: type) -> dict[str, Any]:
         return getattr(self.node.asked(), name)
 
     space: dict[str, Any] = {
-        "__class__": property(lambda self: kind), "as_array": as_array, "__getattr__": attribute,
-        "__jax_array__": lambda self: self.node.inputs.array(self.node),
+        "__class__": property(lambda self: kind), "as_array": as_array, "__jax_array__": as_array, "__getattr__": attribute,
         "__doc__": f"Stands for a Python {kind.__name__} while a function is traced.",
-        "__reduce__": _asked(_method("__reduce__")), "__array__": _asked(lambda value, *args: np.asarray(value, *args)),
+        "__array__": lambda self, *args: np.asarray(self.node.asked(), *args),
         "__deepcopy__": lambda self, memo: self, "__copy__": lambda self: self,
         "__sym_float__": lambda self: self if kind is float else _applied(float, self.node),
     }
-    for name, rule in _BINARY.items():
-        space[f"__{name}__"], space[f"__r{name}__"] = _binary(rule, False), _binary(rule, True)
-    space |= {f"__{name}__": _unary(rule) for name, rule in _UNARY.items()}
-    return space | {f"__{name}__": _asked(_method(f"__{name}__")) for name in _ASKED}
+    space |= {f"__{name}__": _arithmetic(getattr(operator, name)) for name in (*_UNARY, *_BINARY)}
+    space |= {f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY}
+    return space | {f"__{name}__": _asked(f"__{name}__") for name in _ASKED}
 
 
 Float = type("Float", (torch.SymFloat,), _namespace(float))
@@ -304,6 +274,6 @@ def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...],
 
 
 def _own(x: Any) -> Any:
-    if type(x) in (torch.SymFloat, torch.SymInt) and isinstance(x.node, _Number):
+    if type(x) in (torch.SymFloat, torch.SymInt) and isinstance(x.node, Number):
         return _made(x.node)
     return type(x)(map(_own, x)) if type(x) in (list, tuple) else x

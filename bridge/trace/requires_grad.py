@@ -89,13 +89,9 @@ def _tied(value: jax.Array, inputs: list[jax.Array]) -> jax.Array:
 @_tied.defjvp
 def _tied_jvp(primals: Any, tangents: Any) -> Any:
     value, inputs = primals
-    zero = sum(_nothing(t).astype(value.dtype) for t in tangents[1])
+    # the sum of no elements of a tangent is zero, but a linear function of the tangent that JAX keeps
+    zero = sum(jnp.sum(jnp.real(t).reshape(-1)[:0]).astype(value.dtype) for t in tangents[1])
     return _tied(value, inputs), tangents[0] + jnp.broadcast_to(zero, value.shape)
-
-
-def _nothing(t: jax.Array) -> jax.Array:
-    """The sum of none of t's elements: always zero, but a linear function of t that JAX keeps."""
-    return jnp.sum(jnp.real(t).reshape(-1)[:0])
 
 
 def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
@@ -108,20 +104,19 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is _stopped_p:
             continue
-        inner = _followed(eqn)
-        if inner is not None:
-            every = functools.reduce(operator.or_, sources(eqn.invars), 0)
-            flows = flow(inner, sources(eqn.invars), behind)
+        inputs = sources(eqn.invars)
+        every = functools.reduce(operator.or_, inputs, 0)
+        if (inner := _followed(eqn)) is not None:
+            flows = flow(inner, inputs, behind)
             # for an empty array, JAX drops operands that PyTorch goes back to
-            found.update((v, bits if v.aval.size else every) for v, bits in zip(eqn.outvars, flows, strict=True))
-            continue
-        if eqn.primitive.name == "scan":
-            found.update(zip(eqn.outvars, _scanned(eqn, sources(eqn.invars), behind), strict=True))
-            continue
-        inputs = eqn.invars[len(eqn.outvars) :] if eqn.params.get("name") == "of_inputs_alone" and not behind else eqn.invars
-        bits = functools.reduce(operator.or_, sources(inputs), 0)
-        if bits:
-            found.update((v, bits) for v in eqn.outvars)
+            flows = [bits if v.aval.size else every for v, bits in zip(eqn.outvars, flows, strict=True)]
+        elif eqn.primitive.name == "scan":
+            flows = _scanned(eqn, inputs, behind)
+        elif eqn.params.get("name") == "of_inputs_alone" and not behind:
+            flows = [functools.reduce(operator.or_, inputs[len(eqn.outvars) :], 0)] * len(eqn.outvars)
+        else:
+            flows = [every] * len(eqn.outvars)
+        found.update(zip(eqn.outvars, flows, strict=True))
     return sources(jaxpr.outvars)
 
 

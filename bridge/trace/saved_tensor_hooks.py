@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 
@@ -21,11 +20,8 @@ def refuse_hooks() -> None:
         raise RuntimeError(_REFUSED)
 
 
-@contextlib.contextmanager
-def without_hooks() -> Iterator[None]:
+def without_hooks() -> contextlib.AbstractContextManager[None]:
     """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused, as by torch.func."""
     if private.saved_tensor_pack() is not None:  # PyTorch's own hooks are already entered and can no longer be refused
-        yield
-        return
-    with torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED):
-        yield
+        return contextlib.nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED)

@@ -32,20 +32,15 @@ class Node:
         self.root = self if self.parent is None else self.parent.root
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Geometry:
-    """How an argument tensor lies in its memory; only the tensor's own elements were converted to JAX, not the memory around them.
+    """How an argument tensor lies in its memory; only the tensor's own elements were converted to JAX, not the memory around them."""
 
-    Attributes:
-        plain: whether it is contiguous and begins where its memory begins.
-        shape, strides: its own.
-        asked: whether the function called ``as_strided``, which counts from where the memory begins.
-        outer: the geometry of the tensor that this one stands for at the next outer level.
-    """
-
-    __slots__ = ("asked", "outer", "plain", "shape", "strides")
-
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], plain: bool, outer: Geometry | None = None) -> None:
-        self.shape, self.strides, self.plain, self.outer, self.asked = shape, strides, plain, outer, False
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    plain: bool  # it is contiguous and begins where its memory begins
+    outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
+    asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
     @classmethod
     def of(cls, t: object) -> Geometry:

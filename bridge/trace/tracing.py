@@ -126,10 +126,7 @@ def wrap(
     value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None, strides: tuple[int, ...] | None = None
 ) -> Traced:
     """A traced tensor with that value and a new root node; strides None: it is contiguous."""
-    try:
-        dtype = _torch_dtype[value.dtype]
-    except KeyError:
-        dtype = dtypes.to_torch(value.dtype)
+    dtype = _torch_dtype.get(value.dtype) or dtypes.to_torch(value.dtype)
     level = level or state.level
     t: Traced = _make(Traced, value.shape, strides=strides, dtype=dtype, device=device)
     t.node = node = Node(value, level)
@@ -249,14 +246,13 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
             "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow. "
             "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
         )
+    needs, instead = "needs a tensor's values", "compute with torch.where or torch.cond instead"
     if dynamic_shape:
-        return DataDependentError(
-            f"{said}{what} has an output of dynamic shape, which depends on a tensor's values, and under {where} only its shape and dtype "
-            f"are known; keep the shape and mask with torch.where instead, or do it outside the transformed function{at_line()}"
-        )
+        needs = "has an output of dynamic shape, which depends on a tensor's values"
+        instead = "keep the shape and mask with torch.where instead"
     return DataDependentError(
-        f"{said}{what} needs a tensor's values, and under {where} only its shape and dtype are known; compute with torch.where or "
-        f"torch.cond instead, or do it outside the transformed function{at_line()}"
+        f"{said}{what} {needs}, and under {where} only its shape and dtype are known; {instead}, or do it outside the transformed "
+        f"function{at_line()}"
     )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import Partial
 
 from bridge.errors import HERE, at_line
 from bridge.lowering.common.provided import Range
@@ -46,47 +47,38 @@ def check(x: jax.Array, where: Range) -> jax.Array:
     return _check_p.bind(x, where=where)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["where"])
-@dataclasses.dataclass(slots=True)
-class Found:
-    """A checked operand, returned by the compiled function that computed it."""
-
-    value: jax.Array
-    where: Range
-
-    def verify(self) -> None:
-        """Raise if the operand is outside of its range; inside of a transform, pass the check on to the transform."""
-        if isinstance(self.value, jax.core.Tracer):
-            check(self.value, self.where)
-        else:
-            _look(self.value, where=self.where)
+def _verify(where: Range, x: jax.Array) -> None:
+    """Raise if an operand is outside of its range; inside of a transform, pass the check on to the transform."""
+    (check if isinstance(x, jax.core.Tracer) else _look)(x, where=where)
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``jax.jit(fn)`` that makes fn's checks after each call."""
 
     @jax.jit
-    def run(*arrays: Any) -> tuple[Any, list[Found]]:
+    def run(*arrays: Any) -> tuple[Any, list[Partial]]:
         before = state.checks
         out = fn(*arrays)
         return (out, []) if state.checks == before else _with_operands(fn, arrays)
 
     def call(*arrays: Any) -> Any:
         out, found = run(*arrays)
-        for f in found:
-            f.verify()
+        for verify in found:
+            verify()
         return out
 
     call.clear_cache = run.clear_cache  # type: ignore[attr-defined]
     return call
 
 
-def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Found]]:
+def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Partial]]:
+    """What fn returns, and a function of each operand that it checks."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     jaxpr, ranges = _taken(closed.jaxpr)
     values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
     tree: Any = jax.tree_util.tree_structure(shapes)
-    return tree.unflatten(values[: tree.num_leaves]), [Found(v, r) for v, r in zip(values[tree.num_leaves :], ranges, strict=True)]
+    found = [Partial(functools.partial(_verify, where), x) for where, x in zip(ranges, values[tree.num_leaves :], strict=True)]
+    return tree.unflatten(values[: tree.num_leaves]), found
 
 
 def is_check(eqn: JaxprEqn) -> bool:

@@ -103,8 +103,7 @@ def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if all(type(x) is not Traced or x.is_contiguous() for x in args):
         return None
     try:
-        with private.below_python():
-            like = func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+        like = on_meta(func, args, kwargs)
     except Exception:  # the operator has no kernel for the device meta
         return None
     return strides_of(like) if tuple(like.shape) == out.shape else None
@@ -122,16 +121,12 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
     return run_drawn
 
 
-def alike(make: Plan) -> Plan:
-    """The plan of empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
-
-    def run_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = make(args, kwargs)
-        if type(args[0]) is Traced and innermost("vmap") is not None:
-            out.node.like = args[0].node.root
-        return out
-
-    return run_alike
+def alike(make: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
+    out = make(args, kwargs)
+    if type(args[0]) is Traced and innermost("vmap") is not None:
+        out.node.like = args[0].node.root
+    return out
 
 
 def stop(out: Any) -> Any:
@@ -144,14 +139,11 @@ def stop(out: Any) -> Any:
     if not probes:
         return out
     if innermost("jvp") is None:
-        return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
+        return jax.tree_util.tree_map(constant, out)
 
     def stopped(v: Any) -> Any:
-        if not isinstance(v, jax.Array):
-            return v
         for probe in probes:
-            if probe is not None:
-                v = private.stop_at(v, probe)
+            v = private.stop_at(v, probe)
         return requires_grad.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
 
     return jax.tree_util.tree_map(stopped, out)
@@ -162,7 +154,7 @@ def stop_tangents(out: Any) -> Any:
     level = innermost("jvp", "function")
     if level is None or level.kind == "function":  # the Function's own rule gives the derivative
         return out
-    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe) if isinstance(v, jax.Array) else v, out)
+    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe), out)
 
 
 def reverse_only() -> bool:
@@ -186,8 +178,7 @@ def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
         return error
     try:
-        with private.below_python():
-            func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+        on_meta(func, args, kwargs)
     except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
         if "meta" not in str(theirs).lower():
             return theirs
@@ -198,7 +189,13 @@ def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return error
 
 
-def meta_tree(x: Any) -> Any:
+def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of PyTorch's kernel for the device meta, which has a geometry and no values."""
+    with private.below_python():
+        return func(*_meta(args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+
+
+def _meta(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return type(x)(meta_tree(v) for v in x) if type(x) in (list, tuple) else x
+    return type(x)(_meta(v) for v in x) if type(x) in (list, tuple) else x

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -36,14 +35,14 @@ from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.requires_grad import stopped_by_torch
 from bridge.trace.storage import Node, OutsideOfView
-from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, node_of, over, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
 Function = torch.autograd.Function
 SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
 _lock = threading.Lock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def intercepted() -> Iterator[None]:
     """While any thread has entered this, Function.apply, checkpoint and control flow check whether their thread has a trace open."""
     with _lock:
@@ -234,6 +233,7 @@ class _Call:
         self.dirty: dict[int, int] = {}  # by the place of an output that is a dirty input: which of the tensor arguments it is
         self.constant: list[bool] = []
         self.outer: list[Node] = []
+        self.constants: list[list[Any]] = []  # see ``_Staged``
 
     def _given(self, captured: Any) -> contextlib.AbstractContextManager[None]:
         return autograd.in_place_of(self.outer, captured[0]) if captured else contextlib.nullcontext()
@@ -309,7 +309,7 @@ class _Call:
         if has_jvp or has_backward:
             by_jvp = has_jvp and (forward_mode or not has_backward)
             rules = _Staged(self, values, by_jvp) if level.root.staged else self
-            captured += rules.constants if isinstance(rules, _Staged) else ()
+            captured += rules.constants
             f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)
         else:
             f = self._constant
@@ -367,8 +367,8 @@ class _Call:
 
     def _finish(self, outs: Sequence[Any], made: Any) -> Any:
         tensors = []
-        earlier = [x for x in trees.flatten(made)[0] if isinstance(x, torch.Tensor)] if made is not None else None
-        for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
+        earlier = take_apart(made)[0] or [None] * len(outs)
+        for k, (v, constant, t) in enumerate(zip(outs, self.constant, earlier, strict=True)):
             if constant and inexact(v):
                 v = stopped_by_torch(v) if state.level.root.staged else jax.lax.stop_gradient(v)
             if k in self.dirty:
@@ -376,16 +376,12 @@ class _Call:
                 assign(target, v)
                 # PyTorch returns an input without its history, unless it makes a node and the input is marked as dirty
                 tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else over(target.node, target))
-            elif earlier is not None and self._is_new(earlier[k]):
-                node_of(earlier[k]).value = v  # the tensor stays the same object, because the context may have kept it
-                tensors.append(earlier[k])
+            elif type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args):
+                t.node.value = v  # the tensor stays the same object, because the context may have kept it
+                tensors.append(t)
             else:
                 tensors.append(wrap(v, self.device))
         return put_together(tensors, self.rest)
-
-    def _is_new(self, t: torch.Tensor) -> bool:
-        """Whether a tensor owns its memory and is not one of the arguments."""
-        return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
 
 
 class _Staged:
@@ -417,15 +413,14 @@ class _Staged:
         if not by_jvp:
             self.takes = [t and not c for t, c in zip(self.takes, call.constant, strict=True)]
         self.constants = [self._forward.captured, []]
+        self.refused: Exception | None = None
         try:
             self._derivative = Closed(derivative, residuals, pick(self.operands, self.takes))
             self.constants[1] = self._derivative.captured
         except (OutsideOfView, SeededInside):
             raise
         except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
-            self.refused: Exception | None = error
-        else:
-            self.refused = None
+            self.refused = error
 
     def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
         return *self._forward(captured[1], *values), self.kept

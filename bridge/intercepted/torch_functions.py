@@ -5,7 +5,8 @@ which torch's own Python code inspects values or settings; a trace needs another
 """
 from __future__ import annotations
 
-import math
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -141,28 +142,17 @@ def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwarg
     return out.copy_(result)
 
 
-def gaussian_nll_loss(
-    input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> torch.Tensor:
+def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     """torch.nn.functional's, without the error for negative values of var, which are not known here."""
-    if not traced(input, target, var):
-        return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    if not isinstance(var, torch.Tensor):
-        var = var * torch.ones_like(input)
-    if var.shape != input.shape:
-        if input.shape[:-1] == var.shape:
-            var = var.unsqueeze(-1)
-        elif input.ndim != var.ndim or sum(y for x, y in zip(input.shape, var.shape, strict=True) if x != y) != 1:
-            raise ValueError("var is of incorrect size")
-    var = var.clone()
-    with torch.no_grad():
-        var.clamp_(min=eps)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss if reduction == "none" else getattr(loss, reduction)()
+    return (_without_question() if traced(args, kwargs) else private.original("gaussian_nll_loss"))(*args, **kwargs)
+
+
+@functools.cache
+def _without_question() -> Callable[..., torch.Tensor]:
+    """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is answered with no."""
+    function: Any = private.original("gaussian_nll_loss")
+    space = {**function.__globals__, "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False})}
+    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
 
 def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -33,7 +33,6 @@ from bridge.record import entries
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside
-from bridge.trace.requires_grad import stopped_by_torch
 from bridge.trace.storage import Node, OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
@@ -64,11 +63,7 @@ def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) 
     """The function that PyTorch runs instead of a Function's forward if this thread has a trace open; None: the forward itself.
 
     PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the trace uses; JAX differentiates by the
-    rules of ``_Call``.
-
-    Args:
-        cls: the Function.
-        recording, forward_mode: whether grad mode and forward-mode AD were on when it was applied.
+    rules of ``_Call``.  recording, forward_mode: whether grad mode and forward-mode AD were on when the Function was applied.
     """
     if issubclass(cls, Untransformed):
         return None
@@ -370,7 +365,7 @@ class _Call:
         earlier = take_apart(made)[0] or [None] * len(outs)
         for k, (v, constant, t) in enumerate(zip(outs, self.constant, earlier, strict=True)):
             if constant and inexact(v):
-                v = stopped_by_torch(v) if state.level.root.staged else jax.lax.stop_gradient(v)
+                v = operands.constant(v)
             if k in self.dirty:
                 target = self.args[self.where[self.dirty[k]]]
                 assign(target, v)

@@ -19,10 +19,10 @@ from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.operators.decomposition import can_fall_back, fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.memory_overlap import refuse_overlap
-from bridge.operators.operands import drawn, on_meta, pure, reverse_only
+from bridge.operators.operands import drawn, on_meta, pure
 from bridge.operators.views import meta_of
 from bridge.trace import pieces
-from bridge.trace.levels import state
+from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
 
@@ -58,7 +58,8 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
-    assign(target, value, detached or None, keep=not (detached or torch.is_grad_enabled()) and reverse_only())
+    keep = not (detached or torch.is_grad_enabled()) and innermost("jvp") is None  # forward mode ignores no_grad
+    assign(target, value, detached or None, keep=keep and (state.level.root.recorded or innermost("grad") is not None))
 
 
 def write_plan(func: torch._ops.OpOverload) -> Plan:
@@ -169,7 +170,7 @@ def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def functional_form(func: torch._ops.OpOverload) -> Any:
     """The overload that computes what an in-place or out= overload writes, or None if torch has none."""
     namespace, name = func._schema.name.split("::")
-    mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    mine = [str(a.type) for a in func._schema.arguments if not a.is_out]
     bare = name.removesuffix("_")
     for candidate in dict.fromkeys([name, bare, bare + "_functional"]):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
@@ -177,10 +178,8 @@ def functional_form(func: torch._ops.OpOverload) -> Any:
             other = getattr(packet, kind)
             if other is func or other._schema.is_mutable:
                 continue
-            theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
-            if _is_factory(other):  # out= gives the dtype and the device
-                theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
-            same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
-            if theirs == mine or (kind == func._overloadname and same_types):
+            given = ("dtype", "layout", "device", "pin_memory") if _is_factory(other) else ()  # by out=
+            theirs = [str(a.type) for a in other._schema.arguments if a.name not in given]
+            if theirs == mine or (kind == func._overloadname and theirs[: len(mine)] == mine):
                 return other
     return None

@@ -157,11 +157,6 @@ def stop_tangents(out: Any) -> Any:
     return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe), out)
 
 
-def reverse_only() -> bool:
-    """Whether grad transforms or torch's autograd from outside are in progress, and no forward-mode transform, which ignores no_grad."""
-    return innermost("jvp") is None and (state.level.root.recorded or innermost("grad") is not None)
-
-
 def constant(value: jax.Array | None) -> jax.Array | None:
     """The same value as a constant to the transforms of every level."""
     if not isinstance(value, jax.core.Tracer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -504,6 +505,7 @@ def _of_inputs(outs: list[jax.Array], *inputs: jax.Array) -> list[jax.Array]:
     return of_inputs_alone(outs, inputs)
 
 
+@functools.partial(_of_inputs.defjvp, symbolic_zeros=True)
 def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     given, *others = tangents
     if all(isinstance(t, SymbolicZero) for t in others):
@@ -511,12 +513,9 @@ def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
     return _of_inputs(*primals), given
 
 
-_of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
-
-
 def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
     """The value; its derivative raises, which in reverse mode the backward pass does, as PyTorch's."""
-    return (_only_value if innermost("jvp") is not None else _only_forward)(v, *sources)
+    return gradient_hooks.refused_in_backward(v, sources, _refused) if innermost("jvp") is None else _only_value(v, *sources)
 
 
 @jax.custom_jvp
@@ -528,20 +527,10 @@ def _refused(*_: Any) -> Any:
     raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
+@functools.partial(_only_value.defjvp, symbolic_zeros=True)
 def _refused_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     constant = all(isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents)
     return (primals[0], tangents[0]) if constant else _refused()
-
-
-_only_value.defjvp(_refused_tangent, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def _only_forward(v: jax.Array, *sources: jax.Array) -> jax.Array:
-    return v
-
-
-_only_forward.defvjp(lambda v, *sources: (v, None), _refused)
 
 
 HANDED_IN["intercepted"] = intercepted

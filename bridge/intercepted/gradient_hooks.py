@@ -95,11 +95,7 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         before, captured = kept
         for hook, met in zip(hooks, captured, strict=True):
             cotangent = hook(met, cotangent)
-        return cotangent if before is None else once(cotangent, before), None
-
-    @jax.custom_vjp
-    def once(cotangent: jax.Array, before: jax.Array) -> jax.Array:
-        return cotangent
+        return cotangent if before is None else refused_in_backward(cotangent, [before], twice), None
 
     def twice(*_: Any) -> Any:
         raise NotImplementedError(
@@ -109,8 +105,18 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         )
 
     observed.defvjp(forward, backward)
-    once.defvjp(lambda cotangent, before: (cotangent, None), twice)
     return observed(value, [hook.captured() for hook in hooks])
+
+
+def refused_in_backward(value: jax.Array, sources: Sequence[jax.Array], refuse: Callable[..., Any]) -> jax.Array:
+    """The value, as a function of the sources too; its backward pass calls ``refuse``, which raises."""
+
+    @jax.custom_vjp
+    def refused(value: jax.Array, sources: Sequence[jax.Array]) -> jax.Array:
+        return value
+
+    refused.defvjp(lambda value, sources: (value, None), refuse)
+    return refused(value, sources)
 
 
 def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: jax.Array) -> jax.Array:

@@ -29,11 +29,9 @@ own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() ==
 def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     refuse_overlap((), [target], [("src", source)])
-    value = value_in(source)
-    if not hasattr(value, "shape"):
-        value = jnp.asarray(value, dtypes.to_jax(target.dtype))
-    if value.dtype != dtypes.to_jax(target.dtype):
-        value = pieces.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
+    value, dtype = value_in(source), dtypes.to_jax(target.dtype)
+    if value.dtype != dtype:
+        value = pieces.run("cast", cast, (value, dtype), {})
     if value.shape != tuple(target.shape):
         try:
             value = pieces.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})

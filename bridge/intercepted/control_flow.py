@@ -74,11 +74,8 @@ def _known(pred: Any) -> bool | None:
     """A predicate's value, or None if it is not known."""
     if not isinstance(pred, torch.Tensor):
         return bool(pred)
-    value = value_of(pred)
-    if not isinstance(value, jax.core.Tracer):
-        return bool(value)
     try:
-        return bool(lax.stop_gradient(value))
+        return bool(lax.stop_gradient(value_of(pred)))
     except jax.errors.JAXTypeError:
         return None
 

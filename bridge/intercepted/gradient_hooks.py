@@ -159,12 +159,6 @@ class GraphNode:
     def __hash__(self) -> int:
         return hash(self._node)
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
-        return self._add("register_hook", hook)
-
-    def register_prehook(self, hook: Callable[..., Any]) -> Any:
-        return self._add("register_prehook", hook)
-
     def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
         if self._hooks is None:
             raise NotImplementedError(
@@ -175,6 +169,9 @@ class GraphNode:
         registered = handle.hooks_dict_ref()
         self._hooks[kind].append(lambda *gradients: hook(*gradients) if handle.id in registered else None)
         return handle
+
+    register_hook = functools.partialmethod(_add, "register_hook")
+    register_prehook = functools.partialmethod(_add, "register_prehook")
 
 
 def graph_node(node: Any) -> Any:

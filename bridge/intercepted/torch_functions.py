@@ -111,12 +111,8 @@ def _bce_with_logits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight)) or x.shape != target.shape:
         return func(*args, **kwargs)
     reduction = given.get("reduction", "mean") if legacy == [None, None] else torch.nn._reduction.legacy_get_string(*legacy)
-    positive = F.logsigmoid(x) if pos_weight is None else (1 + (pos_weight - 1) * target) * F.logsigmoid(x)
-    loss = (1 - target) * x - positive
-    loss = loss if weight is None else loss * weight
-    if reduction in ("none", 0):
-        return loss
-    return loss.mean() if reduction in ("mean", 1) else loss.sum()
+    number = torch.nn._reduction.get_enum(reduction) if isinstance(reduction, str) else reduction
+    return private.decompositions()[torch.ops.aten.binary_cross_entropy_with_logits.default](x, target, weight, pos_weight, number)
 
 
 def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:

@@ -20,7 +20,6 @@ from bridge.operators.decomposition import can_fall_back, fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.memory_overlap import refuse_overlap
 from bridge.operators.operands import drawn, on_meta, pure
-from bridge.operators.views import meta_of
 from bridge.trace import pieces
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
@@ -29,16 +28,15 @@ from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
 
 def _become_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """t_(), squeeze_() and similar: the tensor object becomes a view of its own earlier memory."""
-    t, rest = args[0], args[1:]
+    t = args[0]
     if type(t) is not Traced:
         raise RuntimeError(
             f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
         )
-    node = plan_of(functional)(args, kwargs).node
-    meta = functional(meta_of(t), *rest, **kwargs)
+    view = plan_of(functional)(args, kwargs)
     with private.below_python():
-        t.as_strided_(meta.shape, meta.stride(), meta.storage_offset())
-    t.node = node
+        t.as_strided_(view.shape, view.stride(), view.storage_offset())
+    t.node = view.node
     return t
 
 

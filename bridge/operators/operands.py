@@ -88,17 +88,13 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     return run_pure
 
 
-#: The other operators whose results may have their operands' strides.
-_COPIES = ("aten::clone", "aten::_to_copy")
-
-
 def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: jax.Array) -> tuple[int, ...] | None:
     """The strides that PyTorch gives a result if an operand is not contiguous; None: it is contiguous.
 
     Whether a later ``.view`` of the result is possible depends on them.  Only elementwise operators and copies are asked for: the first
     other one on the device meta, addmm for example, makes PyTorch import 800 modules, which takes longer than to compile a program.
     """
-    if torch.Tag.pointwise not in func.tags and func.name().partition(".")[0] not in _COPIES:
+    if torch.Tag.pointwise not in func.tags and func._schema.name not in ("aten::clone", "aten::_to_copy"):
         return None
     if all(type(x) is not Traced or x.is_contiguous() for x in args):
         return None
@@ -166,22 +162,17 @@ def constant(value: jax.Array | None) -> jax.Array | None:
 
 def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
     """The error to raise instead of one that a lowering raised: torch's own error if torch refuses the same call."""
-    if isinstance(error, jax.errors.JAXTypeError):
-        if isinstance(error, jax.errors.UnexpectedTracerError):
-            return error
-        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
-    if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
+    own = isinstance(error, RuntimeError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError)
+    if own or isinstance(error, jax.errors.UnexpectedTracerError):
         return error
+    if isinstance(error, jax.errors.JAXTypeError):
+        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
     try:
         on_meta(func, args, kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
-        if "meta" not in str(theirs).lower():
+    except Exception as theirs:
+        if isinstance(theirs, RuntimeError | IndexError | ValueError | TypeError) and "meta" not in str(theirs).lower():
             return theirs
-    except Exception:
-        pass
-    if isinstance(error, TypeError | ValueError):
-        return RuntimeError(f"{func}: {error}{at_line()}")
-    return error
+    return RuntimeError(f"{func}: {error}{at_line()}") if isinstance(error, TypeError | ValueError) else error
 
 
 def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

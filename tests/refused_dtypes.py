@@ -24,17 +24,20 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.operators.dtype_refusals import NAMES, is_pointwise, mode
+from bridge.operators.dtype_refusals import is_pointwise, mode
 
-DTYPES = tuple(NAMES)
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.uint8, torch.bool,
+)  # fmt: skip
 SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
 TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
 _HEAD = '''"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch {version}); not by hand.
 
 A group has the overloads of aten in which PyTorch refuses the same; those called "default" have only the operator's name.
 
-REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the mode as bridge.operators.dtype_refusals.mode says it
-           or "" for every mode, the dtypes): the overloads
+REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as bridge.operators.dtype_refusals.mode says
+           them, with " | " between them and "" for every mode, the dtypes): the overloads
 TOGETHER   (the place of an argument, the places of those that must have its dtype): the overloads
 INDICES    (the place of an index, the dtypes): the overloads
 """
@@ -165,19 +168,20 @@ def refused(func: Any, calls: list[Call]) -> Iterator[Group]:
     uniform = [call for call in calls if _uniform(func, call)]
     calls = [call for call in uniform if _place(call) is not None]
     known = _refused_in(func, calls, DTYPES)
+    modes: dict[tuple[int, str], list[str]] = collections.defaultdict(list)
     if known:
-        yield _first(calls), "", known
+        modes[_first(calls), known].append("")
     calls = [call for call in uniform if (_place(call, scalars=True) or 0) >= 0]
-    if not calls:
-        return
-    place, found = _first(calls), collections.defaultdict(list)
+    place, found = _first(calls) if calls else 0, collections.defaultdict(list)
     for call in calls:
         if _place(call, scalars=True) == place:
             found[mode(func, call[0], call[1], place)].append(call)
     for name, some in sorted(found.items()):
         asked = [d for d in DTYPES if "scalar" in name or str(d).removeprefix("torch.") not in known.split()]
         if refused_here := _refused_in(func, some, asked):
-            yield place, name, refused_here
+            modes[place, refused_here].append(name)
+    for (place, dtypes), names in modes.items():
+        yield place, " | ".join(names), dtypes
 
 
 def _refused_in(func: Any, calls: list[Call], dtypes: Iterable[torch.dtype]) -> str:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bridge
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.operators import dtype_refusals_table as committed
-from bridge.operators.dtype_refusals import NAMES, guarded
+from bridge.operators.dtype_refusals import guarded
 from bridge.process import process
 from torchfunc_jax import functionalize, jit, vmap
 
@@ -198,7 +198,7 @@ class _Asking(TorchDispatchMode):
 
 
 @pytest.mark.slow  # test_operators.py asks one sample of each
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", refused_dtypes.DTYPES, ids=str)
 def test_no_dtype_is_refused_that_pytorch_computes_with(dtype: torch.dtype) -> None:
     """Every operator of PyTorch's database that takes the dtype, on its samples: where PyTorch has a value nothing is refused."""
     asked, asking = 0, _Asking()

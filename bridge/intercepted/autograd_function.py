@@ -6,14 +6,14 @@ this file run instead of a Function's forward.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch.nn.modules._functions import BackwardHookFunction
@@ -21,7 +21,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from bridge import private
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
-from bridge.boundary.results import conj, inexact, inexact_dtype, put_together, take_apart
+from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks
@@ -34,15 +34,15 @@ from bridge.record import entries
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside
-from bridge.trace.requires_grad import stopped_by_torch
 from bridge.trace.storage import Node, OutsideOfView
-from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, node_of, over, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
 Function = torch.autograd.Function
+SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
 _lock = threading.Lock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def intercepted() -> Iterator[None]:
     """While any thread has entered this, Function.apply, checkpoint and control flow check whether their thread has a trace open."""
     with _lock:
@@ -64,11 +64,7 @@ def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) 
     """The function that PyTorch runs instead of a Function's forward if this thread has a trace open; None: the forward itself.
 
     PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the trace uses; JAX differentiates by the
-    rules of ``_Call``.
-
-    Args:
-        cls: the Function.
-        recording, forward_mode: whether grad mode and forward-mode AD were on when it was applied.
+    rules of ``_Call``.  recording, forward_mode: whether grad mode and forward-mode AD were on when the Function was applied.
     """
     if issubclass(cls, Untransformed):
         return None
@@ -107,14 +103,12 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
     if innermost("vmap") is not None:
-        leaves, spec = trees.flatten(args)
-        every = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
-        if private.mapped(every):
-            if cls.setup_context is not Function.setup_context:
-                private.check_vmap_rules(cls)
-            lanes = private.Lanes.of(every)
-            if lanes is not None and _has_own_vmap(cls):
-                return _by_own_vmap(cls, lanes, leaves, every, spec)
+        new_style = cls.setup_context is not Function.setup_context
+        if new_style and private.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
+            private.check_vmap_rules(cls)
+        out = _by_own_vmap(cls, args)
+        if out is not NotImplemented:
+            return out
     call = _Call(cls, args)
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
@@ -124,17 +118,18 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     return call.run(values, out)
 
 
-def _has_own_vmap(cls: type[Function]) -> bool:
-    return cls.vmap is not Function.vmap and not cls.generate_vmap_rule
-
-
-def _by_own_vmap(cls: type[Function], lanes: private.Lanes, leaves: Sequence[Any], values: Sequence[Any], spec: Any) -> Any:
+def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
     """The outputs of a Function by its vmap staticmethod, which runs outside of the vmap; transforms around the vmap differentiate it.
 
-    Args:
-        leaves, spec: the flattened arguments.
-        values: those of the tensors among the leaves.
+    NotImplemented: the Function has none, or no vmap maps an argument.
     """
+    if cls.vmap is Function.vmap or cls.generate_vmap_rule:
+        return NotImplemented
+    leaves, spec = trees.flatten(args)
+    values = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
+    lanes = private.Lanes.of(values)
+    if lanes is None:
+        return NotImplemented
     inside = state.level
     assert inside is not None
     captured = followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])
@@ -169,17 +164,17 @@ def _by_own_vmap(cls: type[Function], lanes: private.Lanes, leaves: Sequence[Any
     return out
 
 
+@dataclasses.dataclass(eq=False)
 class Context:
     """The ctx argument of a Function's static methods."""
 
-    def __init__(self, needs: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs
-        self._saved: tuple[Any, ...] = ()
-        self._saved_forward: tuple[Any, ...] = ()
-        self._dirty: tuple[Any, ...] = ()
-        self._constant: tuple[Any, ...] = ()
-        self._materialize = True
-        self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
+    needs_input_grad: tuple[bool, ...]
+    _saved: tuple[Any, ...] = ()
+    _saved_forward: tuple[Any, ...] = ()
+    _dirty: tuple[Any, ...] = ()
+    _constant: tuple[Any, ...] = ()
+    _materialize: bool = True
+    _pushing: bool = False  # in jvp: saved_tensors are those of save_for_forward
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self._saved = tensors
@@ -219,76 +214,52 @@ def refuse_saved_inputs(ctx: Context, args: Sequence[Any], out: Any) -> None:
 
 
 class _Call:
-    """One call of a Function inside a trace."""
+    """One call of a Function inside a trace.
+
+    ``forward``, ``backward`` and ``jvp`` run the user's methods on JAX values.  Their argument ``captured`` has first the values to use
+    for the nodes ``outer`` instead of the nodes' own; if it is empty, the nodes' own are used.
+    """
 
     def __init__(self, cls: type[Function], args: tuple[Any, ...]) -> None:
         self.cls, self.args = cls, args
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+        self.device = args[self.where[0]].device
         self.new_style = cls.setup_context is not Function.setup_context
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
-        self.dirty: list[tuple[int, int]] = []
+        self.dirty: dict[int, int] = {}  # by the place of an output that is a dirty input: which of the tensor arguments it is
         self.constant: list[bool] = []
         self.outer: list[Node] = []
+        self.constants: list[list[Any]] = []  # see ``_Staged``
 
-    def _given(self, outer: Sequence[jax.Array]) -> contextlib.AbstractContextManager[None]:
-        return autograd.in_place_of(self.outer, outer) if outer else contextlib.nullcontext()
+    def _given(self, captured: Any) -> contextlib.AbstractContextManager[None]:
+        return autograd.in_place_of(self.outer, captured[0]) if captured else contextlib.nullcontext()
 
-    # -- the user's methods on JAX values ----------------------------------------------------------------------------------
-    def _wrapped(self, values: Sequence[jax.Array], level: Level) -> list[Any]:
-        args = list(self.args)
-        for i, v in zip(self.where, values, strict=True):
-            args[i] = wrap(v, self.args[i].device, level)
-        return args
-
-    def forward(
-        self, values: Sequence[jax.Array], needs: Sequence[bool], outer: Sequence[jax.Array] = ()
-    ) -> tuple[list[Any], list[Any], _Kept]:
-        """Run the Function's forward: outputs, residuals (every tensor that the context keeps) and the context without its tensors.
-
-        outer: values to use for ``self.outer`` instead of the nodes' own, here and in the methods below; empty: the nodes' own.
-        """
-        flags = [False] * len(self.args)
-        for i, n in zip(self.where, needs, strict=True):
-            flags[i] = n
-        ctx = Context(tuple(flags))
-        with (
-            push("function") as level, self._given(outer), torch.no_grad(), private.set_forward_mode_enabled(False),
-        ):  # fmt: skip
-            args = self._wrapped(values, level)
-            for a, n in zip(args, flags, strict=True):
-                if n and inexact_dtype(a.dtype):
-                    a.requires_grad_()
+    def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
+        """The outputs, the residuals (every tensor that the context keeps) and the context without its tensors."""
+        args, flags = list(self.args), [False] * len(self.args)
+        with push("function") as level, self._given(captured), torch.no_grad(), private.set_forward_mode_enabled(False):
+            for i, v, n in zip(self.where, values, needs, strict=True):
+                args[i], flags[i] = wrap(v, self.args[i].device, level), n
+                if n and inexact_dtype(args[i].dtype):
+                    args[i].requires_grad_()
+            ctx = Context(tuple(flags))
             if self.new_style:
-                out = self._outputs(args)
+                out = _by_own_vmap(self.cls, args)
+                out = self.cls.forward(*args) if out is NotImplemented else out
                 self.cls.setup_context(ctx, tuple(args), out)
                 refuse_saved_inputs(ctx, args, out)
             else:
                 out = self.cls.forward(ctx, *args)
             outs, self.rest = take_apart(out)
+            tensors = [args[i] for i in self.where]
             self.constant = [any(o is c for c in ctx._constant) or not inexact_dtype(o.dtype) for o in outs]
-            self.dirty = [
-                (k, j) for k, o in enumerate(outs) for j, i in enumerate(self.where) if any(o is d for d in ctx._dirty) and args[i] is o
-            ]
-            residuals: list[Any] = []
-            kept = _Kept(ctx, residuals, [*outs, *[args[i] for i in self.where]], level)
+            self.dirty = {k: j for k, o in enumerate(outs) for j, a in enumerate(tensors) if any(o is d for d in ctx._dirty) and a is o}
+            residuals, kept = _Kept.of(ctx, [*outs, *tensors], level)
             return [value_of(o) for o in outs], residuals, kept
 
-    def _outputs(self, args: list[Any]) -> Any:
-        """What a new-style forward returns, or in a vmap the Function's own vmap."""
-        if _has_own_vmap(self.cls):
-            leaves, spec = trees.flatten(args)
-            values = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
-            lanes = private.Lanes.of(values)
-            if lanes is not None:
-                return _by_own_vmap(self.cls, lanes, leaves, values, spec)
-        return self.cls.forward(*args)
-
-    def backward(
-        self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any], outer: Sequence[jax.Array] = ()
-    ) -> list[Any]:
+    def backward(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[Any]:
         """Cotangents of the tensor arguments, with None for an argument without one; the given cotangents may be None too."""
-        with push("plain") as level, self._given(outer):
+        with push("plain") as level, self._given(captured):
             ctx = kept.restored(residuals, self.device, level)
             given = iter(cotangents)
             cts = [next(given) if is_tensor else None for is_tensor in self.rest[2]]
@@ -305,30 +276,21 @@ class _Call:
                 )
             out: list[Any] = []
             for i in self.where:
-                g = grads[i]
-                if g is None:
-                    out.append(None)
-                    continue
-                v = conj(value_of(g))
-                if v.shape != tuple(self.args[i].shape):
-                    v = _summed(v, tuple(self.args[i].shape), self.cls.__name__)
-                out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once else v)
+                v = None if grads[i] is None else _summed(conj(value_of(grads[i])), tuple(self.args[i].shape), self.cls.__name__)
+                out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once and v is not None else v)
             return out
 
-    def jvp(self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any], outer: Sequence[jax.Array] = ()) -> list[Any]:
-        with push("plain") as level, self._given(outer):
+    def jvp(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs; like the given ones, they may be None."""
+        with push("plain") as level, self._given(captured):
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
-            given = iter(tangents)
-            every = []
-            for a in self.args:
-                t = next(given) if isinstance(a, torch.Tensor) else None
-                every.append(None if t is None else wrap(t, self.device, level))
+            every: list[Any] = [None] * len(self.args)
+            for i, t in zip(self.where, tangents, strict=True):
+                every[i] = None if t is None else wrap(t, self.device, level)
             out = self.cls.jvp(ctx, *every)
-            leaves = list(out) if isinstance(out, tuple | list) else [out]
-            return [None if t is None else value_of(t) for t in leaves]
+            return [None if t is None else value_of(t) for t in (out if isinstance(out, tuple | list) else [out])]
 
-    # -- as JAX functions with rules of their own --------------------------------------------------------------------------
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
         level = state.level
@@ -338,17 +300,17 @@ class _Call:
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
         if forward_mode and not has_jvp and has_backward and private.perturbed(values, differentiating):
             raise no_jvp(self.cls.__name__)
-        staged = level.root.staged
         self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
-        captured: Any = [read(node, level) for node in self.outer]
-        if has_jvp and (forward_mode or not has_backward):
-            f, *constants = self._staged_with_jvp(values) if staged else (self._with_jvp(),)
-        elif has_backward:
-            f, *constants = self._staged_with_vjp(values) if staged else (self._with_vjp(),)
+        captured: list[Any] = [[read(node, level) for node in self.outer]]
+        if has_jvp or has_backward:
+            by_jvp = has_jvp and (forward_mode or not has_backward)
+            rules = _Staged(self, values, by_jvp) if level.root.staged else self
+            captured += rules.constants
+            f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)
         else:
-            f, constants = self._constant, []
+            f = self._constant
         try:
-            outs = _called(f, (captured, *constants), values)
+            outs = _called(f, captured, values)
         except TypeError as error:
             if not is_no_jvp(error):
                 raise
@@ -357,179 +319,142 @@ class _Call:
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
     def _constant(self, captured: Any, *values: jax.Array) -> list[Any]:
-        return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward(values, [False] * len(values))[0]]
+        return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward((), values, [False] * len(values))[0]]
 
-    def _with_vjp(self) -> Callable[..., Any]:
+    def _with_vjp(self, rules: _Call | _Staged) -> Callable[..., Any]:
         @jax.custom_vjp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return self.forward(values, [True] * len(values), captured[0])[0]
+            return rules.forward(captured, values, [True] * len(values))[0]
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
-            captured = ([g.value for g in captured[0]],)
-            values = [g.value for g in given]
-            outs, residuals, kept = self.forward(values, [bool(g.perturbed) for g in given], captured[0])
+            captured, values = [[g.value for g in part] for part in captured], [g.value for g in given]
+            outs, residuals, kept = rules.forward(captured, values, [bool(g.perturbed) for g in given])
             # at the enclosing levels the outputs have the Function's own derivative again
-            outside = any(isinstance(v, jax.core.Tracer) for v in (*values, *captured[0]))
-            again = _called(f, captured, values) if outside else outs
-            return again, (captured, kept.linked(residuals, [*again, *values]), kept)
+            if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
+                outs = _called(f, captured, values)
+            return outs, (captured, kept, kept.linked(residuals, [*outs, *values]))
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            captured, residuals, kept = given
-            zero: Any = jax.custom_derivatives.SymbolicZero
-            cts = []
-            for c, constant in zip(cotangents, self.constant, strict=True):
-                if isinstance(c, zero):
-                    c = jnp.zeros(c.aval.shape, c.aval.dtype) if kept.materialize and not constant else None
-                cts.append(c if c is None or c.dtype != jax.dtypes.float0 else None)
-            return None, *self.backward(kept, residuals, cts, captured[0])
+            captured, kept, residuals = given
+            cts = [_materialized(c, kept.materialize and not no) for c, no in zip(cotangents, self.constant, strict=True)]
+            return None, *rules.backward(captured, kept, residuals, cts)
 
         f.defvjp(fwd, bwd, symbolic_zeros=True)
         return f
 
-    def _with_jvp(self) -> Callable[..., Any]:
+    def _with_jvp(self, rules: _Call | _Staged) -> Callable[..., Any]:
         @jax.custom_jvp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return self.forward(values, [True] * len(values), captured[0])[0]
+            return rules.forward(captured, values, [True] * len(values))[0]
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            (captured, *primals), (_, *tangents) = primals, tangents
-            zero: Any = jax.custom_derivatives.SymbolicZero
-            outs, residuals, kept = self.forward(primals, [not isinstance(t, zero) for t in tangents], captured[0])
-            given = [
-                (jnp.zeros(t.aval.shape, t.aval.dtype) if kept.materialize else None) if isinstance(t, zero) else t for t in tangents
-            ]
-            given = [None if t is not None and t.dtype == jax.dtypes.float0 else t for t in given]
-            again = _called(f, captured, primals)
-            found = self.jvp(kept, kept.linked(residuals, [*again, *primals]), given, captured[0])
-            return again, [
-                jnp.zeros_like(o) if p is None and inexact(o) else jnp.zeros(o.shape, jax.dtypes.float0) if p is None else p
+            (captured, *values), (_, *tangents) = primals, tangents
+            _, residuals, kept = rules.forward(captured, values, [not isinstance(t, SymbolicZero) for t in tangents])
+            outs = _called(f, captured, values)
+            given = [_materialized(t, kept.materialize) for t in tangents]
+            found = rules.jvp(captured, kept, kept.linked(residuals, [*outs, *values]), given)
+            return outs, [
+                jnp.zeros(o.shape, o.dtype if inexact(o) else jax.dtypes.float0) if p is None else p
                 for o, p in zip(outs, found, strict=True)
             ]
 
         f.defjvp(rule, symbolic_zeros=True)
         return f
 
-    # If the program will be compiled, JAX calls these rules when the program is differentiated, maybe after its trace has closed.  Tensors
-    # that the methods capture would then become constants.  So the methods are traced now as jaxprs, and the constants of the jaxprs, the
-    # values of captured tensors among them, become operands.
-    def _staged_with_vjp(self, values: Sequence[jax.Array]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        kept: Any = None
-        differentiable: list[bool] = []
-
-        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            nonlocal kept
-            outs, residuals, kept = self.forward(values, [True] * len(values))
-            differentiable[:] = [inexact(o) and not c for o, c in zip(outs, self.constant, strict=True)]
-            return outs, residuals
-
-        def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-            given = iter(cotangents)
-            cts = [next(given) if d else None for d in differentiable]
-            grads = self.backward(kept, residuals, cts)
-            return [jnp.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(grads, values, strict=True) if inexact(v)]
-
-        forward_jaxpr = Closed(forward, *values)
-        outs, residuals = forward_jaxpr.shapes
-        backward_jaxpr: Closed | None = None
-        refused: Exception | None = None
-        try:
-            backward_jaxpr = Closed(backward, residuals, [o for o, d in zip(outs, differentiable, strict=True) if d])
-        except (OutsideOfView, SeededInside):
-            raise
-        except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
-            refused = error
-
-        @jax.custom_vjp
-        def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return forward_jaxpr(captured[1], *values)[0]
-
-        def fwd(captured: Any, *values: jax.Array) -> tuple[list[Any], Any]:
-            _, residuals = forward_jaxpr(captured[1], *values)
-            outs = _called(f, captured, values)  # at the enclosing levels the outputs have the Function's own derivative again
-            return outs, (captured, kept.linked(residuals, [*outs, *values]))
-
-        def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            captured, residuals = given
-            if backward_jaxpr is None:
-                raise refused
-            grads = iter(backward_jaxpr(captured[2], residuals, [c for c, d in zip(cotangents, differentiable, strict=True) if d]))
-            return None, *[next(grads) if inexact(v) else None for v in values]
-
-        f.defvjp(fwd, bwd)
-        return f, forward_jaxpr.captured, [] if backward_jaxpr is None else backward_jaxpr.captured
-
-    def _staged_with_jvp(self, values: Sequence[jax.Array]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        kept: Any = None
-
-        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            nonlocal kept
-            outs, residuals, kept = self.forward(values, [True] * len(values))
-            return outs, residuals
-
-        def push_forward(residuals: list[Any], tangents: list[Any]) -> list[Any]:
-            given = iter(tangents)
-            pushed = self.jvp(kept, residuals, [next(given) if inexact(v) else None for v in values])
-            return [jnp.zeros(o.shape, o.dtype) if t is None else t for t, o in zip(pushed, outs, strict=True) if inexact(o)]
-
-        forward_jaxpr = Closed(forward, *values)
-        outs, residuals = forward_jaxpr.shapes
-        tangent_jaxpr = Closed(push_forward, residuals, [v for v in values if inexact(v)])
-
-        @jax.custom_jvp
-        def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return forward_jaxpr(captured[1], *values)[0]
-
-        @f.defjvp
-        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            captured, *values = primals
-            _, residuals = forward_jaxpr(captured[1], *values)
-            outs = _called(f, captured, values)
-            given = [t for v, t in zip(values, tangents[1:], strict=True) if inexact(v)]
-            pushed = iter(tangent_jaxpr(captured[2], kept.linked(residuals, [*outs, *values]), given))
-            return outs, [next(pushed) if inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
-
-        return f, forward_jaxpr.captured, tangent_jaxpr.captured
-
     def _finish(self, outs: Sequence[Any], made: Any) -> Any:
         tensors = []
-        dirty = dict(self.dirty)
-        earlier = [x for x in trees.flatten(made)[0] if isinstance(x, torch.Tensor)] if made is not None else None
-        for k, (v, constant) in enumerate(zip(outs, self.constant, strict=True)):
+        earlier = take_apart(made)[0] or [None] * len(outs)
+        for k, (v, constant, t) in enumerate(zip(outs, self.constant, earlier, strict=True)):
             if constant and inexact(v):
-                v = stopped_by_torch(v) if state.level.root.staged else jax.lax.stop_gradient(v)
-            if k in dirty:
-                target = self.args[self.where[dirty[k]]]
+                v = operands.constant(v)
+            if k in self.dirty:
+                target = self.args[self.where[self.dirty[k]]]
                 assign(target, v)
                 # PyTorch returns an input without its history, unless it makes a node and the input is marked as dirty
                 tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else over(target.node, target))
-            elif earlier is not None and self._is_new(earlier[k]):
-                node_of(earlier[k]).value = v  # the tensor stays the same object, because the context may have kept it
-                tensors.append(earlier[k])
+            elif type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args):
+                t.node.value = v  # the tensor stays the same object, because the context may have kept it
+                tensors.append(t)
             else:
                 tensors.append(wrap(v, self.device))
         return put_together(tensors, self.rest)
 
-    def _is_new(self, t: torch.Tensor) -> bool:
-        """Whether a tensor owns its memory and is not one of the arguments."""
-        return type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args)
+
+class _Staged:
+    """The methods of a ``_Call`` in a program that will be compiled.
+
+    JAX calls the rules when the program is differentiated, maybe after its trace has closed; tensors that the methods capture would then
+    become constants.  So the methods are traced now, and the constants of their jaxprs, values of such tensors among them, are operands.
+
+    Attributes:
+        constants: those of the two jaxprs, which follow the values of outer nodes in ``captured``.
+    """
+
+    def __init__(self, call: _Call, values: Sequence[jax.Array], by_jvp: bool) -> None:
+        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
+            outs, residuals, self.kept = call.forward((), values, [True] * len(values))
+            return outs, residuals
+
+        def derivative(residuals: list[Any], given: list[Any]) -> list[Any]:
+            source = iter(given)
+            found = (call.jvp if by_jvp else call.backward)((), self.kept, residuals, [next(source) if t else None for t in self.takes])
+            return [jnp.zeros(x.shape, x.dtype) if v is None else v for v, x in pick([*zip(found, like, strict=True)], self.gives)]
+
+        self._forward = Closed(forward, *values)
+        outs, residuals = self._forward.shapes
+        # what the derivative takes and gives: tangents of the values and of the outputs, or cotangents of the outputs and of the values
+        self.operands: Sequence[Any]
+        self.operands, like = (values, outs) if by_jvp else (outs, values)
+        self.takes, self.gives = [inexact(v) for v in self.operands], [inexact(v) for v in like]
+        if not by_jvp:
+            self.takes = [t and not c for t, c in zip(self.takes, call.constant, strict=True)]
+        self.constants = [self._forward.captured, []]
+        self.refused: Exception | None = None
+        try:
+            self._derivative = Closed(derivative, residuals, pick(self.operands, self.takes))
+            self.constants[1] = self._derivative.captured
+        except (OutsideOfView, SeededInside):
+            raise
+        except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
+            self.refused = error
+
+    def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
+        return *self._forward(captured[1], *values), self.kept
+
+    def backward(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], given: Sequence[Any]) -> list[Any]:
+        if self.refused is not None:
+            raise self.refused
+        every = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(given, self.operands, strict=True)]
+        found = iter(self._derivative(captured[2], residuals, pick(every, self.takes)))
+        return [next(found) if gives else None for gives in self.gives]
+
+    jvp = backward
+
+
+def _materialized(t: Any, zeros: bool) -> Any:
+    """A tangent or cotangent as a method of a Function gets it; one that JAX knows to be zero is an array of zeros or None."""
+    if isinstance(t, SymbolicZero):
+        t = jnp.zeros(t.aval.shape, t.aval.dtype) if zeros else None
+    return None if t is not None and t.dtype == jax.dtypes.float0 else t
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
 class _Kept:
     """A context without its tensors, which are residuals; ``restored`` makes a context with new tensors for a level of transforms."""
 
-    def __init__(self, ctx: Context, residuals: list[Any], known: Sequence[torch.Tensor], level: Level) -> None:
-        self.materialize = ctx._materialize
-        self.links: list[int | None] = []  # for each residual: which of the known tensors it is
-        places = {id(t): k for k, t in reversed(list(enumerate(known)))}
-        self.fields: dict[str, Any] = {}
-        for name, held in ctx.__dict__.items():
-            tensors, rest = take_apart(held)
-            self.fields[name] = (slice(len(residuals), len(residuals) + len(tensors)), rest)
-            for x in tensors:
-                self.links.append(places.get(id(x)))
-                made_here = type(x) is Traced and x.node.root.level is level and id(x) not in places
-                residuals.append(operands.constant(value_of(x)) if made_here else value_of(x))
+    links: list[int | None]  # for each residual: which of the outputs and inputs it is
+    rest: Any
+    materialize: bool
+
+    @classmethod
+    def of(cls, ctx: Context, known: Sequence[torch.Tensor], level: Level) -> tuple[list[Any], _Kept]:
+        """The residuals and the rest of a context; known: the outputs and inputs."""
+        tensors, rest = take_apart(vars(ctx))
+        places = {id(t): k for k, t in reversed([*enumerate(known)])}
+        made_here = [type(t) is Traced and t.node.root.level is level and id(t) not in places for t in tensors]
+        residuals = [operands.constant(value_of(t)) if made else value_of(t) for t, made in zip(tensors, made_here, strict=True)]
+        return residuals, cls([places.get(id(t)) for t in tensors], rest, ctx._materialize)
 
     def linked(self, residuals: Sequence[jax.Array], known: Sequence[Any]) -> list[Any]:
         """The residuals, with the given values for those that are outputs or inputs; torch's autograd differentiates these alone."""
@@ -537,13 +462,14 @@ class _Kept:
 
     def restored(self, residuals: Sequence[jax.Array], device: torch.device, level: Level) -> Context:
         ctx = Context(())
-        for name, (where, rest) in self.fields.items():
-            ctx.__dict__[name] = put_together([wrap(r, device, level) for r in residuals[where]], rest)
+        vars(ctx).update(put_together([wrap(r, device, level) for r in residuals], self.rest))
         return ctx
 
 
 def _summed(v: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     """A gradient that was broadcast against its input, summed to the input's shape, as torch's engine does."""
+    if v.shape == shape:
+        return v
     try:
         jnp.broadcast_shapes(v.shape, shape)
     except ValueError:
@@ -579,19 +505,17 @@ def _of_inputs(outs: list[jax.Array], *inputs: jax.Array) -> list[jax.Array]:
     return of_inputs_alone(outs, inputs)
 
 
+@functools.partial(_of_inputs.defjvp, symbolic_zeros=True)
 def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     given, *others = tangents
-    if all(isinstance(t, jax.custom_derivatives.SymbolicZero) for t in others):
+    if all(isinstance(t, SymbolicZero) for t in others):
         given = [jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]]
     return _of_inputs(*primals), given
 
 
-_of_inputs.defjvp(_of_inputs_jvp, symbolic_zeros=True)
-
-
 def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
     """The value; its derivative raises, which in reverse mode the backward pass does, as PyTorch's."""
-    return (_only_value if innermost("jvp") is not None else _only_forward)(v, *sources)
+    return gradient_hooks.refused_in_backward(v, sources, _refused) if innermost("jvp") is None else _only_value(v, *sources)
 
 
 @jax.custom_jvp
@@ -603,20 +527,10 @@ def _refused(*_: Any) -> Any:
     raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
+@functools.partial(_only_value.defjvp, symbolic_zeros=True)
 def _refused_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    constant = all(isinstance(t, jax.custom_derivatives.SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents)
+    constant = all(isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0 for t in tangents)
     return (primals[0], tangents[0]) if constant else _refused()
-
-
-_only_value.defjvp(_refused_tangent, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def _only_forward(v: jax.Array, *sources: jax.Array) -> jax.Array:
-    return v
-
-
-_only_forward.defvjp(lambda v, *sources: (v, None), _refused)
 
 
 HANDED_IN["intercepted"] = intercepted

@@ -38,14 +38,10 @@ def followed(*roots: Any) -> list[Node]:
     root, nodes = state.level.root, []
     with torch.no_grad():
         for t, _ in closure_scan.scan(*roots).tensors.values():
-            if type(t) is Traced:
-                wanted = not t.node.level.closed
-            else:
-                wanted = id(t) in root.overrides or (t.requires_grad and not root.staged)
-            if not wanted:
-                continue
-            if isinstance(value_of(t), jax.core.Tracer):
+            outside = id(t) in root.overrides or (t.requires_grad and not root.staged)
+            wanted = not t.node.level.closed if type(t) is Traced else outside
+            if wanted and isinstance(value_of(t), jax.core.Tracer):
                 nodes.append(node_of(t))
-            if type(t) is not Traced and t.requires_grad:
+            if wanted and type(t) is not Traced and t.requires_grad:
                 root.behind.add(id(t))
     return nodes

@@ -74,11 +74,8 @@ def _known(pred: Any) -> bool | None:
     """A predicate's value, or None if it is not known."""
     if not isinstance(pred, torch.Tensor):
         return bool(pred)
-    value = value_of(pred)
-    if not isinstance(value, jax.core.Tracer):
-        return bool(value)
     try:
-        return bool(lax.stop_gradient(value))
+        return bool(lax.stop_gradient(value_of(pred)))
     except jax.errors.JAXTypeError:
         return None
 
@@ -106,11 +103,9 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     if state.level is None:
         return private.original("while_loop")(cond_fn, body_fn, carried_inputs)
     carry = tuple(carried_inputs)
-    known = _known(cond_fn(*carry, *additional_inputs))
-    while known:
+    while known := _known(cond_fn(*carry, *additional_inputs)):
         out = body_fn(*carry, *additional_inputs)
         carry = tuple(out) if isinstance(out, tuple | list) else (out,)
-        known = _known(cond_fn(*carry, *additional_inputs))
     if known is not None:
         return carry
     carry = trees.map_leaves(_tensor, carry)
@@ -138,9 +133,8 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     lengths = {x.shape[dim] for x in flat_xs}
     if len(lengths) != 1 or 0 in lengths:
         raise RuntimeError(f"scan: expected all xs to have the same size, at least 1, along dim {dim}, got {sorted(lengths)}")
-    (length,) = lengths
-    if not state.level.root.staged and length <= _UNROLLED:
-        return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse, length)
+    if not state.level.root.staged and max(lengths) <= _UNROLLED:
+        return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse)
     n = len(trees.flatten(init)[0])
     body = _Body(combine_fn, (init, xs), "scan: combine_fn")
 
@@ -155,17 +149,14 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     return out[0], out[1]
 
 
-def _steps(
-    combine_fn: Callable[..., Any], init: Any, flat_xs: list[torch.Tensor], xs_spec: Any, dim: int, reverse: bool, length: int
-) -> tuple[Any, Any]:
+def _steps(combine_fn: Callable[..., Any], init: Any, flat_xs: Sequence[Any], xs_spec: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
     carry, columns, y_spec = init, [], None
-    for i in reversed(range(length)) if reverse else range(length):
+    steps = range(flat_xs[0].shape[dim])
+    for i in reversed(steps) if reverse else steps:
         carry, y = combine_fn(carry, trees.unflatten(xs_spec, [x.select(dim, i) for x in flat_xs]))
         leaves, y_spec = trees.flatten(y)
         columns.append([_tensor(x) for x in leaves])
-    if reverse:
-        columns.reverse()
-    return carry, trees.unflatten(y_spec, [torch.stack(list(c), dim) for c in zip(*columns, strict=True)])
+    return carry, trees.unflatten(y_spec, [torch.stack(c[::-1] if reverse else c, dim) for c in zip(*columns, strict=True)])
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:

@@ -34,10 +34,8 @@ def _refuse_forward_mode() -> None:
         )
 
 
-def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) -> RemovableHandle:
     """``Tensor.register_hook`` of a traced tensor: PyTorch registers the hook for its engine, and JAX's derivatives call it too."""
-    given = dict(zip(("self", "hook"), args, strict=False)) | kwargs
-    t, hook = given["self"], given["hook"]
     if t.node.used:
         raise RuntimeError(
             "register_hook: the tensor has been used already, and inside a transform a hook sees the gradients of later uses only; "
@@ -97,11 +95,7 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         before, captured = kept
         for hook, met in zip(hooks, captured, strict=True):
             cotangent = hook(met, cotangent)
-        return cotangent if before is None else once(cotangent, before), None
-
-    @jax.custom_vjp
-    def once(cotangent: jax.Array, before: jax.Array) -> jax.Array:
-        return cotangent
+        return cotangent if before is None else refused_in_backward(cotangent, [before], twice), None
 
     def twice(*_: Any) -> Any:
         raise NotImplementedError(
@@ -111,8 +105,18 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         )
 
     observed.defvjp(forward, backward)
-    once.defvjp(lambda cotangent, before: (cotangent, None), twice)
     return observed(value, [hook.captured() for hook in hooks])
+
+
+def refused_in_backward(value: jax.Array, sources: Sequence[jax.Array], refuse: Callable[..., Any]) -> jax.Array:
+    """The value, as a function of the sources too; its backward pass calls ``refuse``, which raises."""
+
+    @jax.custom_vjp
+    def refused(value: jax.Array, sources: Sequence[jax.Array]) -> jax.Array:
+        return value
+
+    refused.defvjp(lambda value, sources: (value, None), refuse)
+    return refused(value, sources)
 
 
 def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: jax.Array) -> jax.Array:
@@ -132,9 +136,12 @@ def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: jax.A
 
 # -- nodes of PyTorch's graph, as a program inside a trace sees them ---------------------------------------------------------------------
 class GraphNode:
-    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, except for hooks, which JAX's derivatives must call too."""
+    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, except for hooks, which JAX's derivatives must call too.
 
-    def __init__(self, node: Any, hooks: _Hooks | None) -> None:
+    hooks: by the method that registers them, if JAX's derivative passes through this node.
+    """
+
+    def __init__(self, node: Any, hooks: dict[str, list[Callable[..., Any]]] | None) -> None:
         self._node, self._hooks = node, hooks
 
     def __getattr__(self, name: str) -> Any:
@@ -152,12 +159,6 @@ class GraphNode:
     def __hash__(self) -> int:
         return hash(self._node)
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
-        return self._add("register_hook", hook)
-
-    def register_prehook(self, hook: Callable[..., Any]) -> Any:
-        return self._add("register_prehook", hook)
-
     def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
         if self._hooks is None:
             raise NotImplementedError(
@@ -165,35 +166,12 @@ class GraphNode:
                 f"the tensor, with Tensor.register_hook{at_line()}"
             )
         handle = getattr(self._node, kind)(hook)
-        (self._hooks.before if kind == "register_prehook" else self._hooks.after).append(_Hook(handle, hook))
+        registered = handle.hooks_dict_ref()
+        self._hooks[kind].append(lambda *gradients: hook(*gradients) if handle.id in registered else None)
         return handle
 
-
-class _Hooks:
-    """The hooks of one node: those called before its derivative, and those after."""
-
-    def __init__(self) -> None:
-        self.before: list[_Hook] = []
-        self.after: list[_Hook] = []
-
-    def called(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The gradients after the hooks of a node whose own derivative is the identity."""
-        for hook in self.before:
-            gradients = hook(gradients) or gradients
-        left = gradients
-        for hook in self.after:
-            left = hook(left, gradients) or left
-        return left
-
-
-class _Hook:
-    """A hook, which does nothing once its handle has removed it."""
-
-    def __init__(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
-        self.handle, self.hook, self.hooks = handle, hook, handle.hooks_dict_ref()
-
-    def __call__(self, *gradients: Any) -> Any:
-        return self.hook(*gradients) if self.handle.id in self.hooks else None
+    register_hook = functools.partialmethod(_add, "register_hook")
+    register_prehook = functools.partialmethod(_add, "register_prehook")
 
 
 def graph_node(node: Any) -> Any:
@@ -216,7 +194,8 @@ def _node_class(name: str) -> type[GraphNode]:
 
 def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The node that PyTorch puts around a module with full backward hooks: an identity, to which it adds the hooks afterwards."""
-    hooks = ctx.hooks_in_jax = _Hooks()
+    hooks: dict[str, list[Callable[..., Any]]] = {"register_prehook": [], "register_hook": []}
+    ctx.hooks_in_jax = hooks
     values = [value_of(t) for t in tensors]
     _refuse_forward_mode()
     needed = [t.requires_grad for t in tensors]
@@ -228,8 +207,12 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
 
     def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         with _late() as level, torch.enable_grad():
-            given = zip(cotangents, devices, needed, strict=True)
-            left = hooks.called(tuple(wrap(conj(c), d, level) if n else None for c, d, n in given))
+            given = tuple(wrap(conj(c), d, level) if n else None for c, d, n in zip(cotangents, devices, needed, strict=True))
+            for hook in hooks["register_prehook"]:
+                given = hook(given) or given
+            left = given  # the node's own derivative is the identity
+            for hook in hooks["register_hook"]:
+                left = hook(left, given) or left
             return tuple(conj(value_of(g)) if n and g is not None else None for g, n in zip(left, needed, strict=True))
 
     again = innermost("grad", "jvp") is None

@@ -5,7 +5,8 @@ which torch's own Python code inspects values or settings; a trace needs another
 """
 from __future__ import annotations
 
-import math
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,8 @@ def _is_unknown_number(x: Any) -> bool:
     return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
 
 
-def _getitem(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
     """x[i] with a traced 0-dim integer i: torch would read its value, which may not be known, so it is a gather here."""
-    t, index = args
     parts = index if type(index) is tuple else (index,)
     if not any(_is_unknown_number(p) for p in parts):
         return func(t, index)
@@ -48,26 +48,22 @@ def _getitem(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return kept
 
 
-def _narrow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _narrow(func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any, length: int) -> Any:
     """narrow with a traced start: the length is known, so the slice is a gather of consecutive indices."""
-    given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
-    start, t = given["start"], given["input"]
     if not _is_unknown_number(start):
-        return func(*args, **kwargs)
-    size, length = t.shape[given["dim"]], given["length"]
-    start = torch.where(start < 0, start + size, start)
-    return t.index_select(given["dim"], start + torch.arange(length, device=t.device))
+        return func(input, dim, start, length)
+    start = torch.where(start < 0, start + input.shape[dim], start)
+    return input.index_select(dim, start + torch.arange(length, device=input.device))
 
 
-def _ctc_loss(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ctc_loss(
+    func: Callable[..., Any], log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+) -> Any:
     """ctc_loss with lengths as lists: PyTorch's C++ would read the targets' values to choose a kernel, so they become tensors."""
-    names = ("log_probs", "targets", "input_lengths", "target_lengths")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    lengths = {name: torch.as_tensor(given[name]) for name in names[2:]}
-    return func(given["log_probs"], given["targets"], *lengths.values(), *args[4:], **{k: v for k, v in kwargs.items() if k not in names})
+    return func(log_probs, targets, torch.as_tensor(input_lengths), torch.as_tensor(target_lengths), *args, **kwargs)
 
 
-def _tensor_split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tensor_split(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """tensor_split by a tensor: PyTorch's C++ reads the tensor at its address, and a traced tensor has none."""
     given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
     where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
@@ -76,86 +72,65 @@ def _tensor_split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
 
 
-def _argwhere(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argwhere(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """argwhere: PyTorch's C++ calls nonzero, which torch.func.vmap refuses, although it does not refuse argwhere."""
-    return plan_of(torch.ops.aten.argwhere.default)((kwargs["input"] if kwargs else args[0],), {})
+    return plan_of(torch.ops.aten.argwhere.default)((input,), {})
 
 
-def _one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _one_hot(func: Callable[..., Any], input: torch.Tensor, num_classes: int = -1) -> Any:
     """one_hot: for wrapper tensors PyTorch's C++ skips the check of the classes."""
-    given = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
-    return plan_of(torch.ops.aten.one_hot.default)((given.get("input", given.get("self")), given.get("num_classes", -1)), {})
+    return plan_of(torch.ops.aten.one_hot.default)((input, num_classes), {})
 
 
-def _detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _detach_(func: Callable[..., Any], input: Traced) -> Any:
     """detach_(): PyTorch's kernel for it calls no other kernel, so the trace detaches the tensor here."""
-    out = func(*args, **kwargs)
+    out = func(input)
     views.detach_in_place(out)
     return out
 
 
-def _truth(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
     if innermost("vmap") is not None:
-        concrete(args[0] if args else kwargs["input"], "bool()")
-    return func(*args, **kwargs)
+        concrete(input, "bool()")
+    return func(input)
 
 
-def _assert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _assert(func: Callable[..., Any], condition: torch.Tensor, message: Any) -> Any:
     """torch._assert of a tensor; if its value is not known yet, it is checked when the program has run."""
-    given = dict(zip(("condition", "message"), args, strict=False)) | kwargs
-    condition = given["condition"]
     if condition.numel() != 1:
-        return func(*args, **kwargs)  # PyTorch's own error
-    refuse(value_of(condition).reshape(()) == 0, str(given["message"]), AssertionError)
-    return None
+        return func(condition, message)  # PyTorch's own error
+    refuse(value_of(condition).reshape(()) == 0, str(message), AssertionError)
 
 
-def _bce_with_logits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bce_with_logits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """binary_cross_entropy_with_logits with a weight or pos_weight that requires grad: PyTorch's autograd has no formula for it."""
-    names: tuple[str, ...] = ("input", "target", "weight", "pos_weight", "reduction")
-    if func is F.binary_cross_entropy_with_logits:
-        names = ("input", "target", "weight", "size_average", "reduce", "reduction", "pos_weight")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    weight, pos_weight = given.get("weight"), given.get("pos_weight")
-    if not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight)):
+    options = "size_average reduce reduction pos_weight" if func is F.binary_cross_entropy_with_logits else "pos_weight reduction"
+    given = dict(zip(["input", "target", "weight", *options.split()], args, strict=False)) | kwargs
+    x, target, weight, pos_weight, *legacy = map(given.get, ("input", "target", "weight", "pos_weight", "size_average", "reduce"))
+    if not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight)) or x.shape != target.shape:
         return func(*args, **kwargs)
-    x, target = given["input"], given["target"]
-    reduction = given.get("reduction", "mean")
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
-    if x.shape != target.shape:
-        return func(*args, **kwargs)  # PyTorch's own error
-    positive = F.logsigmoid(x) if pos_weight is None else (1 + (pos_weight - 1) * target) * F.logsigmoid(x)
-    loss = (1 - target) * x - positive
-    loss = loss if weight is None else loss * weight
-    if reduction in ("none", 0):
-        return loss
-    return loss.mean() if reduction in ("mean", 1) else loss.sum()
+    reduction = given.get("reduction", "mean") if legacy == [None, None] else torch.nn._reduction.legacy_get_string(*legacy)
+    number = torch.nn._reduction.get_enum(reduction) if isinstance(reduction, str) else reduction
+    return private.decompositions()[torch.ops.aten.binary_cross_entropy_with_logits.default](x, target, weight, pos_weight, number)
 
 
-def _linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     """linear of a vector as one product of a matrix and a vector; PyTorch's C++ makes six operators of it."""
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
     if (
-        not given.keys() <= {"input", "weight", "bias"} or not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor)
-        or x.dim() != 1 or weight.dim() != 2 or x.shape[0] != weight.shape[1] or x.dtype is not weight.dtype or private.any_autocast()
+        out or not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor) or input.dim() != 1 or weight.dim() != 2
+        or input.shape[0] != weight.shape[1] or input.dtype is not weight.dtype or private.any_autocast()
+        or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype))
     ):
-        return func(*args, **kwargs)
-    if bias is None:
-        return torch.mv(weight, x)
-    if bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype:
-        return func(*args, **kwargs)
-    return torch.addmv(bias, weight, x)
+        return func(input, weight, bias, **out)
+    return torch.mv(weight, input) if bias is None else torch.addmv(bias, weight, input)
 
 
-def _out_by_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the result is copied into out."""
-    out = kwargs.get("out")
+    result = func(*args, **kwargs)
     if out is None:
-        return func(*args, **kwargs)
-    result = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+        return result
     if not torch.can_cast(result.dtype, out.dtype) or (func is torch.matmul and result.dtype is not out.dtype):
         raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead ({func.__name__}){at_line()}")
     if out.shape != result.shape:
@@ -163,28 +138,17 @@ def _out_by_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return out.copy_(result)
 
 
-def gaussian_nll_loss(
-    input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> torch.Tensor:
+def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     """torch.nn.functional's, without the error for negative values of var, which are not known here."""
-    if not traced(input, target, var):
-        return private.original("gaussian_nll_loss")(input, target, var, full, eps, reduction)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    if not isinstance(var, torch.Tensor):
-        var = var * torch.ones_like(input)
-    if var.shape != input.shape:
-        if input.shape[:-1] == var.shape:
-            var = var.unsqueeze(-1)
-        elif input.ndim != var.ndim or sum(y for x, y in zip(input.shape, var.shape, strict=True) if x != y) != 1:
-            raise ValueError("var is of incorrect size")
-    var = var.clone()
-    with torch.no_grad():
-        var.clamp_(min=eps)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss if reduction == "none" else getattr(loss, reduction)()
+    return (_without_question() if traced(args, kwargs) else private.original("gaussian_nll_loss"))(*args, **kwargs)
+
+
+@functools.cache
+def _without_question() -> Callable[..., torch.Tensor]:
+    """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is answered with no."""
+    function: Any = private.original("gaussian_nll_loss")
+    space = {**function.__globals__, "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False})}
+    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
 
 def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -213,9 +177,8 @@ PYTHON_RULES |= {
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
-    F.linear: _linear,
+    F.linear: _linear, **FUNCTIONS,
 }
-PYTHON_RULES |= FUNCTIONS
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
 })  # fmt: skip

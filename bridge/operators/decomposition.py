@@ -19,18 +19,14 @@ def can_fall_back(func: torch._ops.OpOverload) -> bool:
 def fallback(func: torch._ops.OpOverload) -> Plan:
     """The plan that runs PyTorch's own decomposition on traced tensors; without one, the plan raises an error that says what to do."""
     decomposition = func.decompose if private.is_composite(func) else private.decompositions().get(func)
-    if decomposition is not None:
 
-        def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with traced_python():
-                return decomposition(*args, **kwargs)
+    def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if decomposition is None:
+            raise NoLoweringError(
+                f"{func}: this operator has no lowering to JAX and no decomposition{at_line()}. Register one: "
+                f"@bridge.register_lowering({str(func)!r}) above a function that takes and returns jax.Arrays"
+            )
+        with traced_python():
+            return decomposition(*args, **kwargs)
 
-        return decomposed
-
-    def missing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NoLoweringError(
-            f"{func}: this operator has no lowering to JAX and no decomposition{at_line()}. Register one: "
-            f"@bridge.register_lowering({str(func)!r}) above a function that takes and returns jax.Arrays"
-        )
-
-    return missing
+    return decomposed

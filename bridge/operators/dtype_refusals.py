@@ -1,7 +1,6 @@
 """Dtypes for which PyTorch has no CPU kernel are refused here in PyTorch's own words, although JAX could compute with them."""
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,6 @@ from bridge.operators.dtype_refusals_table import INDICES, REFUSED, TOGETHER
 from bridge.trace.python_numbers import is_input
 
 Plan = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-#: the names of dtypes in PyTorch's messages
-NAMES = {
-    torch.float32: "Float", torch.float64: "Double", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
-    torch.uint8: "Byte", torch.bool: "Bool",
-}  # fmt: skip
 _EACH = "aten._foreach_"
 _HALF = (torch.bfloat16, torch.float16)
 #: names of overloads of pointwise operators that take a number instead of a tensor
@@ -31,7 +24,6 @@ _SCALAR_KINDS = frozenset(
 _OPERANDS = ("self", "other", "exponent", "x", "n")
 #: Whether PyTorch is to be asked about the operands of a call, or the words of the refusal.
 Check = Callable[[tuple[Any, ...], dict[str, Any]], bool | str]
-Dtypes = frozenset[torch.dtype]
 
 
 def _by_overload(table: Mapping[Any, str]) -> dict[str, list[Any]]:
@@ -59,11 +51,11 @@ def guarded(func: torch._ops.OpOverload, run: Plan) -> Plan:
     checks += [_shared(func, *group) for group in _TOGETHER.get(name, ())]
     checks += [_index(place, _dtypes(refused)) for place, refused in _INDICES.get(name, ())]
     if name.startswith(_EACH) and (each := _REFUSED.get(f"aten.{name.removeprefix(_EACH).partition('.')[0]}.default")):
-        checks.append(_each(func, [group for group in each if not group[1]]))
+        check_one = _own(func, [(place, "", refused) for place, modes, refused in each if "" in modes.split(" | ")])
+        checks.append(lambda args, kwargs: any(check_one((t,), kwargs) for t in args[0]))
     if not checks:
         return run
 
-    @functools.wraps(run)  # copies its attributes too
     def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = next(filter(None, (check(args, kwargs) for check in checks)), None)
         if found:
@@ -99,13 +91,13 @@ def _counts(t: torch.Tensor) -> bool:
     return t.device.type == "cpu" and t.numel() > 0
 
 
-def _asked(args: tuple[Any, ...], place: int) -> torch.Tensor | None:
-    """The argument at that place if it is a tensor whose dtype is to be checked, else None."""
+def _asked(args: tuple[Any, ...], place: int) -> Any:
+    """The argument at that place if it is a tensor with dimensions whose dtype is to be checked, else None."""
     t = args[place] if len(args) > place else None
-    return t if isinstance(t, torch.Tensor) and _counts(t) else None
+    return t if isinstance(t, torch.Tensor) and t.dim() and _counts(t) else None
 
 
-def _dtypes(names: str) -> Dtypes:
+def _dtypes(names: str) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names.split())
 
 
@@ -120,7 +112,7 @@ def _entry(func: torch._ops.OpOverload) -> str:
 def _own(func: torch._ops.OpOverload, groups: Sequence[tuple[int, str, str]]) -> Check:
     """Check the dtype of one argument, or the promoted dtype of a pointwise operator, always and in some modes."""
     place = groups[0][0]
-    refused = {mode: _dtypes(names) for _, mode, names in groups}
+    refused = {mode: _dtypes(names) for _, modes, names in groups for mode in modes.split(" | ")}
     always = refused.pop("", frozenset())
     suspects = always.union(*refused.values())
     pointwise = is_pointwise(func)
@@ -162,34 +154,21 @@ def _common(func: torch._ops.OpOverload, args: tuple[Any, ...], place: int) -> t
     return dtypes.promoted(x for a, x in given if isinstance(x, torch.Tensor) or str(a.type) == "Tensor" or a.name in replaced)
 
 
-def _each(func: torch._ops.OpOverload, groups: Sequence[tuple[int, str, str]]) -> Check:
-    """Check each tensor of a list by itself."""
-    check_one = _own(func, groups)
-    return lambda args, kwargs: any(check_one((t,), kwargs) for t in args[0])
-
-
 def _shared(func: torch._ops.OpOverload, place: int, *others: int) -> Check:
     """Check arguments that must have the dtype of another argument; float32 is allowed beside a half-precision dtype."""
     names = [a.name for a in func._schema.arguments]
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | str:
         t = _asked(args, place)
-        if t is None or not t.dim():
-            return False
-        for other in others:
+        for other in others if t is not None else ():
             x = _asked(args, other)
-            if x is not None and x.dtype is not t.dtype and x.dim() and not (t.dtype in _HALF and x.dtype is torch.float32):
+            if x is not None and x.dtype is not t.dtype and not (t.dtype in _HALF and x.dtype is torch.float32):
                 return f"{names[other]}: expected {t.dtype}, as {names[place]} has, but got {x.dtype}"
         return False
 
     return check
 
 
-def _index(place: int, refused: Dtypes) -> Check:
+def _index(place: int, refused: frozenset[torch.dtype]) -> Check:
     """Check the dtype of an index."""
-
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        t = _asked(args, place)
-        return t is not None and t.dtype in refused and t.dim() > 0
-
-    return check
+    return lambda args, kwargs: (t := _asked(args, place)) is not None and t.dtype in refused

@@ -1,8 +1,10 @@
 """Operators that write their arguments: in-place and out= variants, derived from the functional variant."""
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,33 +17,27 @@ from bridge.errors import at_line
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.operators.decomposition import can_fall_back, fallback
-from bridge.operators.dtype_refusals import NAMES, Plan, is_pointwise
+from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.memory_overlap import refuse_overlap
-from bridge.operators.operands import drawn, meta_tree, pure, reverse_only
-from bridge.operators.views import meta_of
+from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces
-from bridge.trace.levels import state
+from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
 
 
-def _becomes_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Plan:
-    """The plan of t_(), squeeze_() and similar: the tensor object becomes a view of its own earlier memory."""
-
-    def run_in_place_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        t, rest = args[0], args[1:]
-        if type(t) is not Traced:
-            raise RuntimeError(
-                f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
-            )
-        node = plan_of(functional)((t, *rest), kwargs).node
-        meta = functional(meta_of(t), *rest, **kwargs)
-        with private.below_python():
-            t.as_strided_(meta.shape, meta.stride(), meta.storage_offset())
-        t.node = node
-        return t
-
-    return run_in_place_view
+def _become_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """t_(), squeeze_() and similar: the tensor object becomes a view of its own earlier memory."""
+    t = args[0]
+    if type(t) is not Traced:
+        raise RuntimeError(
+            f"{func}: a tensor from outside the transform cannot change its shape inside it; use {functional} instead{at_line()}"
+        )
+    view = plan_of(functional)(args, kwargs)
+    with private.below_python():
+        t.as_strided_(view.shape, view.stride(), view.storage_offset())
+    t.node = view.node
+    return t
 
 
 def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> None:
@@ -50,43 +46,40 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
     if value.dtype != dtype:
         source = dtypes.to_torch(value.dtype)
         if not torch.can_cast(source, target.dtype):
-            names = [NAMES.get(d, str(d)) for d in (source, target.dtype)]
-            raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
+            with private.below_python():
+                torch.mul(torch.empty(0, dtype=source), 1, out=torch.empty(0, dtype=target.dtype))  # raises PyTorch's own error
         value = pieces.run("cast", cast, (value, dtype), {})
-    shape = value.shape
-    if shape != target.shape:
-        raise RuntimeError(
-            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
-        )
+    if value.shape != target.shape:
+        raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}")
     if 0 in target.stride() and target.numel() > 1 and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
-    assign(target, value, detached or None, keep=not (detached or torch.is_grad_enabled()) and reverse_only())
+    keep = not (detached or torch.is_grad_enabled()) and innermost("jvp") is None  # forward mode ignores no_grad
+    assign(target, value, detached or None, keep=keep and (state.level.root.recorded or innermost("grad") is not None))
 
 
 def write_plan(func: torch._ops.OpOverload) -> Plan:
     """The plan of an in-place or out= variant, made from its functional form, or of an operator registered with ``writes``."""
-    if torch.Tag.inplace_view in func.tags:
-        functional = functional_form(func)
-        return _becomes_view(func, functional) if functional is not None else fallback(func)
-    names = [a.name for a in func._schema.arguments]
     row, functional = LOWERINGS.get(func), functional_form(func)
+    if torch.Tag.inplace_view in func.tags:
+        return fallback(func) if functional is None else functools.partial(_become_view, func, functional)
+    names = [a.name for a in func._schema.arguments]
+    is_out = any(a.is_out for a in func._schema.arguments)
     writes = row.writes if row is not None else {}
     if row is not None and (writes or functional is None):
         inner = pure(func, row)
-    elif functional is not None and (functional in LOWERINGS or can_fall_back(functional)):
+    elif functional is not None and can_fall_back(functional):
         inner = plan_of(functional)
         row = LOWERINGS.get(functional, Operator(inner))
-        if row.draws and not any(a.is_out for a in func._schema.arguments):  # in place, PyTorch draws by other rules
+        if row.draws and not is_out:  # in place, PyTorch draws by other rules
             inner = drawn(func, inner)
     else:
         return fallback(func)
     # the order is that of the functional form's results: out= arguments come first
     changed = sorted((a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write), key=lambda a: not a.is_out)
     written = list(writes) or [a.name for a in changed]
-    is_out = any(a.is_out for a in func._schema.arguments)
     of_dtype = is_out and _is_factory(functional)
     looks = row.apart is not None or is_pointwise(func) or (functional is not None and is_pointwise(functional))
 
@@ -95,7 +88,8 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
         targets = [given[name] for name in written]
         flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
         if looks:
-            refuse_overlap(row.apart or (), flat, _tensors((name, x) for name, x in given.items() if name not in written))
+            read = [(name, x if isinstance(x, list | tuple) else [x]) for name, x in given.items() if name not in written]
+            refuse_overlap(row.apart or (), flat, [(name, t) for name, some in read for t in some])
         if is_out:
             kwargs = {k: v for k, v in kwargs.items() if k not in written}
         if of_dtype:
@@ -132,11 +126,6 @@ def _is_factory(func: torch._ops.OpOverload) -> bool:
     return "dtype" in kinds and "layout" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
-def _tensors(operands: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for name, x in operands:
-        yield from ((name, v) for v in (x if isinstance(x, list | tuple) else (x,)))
-
-
 def _refuse_dtype(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: dict[str, Any], exact: bool) -> None:
     """Raise PyTorch's own error if it does not cast the result to the dtype of out=.
 
@@ -144,11 +133,8 @@ def _refuse_dtype(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: di
     """
     if exact:
         raise RuntimeError(f"{func}: expected out= to have the result's dtype, got {', '.join(str(t.dtype) for t in out.values())}")
-    try:
-        with private.below_python():
-            func(*meta_tree(args), **{k: meta_tree(v) for k, v in (kwargs | out).items()})
-    except NotImplementedError:  # the operator has no kernel for the device meta
-        return
+    with contextlib.suppress(NotImplementedError):  # the operator has no kernel for the device meta
+        on_meta(func, args, kwargs | out)
 
 
 def _resize(target: torch.Tensor, shape: Sequence[int]) -> None:
@@ -182,23 +168,16 @@ def resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def functional_form(func: torch._ops.OpOverload) -> Any:
     """The overload that computes what an in-place or out= overload writes, or None if torch has none."""
     namespace, name = func._schema.name.split("::")
-    ops = getattr(torch.ops, namespace)
-    mine = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    mine = [str(a.type) for a in func._schema.arguments if not a.is_out]
     bare = name.removesuffix("_")
-    candidates = list(dict.fromkeys([name, bare, bare + "_functional"]))
-    for candidate in candidates:
-        packet = getattr(ops, candidate, None)
-        if packet is None:
-            continue
-        kinds = sorted(packet.overloads(), key=lambda k: k != func._overloadname)
-        for kind in kinds:
+    for candidate in dict.fromkeys([name, bare, bare + "_functional"]):
+        packet = getattr(getattr(torch.ops, namespace), candidate, None)
+        for kind in sorted(packet.overloads() if packet is not None else (), key=lambda k: k != func._overloadname):
             other = getattr(packet, kind)
             if other is func or other._schema.is_mutable:
                 continue
-            theirs = [(a.name, str(a.type)) for a in other._schema.arguments]
-            if _is_factory(other):  # out= gives the dtype and the device
-                theirs = [a for a in theirs if a[0] not in ("dtype", "layout", "device", "pin_memory")]
-            same_types = [t for _, t in theirs[: len(mine)]] == [t for _, t in mine]
-            if theirs == mine or (kind == func._overloadname and same_types):
+            given = ("dtype", "layout", "device", "pin_memory") if _is_factory(other) else ()  # by out=
+            theirs = [str(a.type) for a in other._schema.arguments if a.name not in given]
+            if theirs == mine or (kind == func._overloadname and theirs[: len(mine)] == mine):
                 return other
     return None

@@ -5,6 +5,7 @@ group it is refused, because a traced tensor has no memory to send.
 """
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -23,20 +24,17 @@ _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_")
 def opaque_plan(func: torch._ops.OpOverload) -> Plan | None:
     """The plan of a profiler mark or a collective; None for any other operator."""
     if func.namespace == "profiler":
-        return _mark(func)
+        return functools.partial(_mark, func)
     if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in _IN_PLACE:
-        return _collective(func)
+        return functools.partial(_collective, func)
     return None
 
 
-def _mark(func: torch._ops.OpOverload) -> Plan:
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = private.marked_distributed()
-        if module is not None:
-            _local_forward(module, entered=type(args[0]) is str)
-        return func(*args, **kwargs)
-
-    return run
+def _mark(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module = private.marked_distributed()
+    if module is not None:
+        _local_forward(module, entered=type(args[0]) is str)
+    return func(*args, **kwargs)
 
 
 _lock = threading.Lock()
@@ -59,16 +57,13 @@ def _local_forward(module: torch.nn.parallel.DistributedDataParallel, entered: b
             del process.distributed[id(module)]
 
 
-def _collective(func: torch._ops.OpOverload) -> Plan:
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, group = args[:2]
-        if private.processes(group) > 1:
-            raise _several(str(func))
-        # PyTorch makes the object that a caller waits for, from tensors without elements
-        out = func([torch.empty(0, dtype=t.dtype) for t in tensors], group, *args[2:], **kwargs)
-        return (tensors, out[1]) if isinstance(out, tuple) else out
-
-    return run
+def _collective(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, group = args[:2]
+    if private.processes(group) > 1:
+        raise _several(str(func))
+    # PyTorch makes the object that a caller waits for, from tensors without elements
+    out = func([torch.empty(0, dtype=t.dtype) for t in tensors], group, *args[2:], **kwargs)
+    return (tensors, out[1]) if isinstance(out, tuple) else out
 
 
 def _several(what: str) -> NotImplementedError:

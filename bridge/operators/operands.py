@@ -88,23 +88,18 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     return run_pure
 
 
-#: The other operators whose results may have their operands' strides.
-_COPIES = ("aten::clone", "aten::_to_copy")
-
-
 def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: jax.Array) -> tuple[int, ...] | None:
     """The strides that PyTorch gives a result if an operand is not contiguous; None: it is contiguous.
 
     Whether a later ``.view`` of the result is possible depends on them.  Only elementwise operators and copies are asked for: the first
     other one on the device meta, addmm for example, makes PyTorch import 800 modules, which takes longer than to compile a program.
     """
-    if torch.Tag.pointwise not in func.tags and func.name().partition(".")[0] not in _COPIES:
+    if torch.Tag.pointwise not in func.tags and func._schema.name not in ("aten::clone", "aten::_to_copy"):
         return None
     if all(type(x) is not Traced or x.is_contiguous() for x in args):
         return None
     try:
-        with private.below_python():
-            like = func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
+        like = on_meta(func, args, kwargs)
     except Exception:  # the operator has no kernel for the device meta
         return None
     return strides_of(like) if tuple(like.shape) == out.shape else None
@@ -122,16 +117,12 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
     return run_drawn
 
 
-def alike(make: Plan) -> Plan:
-    """The plan of empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
-
-    def run_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = make(args, kwargs)
-        if type(args[0]) is Traced and innermost("vmap") is not None:
-            out.node.like = args[0].node.root
-        return out
-
-    return run_alike
+def alike(make: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
+    out = make(args, kwargs)
+    if type(args[0]) is Traced and innermost("vmap") is not None:
+        out.node.like = args[0].node.root
+    return out
 
 
 def stop(out: Any) -> Any:
@@ -144,14 +135,11 @@ def stop(out: Any) -> Any:
     if not probes:
         return out
     if innermost("jvp") is None:
-        return jax.tree_util.tree_map(lambda v: constant(v) if isinstance(v, jax.Array) else v, out)
+        return jax.tree_util.tree_map(constant, out)
 
     def stopped(v: Any) -> Any:
-        if not isinstance(v, jax.Array):
-            return v
         for probe in probes:
-            if probe is not None:
-                v = private.stop_at(v, probe)
+            v = private.stop_at(v, probe)
         return requires_grad.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
 
     return jax.tree_util.tree_map(stopped, out)
@@ -162,12 +150,7 @@ def stop_tangents(out: Any) -> Any:
     level = innermost("jvp", "function")
     if level is None or level.kind == "function":  # the Function's own rule gives the derivative
         return out
-    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe) if isinstance(v, jax.Array) else v, out)
-
-
-def reverse_only() -> bool:
-    """Whether grad transforms or torch's autograd from outside are in progress, and no forward-mode transform, which ignores no_grad."""
-    return innermost("jvp") is None and (state.level.root.recorded or innermost("grad") is not None)
+    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe), out)
 
 
 def constant(value: jax.Array | None) -> jax.Array | None:
@@ -179,26 +162,26 @@ def constant(value: jax.Array | None) -> jax.Array | None:
 
 def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
     """The error to raise instead of one that a lowering raised: torch's own error if torch refuses the same call."""
-    if isinstance(error, jax.errors.JAXTypeError):
-        if isinstance(error, jax.errors.UnexpectedTracerError):
-            return error
-        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
-    if isinstance(error, RuntimeError | NotImplementedError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError):
+    own = isinstance(error, RuntimeError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError)
+    if own or isinstance(error, jax.errors.UnexpectedTracerError):
         return error
+    if isinstance(error, jax.errors.JAXTypeError):
+        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
     try:
-        with private.below_python():
-            func(*meta_tree(args), **{k: meta_tree(v) for k, v in kwargs.items() if k != "device"})
-    except (RuntimeError, IndexError, ValueError, TypeError) as theirs:
-        if "meta" not in str(theirs).lower():
+        on_meta(func, args, kwargs)
+    except Exception as theirs:
+        if isinstance(theirs, RuntimeError | IndexError | ValueError | TypeError) and "meta" not in str(theirs).lower():
             return theirs
-    except Exception:
-        pass
-    if isinstance(error, TypeError | ValueError):
-        return RuntimeError(f"{func}: {error}{at_line()}")
-    return error
+    return RuntimeError(f"{func}: {error}{at_line()}") if isinstance(error, TypeError | ValueError) else error
 
 
-def meta_tree(x: Any) -> Any:
+def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of PyTorch's kernel for the device meta, which has a geometry and no values."""
+    with private.below_python():
+        return func(*_meta(args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+
+
+def _meta(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return type(x)(meta_tree(v) for v in x) if type(x) in (list, tuple) else x
+    return type(x)(_meta(v) for v in x) if type(x) in (list, tuple) else x

@@ -50,7 +50,7 @@ def _pad(
     return torch.where(_constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)), _constant(lengths)
 
 
-def _recurrent_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recurrent_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer; its input is a packed sequence if its second argument is the tensor of batch sizes."""
     if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
         args = (args[0], _known(args[1], "a recurrent layer of a packed sequence"), *args[2:])
@@ -66,7 +66,7 @@ def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 #: torch function -> the function that is called in its place.
 FUNCTIONS: dict[Any, Any] = {
-    torch._VF._pack_padded_sequence: lambda func, args, kwargs: _pack(*args, **kwargs),
-    torch._VF._pad_packed_sequence: lambda func, args, kwargs: _pad(*args, **kwargs),
+    torch._VF._pack_padded_sequence: lambda func, *args, **kwargs: _pack(*args, **kwargs),
+    torch._VF._pad_packed_sequence: lambda func, *args, **kwargs: _pad(*args, **kwargs),
     **{getattr(torch._VF, name): _recurrent_rule for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -25,17 +26,14 @@ _LIKE = re.compile("aten::(new_.*|(empty|zeros|ones|full)_like)")
 
 def plan(func: torch._ops.OpOverload) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
-    found = alike(_plan(func)) if _LIKE.fullmatch(func._schema.name) else _plan(func)
+    found = functools.partial(alike, _plan(func)) if _LIKE.fullmatch(func._schema.name) else _plan(func)
     return found if func in OVERRIDDEN else guarded(func, found)
 
 
 def _plan(func: torch._ops.OpOverload) -> Plan:
-    special = OWN_RULES.get(func)
+    special = OWN_RULES.get(func) or opaque_plan(func)
     if special is not None:
         return special
-    opaque = opaque_plan(func)
-    if opaque is not None:
-        return opaque
     row = LOWERINGS.get(func)
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)

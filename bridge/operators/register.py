@@ -100,21 +100,16 @@ def register_lowering(
     if writes is not None and not isinstance(writes, Mapping):
         raise ValueError(f"writes: expected names of arguments and places such as {{'running_mean': 1}}, got {writes!r}")
     given = {
-        "view_inverse": view_inverse,
-        "view_parts": view_parts,
-        "writes": writes,
+        "view_inverse": view_inverse, "view_parts": view_parts, "writes": writes, "pointwise": pointwise, "exact_out": exact_out,
+        "takes_contiguous": takes_contiguous, "apart": _tuple("apart", apart, "names of arguments such as ('index',)"),
         "no_grad_outputs": _tuple("no_grad_outputs", no_grad_outputs, "places such as (1,)"),
-        "apart": _tuple("apart", apart, "names of arguments such as ('index',)"),
-        "pointwise": pointwise,
-        "exact_out": exact_out,
-        "takes_contiguous": takes_contiguous,
-    }
+    }  # fmt: skip
     facts: dict[str, Any] = {name: fact for name, fact in given.items() if fact is not None}
     found = [overload(op) if isinstance(op, str) else op for op in operators]
     for op in found:
         if not hasattr(op, "_schema"):
             raise ValueError(f"operators: expected a name or an OpOverload such as torch.ops.aten.sin.default, got {op!r}")
-        _check_facts(op, Operator(_no_lowering, **facts))
+        _check_facts(op, Operator(op, **facts))
 
     def register(fn: Lowering) -> Lowering:
         for op in found:  # an Operator is a row of the table that is put back as it was
@@ -126,10 +121,6 @@ def register_lowering(
         return fn
 
     return register
-
-
-def _no_lowering(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError
 
 
 def _tuple(name: str, given: Sequence[Any] | None, expected: str) -> tuple[Any, ...] | None:
@@ -144,11 +135,10 @@ def _check_facts(op: torch._ops.OpOverload, row: Operator) -> None:
     """Raise ValueError if a fact cannot be true of an operator with such a schema."""
     _check_views(op, row)
     kinds = {a.name: str(a.type) for a in op._schema.arguments}
-    for fact, names in (("writes", row.writes), ("apart", row.apart or ())):
-        for name in names:
-            if "Tensor" not in kinds.get(name, ""):
-                tensors = [n for n, kind in kinds.items() if "Tensor" in kind]
-                raise ValueError(f"{fact}: {op} takes no tensor {name!r}; expected some of {', '.join(tensors) or 'none'}")
+    tensors = [name for name, kind in kinds.items() if "Tensor" in kind]
+    for fact, name in [*(("writes", name) for name in row.writes), *(("apart", name) for name in row.apart or ())]:
+        if name not in tensors:
+            raise ValueError(f"{fact}: {op} takes no tensor {name!r}; expected some of {', '.join(tensors) or 'none'}")
     for name, place in row.writes.items():
         if "List" in kinds[name]:
             raise ValueError(f"writes: {name!r} of {op} is a list of tensors; only single tensors can be named")
@@ -173,8 +163,7 @@ def _check_views(op: torch._ops.OpOverload, row: Operator) -> None:
             raise ValueError(f"{name}: expected a function, got {fact!r}")
         if fact is not None and not op.is_view:
             raise ValueError(f"{name}: {op} is no view by its schema, {op._schema}; expected one such as 'f(Tensor(a) x) -> Tensor(a)'")
-    known = LOWERINGS.get(op, row)
-    if op.is_view and _returns_list(op) and row.view_parts is None and known.view_parts is None:
+    if op.is_view and _returns_list(op) and row.view_parts is None and LOWERINGS.get(op, row).view_parts is None:
         raise ValueError(f"view_parts: expected a function, as {op} returns several views")
     if op.is_view and not _returns_list(op) and row.view_parts is not None:
         raise ValueError(f"view_parts: {op} returns one view; expected view_inverse=, or neither")

@@ -20,21 +20,18 @@ from bridge.operators.operands import stop, value_in
 from bridge.trace import pieces
 from bridge.trace.tracing import Traced, concrete, own_rule, unknown_value, wrap
 
-
-@own_rule("aten._local_scalar_dense")
-def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return concrete(args[0], "item()").item()
+own_rule("aten._local_scalar_dense")(lambda args, kwargs: concrete(args[0], "item()").item())
+own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
+own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() == args[1].numel())
 
 
 @own_rule("aten.copy_")
 def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     refuse_overlap((), [target], [("src", source)])
-    value = value_in(source)
-    if not hasattr(value, "shape"):
-        value = jnp.asarray(value, dtypes.to_jax(target.dtype))
-    if value.dtype != dtypes.to_jax(target.dtype):
-        value = pieces.run("cast", cast, (value, dtypes.to_jax(target.dtype)), {})
+    value, dtype = value_in(source), dtypes.to_jax(target.dtype)
+    if value.dtype != dtype:
+        value = pieces.run("cast", cast, (value, dtype), {})
     if value.shape != tuple(target.shape):
         try:
             value = pieces.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
@@ -56,11 +53,6 @@ def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
 
 
-@own_rule("aten.is_same_size")
-def _same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return tuple(args[0].shape) == tuple(args[1].shape)
-
-
 @own_rule("aten._is_all_true")
 def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributions checks its arguments with this; if values are not known, they are checked when the program has run."""
@@ -80,26 +72,19 @@ def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[2] if len(args) > 2 else None
 
 
-_UNEXPECTED = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
-
-
 @own_rule("aten.equal")
 def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     a, b = args
-    if tuple(a.shape) != tuple(b.shape):
+    if a.shape != b.shape:
         return False
     with contextlib.suppress(DataDependentError):
         return bool((concrete(a, "torch.equal") == concrete(b, "torch.equal")).all())
     maker = LOWERINGS.get(a.node.maker) if type(a) is Traced else None
     if a.dim() == 0 and a.dtype is torch.bool and maker is not None and maker.presumed is not None:
-        refuse(value_in(a) != maker.presumed, _UNEXPECTED)
+        unexpected = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
+        refuse(value_in(a) != maker.presumed, unexpected)
         return maker.presumed
     raise unknown_value("torch.equal")
-
-
-@own_rule("aten._has_same_storage_numel")
-def _same_storage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return args[0].numel() == args[1].numel()
 
 
 @own_rule("aten._new_zeros_with_same_feature_meta")

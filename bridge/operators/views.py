@@ -33,17 +33,13 @@ def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
-        return _viewed(base, func(meta_of(base), *rest, **kwargs), View(func, rest, kwargs), base.device)
+        meta = func(meta_of(base), *rest, **kwargs)
+        if parts is None:
+            return _viewed(base, meta, View(func, rest, kwargs), base.device)
+        views = [View(overload(name), own, {}) for name, own in parts(tuple(base.shape), *rest, **kwargs)]
+        return [_viewed(base, each, view, base.device) for each, view in zip(meta, views, strict=True)]
 
-    def run_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        base, rest = args[0], args[1:]
-        metas = func(meta_of(base), *rest, **kwargs)
-        return [
-            _viewed(base, meta, View(overload(name), own, {}), base.device)
-            for meta, (name, own) in zip(metas, parts(tuple(base.shape), *rest, **kwargs), strict=True)
-        ]
-
-    return run_view if parts is None else run_views
+    return run_view
 
 
 def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: torch.device) -> Traced:
@@ -113,8 +109,7 @@ def detach_in_place(t: Traced) -> None:
 
 @own_rule("aten.as_strided")
 def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    base = args[0]
-    size, stride = args[1], args[2]
+    base, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     offset = base.storage_offset() if offset is None else offset
     root = node_of(base).root

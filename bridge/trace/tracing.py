@@ -43,7 +43,7 @@ class Traced(torch.Tensor):
         rule = PYTHON_RULES.get(func)
         with private.without_torch_function():
             if rule is not None:
-                return rule(func, args, kwargs or {})
+                return rule(func, *args, **kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod

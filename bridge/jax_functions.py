@@ -6,11 +6,11 @@
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, subjaxprs
 from torch.overrides import handle_torch_function, has_torch_function
 
 from bridge import modules, private
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, conj, inexact_dtype, pick
+from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
 from bridge.convert import dtypes, tensors, trees
 from bridge.jit.jitted import Jitted
+from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Unsearched
@@ -50,32 +51,30 @@ class _Program(Unsearched):
 
     def __init__(self, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], wide: bool) -> None:
         self.avals, self.wide = list(avals), wide
-        with self._types():
+        with jax.enable_x64(wide):
             jaxpr = jax.make_jaxpr(function)(*avals)
         self.jaxpr: ClosedJaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
-        self.active = tuple([k for k, a in enumerate(self.avals) if _has_derivatives(a)])
-        self.kinds = [_has_derivatives(a) for a in jaxpr.out_avals]
+        self.out_avals = list(map(aval, jaxpr.out_avals))
+        self.active = tuple([k for k, a in enumerate(self.avals) if inexact(a)])
+        self.kinds = list(map(inexact, self.out_avals))
         self.jitted = Jitted(self)
         self._derived: dict[Any, _Program] = {}
         run = jax.jit(self._evaluated)
-        rules = set() if wide else set(_primitives(self.jaxpr.jaxpr))
+        rules = set() if wide else _primitives(self.jaxpr.jaxpr)
         self._run = self._with_vjp(run) if "custom_vjp_call" in rules else self._with_jvp(run) if "custom_jvp_call" in rules else run
 
     @functools.cached_property
     def outs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shapes and dtypes of the results."""
-        return [(tuple(a.shape), dtypes.to_torch(a.dtype)) for a in self.jaxpr.out_avals]
-
-    def _types(self) -> contextlib.AbstractContextManager[Any]:
-        return jax.enable_x64(self.wide)
+        return [(a.shape, dtypes.to_torch(a.dtype)) for a in self.out_avals]
 
     def _evaluated(self, *values: jax.Array) -> list[jax.Array]:
         return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *values)
 
     def uses(self, k: int) -> bool:
         """Whether the function uses its k-th argument."""
-        variable = self.jaxpr.jaxpr.invars[k]
-        return any(variable is v for eqn in self.jaxpr.jaxpr.eqns for v in eqn.invars) or variable in self.jaxpr.jaxpr.outvars
+        jaxpr = self.jaxpr.jaxpr
+        return any(jaxpr.invars[k] is v for v in itertools.chain(jaxpr.outvars, *[eqn.invars for eqn in jaxpr.eqns]))
 
     # -- on JAX values: a rule of the user's, whenever it runs, runs with the types of the function ----------------------------------------
     def run(self, *values: jax.Array) -> list[jax.Array]:
@@ -91,8 +90,8 @@ class _Program(Unsearched):
             return [*outs, *leaves]
 
         def pulled(*values: jax.Array) -> list[jax.Array]:
-            pull, cotangents = jax.tree.unflatten(tree[0], values[: len(values) - sum(self.kinds)]), iter(values[-sum(self.kinds) :])
-            return pull([next(cotangents) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)])
+            split = len(values) - sum(self.kinds)
+            return jax.tree.unflatten(tree[0], values[:split])(self._among_outs(values[split:]))
 
         def forward(*values: jax.Array) -> Any:
             every = self._other("held", held, self.avals).run(*values)
@@ -100,7 +99,7 @@ class _Program(Unsearched):
 
         def backward(kept: list[jax.Array], cotangents: list[Any]) -> Any:
             given = [*kept, *pick(cotangents, self.kinds)]
-            found = iter(self._other("pulled", pulled, list(map(_shape, given))).run(*given))
+            found = iter(self._other("pulled", pulled, list(map(aval, given))).run(*given))
             return tuple([next(found) if k in self.active else None for k in range(len(self.avals))])
 
         rules = jax.custom_vjp(run)
@@ -111,15 +110,17 @@ class _Program(Unsearched):
         def push(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
             active = tuple([k for k, t in enumerate(tangents) if not isinstance(t, _SYMBOLIC)])
             every = self.pushed(active).run(*primals, *[tangents[k] for k in active])
-            found = iter(every[len(self.kinds) :])
             # the outputs come from a call of their own: JAX's linearize wants values of them that depend on no tangent
-            return self._run(*primals), [
-                next(found) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)
-            ]
+            return self._run(*primals), self._among_outs(every[len(self.kinds) :])
 
         rules = jax.custom_jvp(run)
         rules.defjvp(push, symbolic_zeros=True)
         return rules
+
+    def _among_outs(self, values: Sequence[Any]) -> list[Any]:
+        """Tangents, or cotangents, of the outputs that have some, and of the others JAX's zeros for those."""
+        source = iter(values)
+        return [next(source) if kind else np.zeros(a.shape, jax.dtypes.float0) for kind, a in zip(self.kinds, self.out_avals, strict=True)]
 
     # -- on torch tensors ------------------------------------------------------------------------------------------------------------------
     @private.opaque
@@ -155,7 +156,7 @@ class _Program(Unsearched):
             _, back = jax.vjp(_of(floats, values[:n], active), *[values[k] for k in active])
             return [conj(g) for g in back([conj(c) for c in values[n:]])]
 
-        return self._other(("vjp", active), pull, [*self.avals, *pick(self._out_avals(), self.kinds)])
+        return self._other(("vjp", active), pull, [*self.avals, *pick(self.out_avals, self.kinds)])
 
     def pushed(self, active: tuple[int, ...]) -> _Program:
         """From the arguments and tangents of the active ones to the outputs and the tangents of the floating-point ones."""
@@ -169,49 +170,26 @@ class _Program(Unsearched):
 
     def mapped(self, dims: tuple[int | None, ...], size: int) -> _Program:
         """Mapped over these dimensions of the arguments; the lanes are the first dimension of the outputs."""
-        def with_lanes(a: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
-            return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], size, *a.shape[dim:]), a.dtype)
-
-        mapped = jax.vmap(self._evaluated, in_axes=dims, axis_size=size)
-        return self._other(("vmap", dims, size), mapped, list(map(with_lanes, self.avals, dims)))
-
-    def _out_avals(self) -> list[jax.ShapeDtypeStruct]:
-        return list(map(_shape, self.jaxpr.out_avals))
-
-
-def _has_derivatives(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _nothing(a: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The tangent, or cotangent, of an output without derivatives."""
-    return np.zeros(a.shape, jax.dtypes.float0)
+        avals = [
+            a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], size, *a.shape[dim:]), a.dtype)
+            for a, dim in zip(self.avals, dims, strict=True)
+        ]
+        return self._other(("vmap", dims, size), jax.vmap(self._evaluated, in_axes=dims, axis_size=size), avals)
 
 
 def _of(run: Callable[..., Any], values: Sequence[jax.Array], active: Sequence[int]) -> Callable[..., Any]:
     """run as a function of its active arguments alone."""
 
     def of(*those: jax.Array) -> Any:
-        every = list(values)
-        for k, v in zip(active, those, strict=True):
-            every[k] = v
-        return run(*every)
+        given = dict(zip(active, those, strict=True))
+        return run(*[given.get(k, v) for k, v in enumerate(values)])
 
     return of
 
 
-def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
+def _primitives(jaxpr: Jaxpr) -> set[str]:
     """The names of the primitives in a jaxpr and in the jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from _primitives(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_primitives, subjaxprs(jaxpr)))
 
 
 class _Node(autograd.Untransformed):

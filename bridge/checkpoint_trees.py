@@ -143,7 +143,7 @@ def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) ->
 
 # -- walking -----------------------------------------------------------------------------------------------------------------------
 def _walk(tree: Any, visit: Callable[[str, Any], Any], path: tuple[Any, ...] = ()) -> tuple[Any, Any]:
-    """The tree with each leaf replaced by visit(name, leaf), and its structure: a leaf's name, or of a node [kind, a dict's keys, children]."""
+    """The tree with each leaf replaced by visit(name, leaf), and its structure: a leaf's name, a node's [kind, a dict's keys, children]."""
     opened = _opened(tree)
     if opened is None:
         name = ".".join(map(str, path)) or "value"

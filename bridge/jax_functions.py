@@ -314,12 +314,12 @@ class _Function(Unsearched):
     def _program(self, spec: Any, key: tuple[Any, ...], drawn: bool, wide: bool) -> tuple[_Program, Any]:
         whole = (spec, key, drawn, wide)
         with self.lock:
-            if whole in self.programs:
-                return self.programs[whole]
-            program, meta = self._traced(*whole)
-            if not any(isinstance(c, jax.core.Tracer) for c in program.jaxpr.consts):
-                self.programs[whole] = program, meta
-            return program, meta
+            found = self.programs.get(whole)
+            if found is None:
+                found = self._traced(*whole)
+                if not any(isinstance(c, jax.core.Tracer) for c in found[0].jaxpr.consts):
+                    self.programs[whole] = found
+            return found
 
     def _traced(self, spec: Any, key: tuple[Any, ...], drawn: bool, wide: bool) -> tuple[_Program, Any]:
         meta: list[Any] = []

@@ -41,12 +41,7 @@ _STORED = {
 
 
 def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header of a tree, which JSON can hold, and the tree's arrays by name.
-
-    Raises:
-        TypeError: a leaf is neither an array nor a Python value.
-        ValueError: two leaves have the same name.
-    """
+    """The header of a tree, which JSON can hold, and its arrays by name; TypeError for other leaves, ValueError if two have one name."""
     leaves: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
     named, structure = names(tree)
@@ -58,11 +53,10 @@ def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             kind, x = f"key {jax.random.key_impl(x)}", jax.random.key_data(x)
         try:
-            dtype = dtypes.to_jax(x.dtype) if isinstance(x, torch.Tensor) else np.dtype(x.dtype)
             arrays[name] = x if isinstance(x, jax.Array) else as_numpy(x)
         except TypeError as error:
             raise TypeError(f"tree: {name!r}: {error}") from None
-        leaves[name] = {"kind": kind, "dtype": dtype.name, "shape": list(x.shape)}
+        leaves[name] = {"kind": kind, "dtype": arrays[name].dtype.name, "shape": list(x.shape)}
     return {"version": VERSION, "tree": structure, "leaves": leaves}, arrays
 
 
@@ -101,11 +95,7 @@ def by_name(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict
 
 
 def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """The checkpoint as a tree with the structure of ``tree`` and the kinds and dtypes of its leaves.
-
-    Raises:
-        RuntimeError: the checkpoint has other names or shapes, or the dtypes of ``tree`` cannot hold its values.
-    """
+    """The checkpoint as a tree with the structure of ``tree`` and the kinds and dtypes of its leaves; RuntimeError if that cannot be."""
     found = {name: leaf for name, leaf in _leaves(header, arrays).items() if leaf[1] is not None}
     wanted = {name for name, x in names(tree, jax.ShapeDtypeStruct)[0].items() if x is not None}
     if wanted != found.keys():
@@ -115,11 +105,7 @@ def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any])
 
 
 def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """The tree that was saved, of dicts, lists and tuples.
-
-    Raises:
-        RuntimeError: the tree has other containers, or there is no header.
-    """
+    """The tree that was saved; RuntimeError if it has other containers than dicts, lists and tuples, or if there is no header."""
     if header is None:
         raise RuntimeError("as_saved: bridge.checkpoints.save did not write this checkpoint; give like, or neither")
     leaves = _leaves(header, arrays)

@@ -51,11 +51,12 @@ class _Program(Unsearched):
     """
 
     def __init__(self, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], wide: bool) -> None:
-        self.avals, self.wide = list(avals), wide
+        self.avals: list[Any] = list(avals)
+        self.wide = wide
         with jax.enable_x64(wide):
             jaxpr = jax.make_jaxpr(function)(*avals)
         self.jaxpr: ClosedJaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
-        self.out_avals = list(map(aval, jaxpr.out_avals))
+        self.out_avals: list[Any] = list(map(aval, jaxpr.out_avals))
         self.active = tuple([k for k, a in enumerate(self.avals) if inexact(a)])
         self.kinds = list(map(inexact, self.out_avals))
         self.jitted = Jitted(self)
@@ -367,8 +368,12 @@ def _where(spec: Any, i: int) -> str:
     return ("kwargs" if first else "args") + "".join(f"[{step!r}]" for step in rest)
 
 
-def _statics(fn: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _statics(
+    fn: Callable[..., Any], argnums: int | Iterable[int], argnames: str | Iterable[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The positions and names of the static arguments; an argument that can be passed both ways is static both ways."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some functions have no signature
@@ -435,8 +440,7 @@ def from_jax(
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function of jax.Arrays, got {type(fn)}; pass the function itself")
-    numbers, names = [(x,) if isinstance(x, int | str) else tuple(x) for x in (static_argnums, static_argnames)]
-    function = _Function(fn, *_statics(fn, numbers, names), rng, enable_x64)
+    function = _Function(fn, *_statics(fn, static_argnums, static_argnames), rng, enable_x64)
 
     @private.opaque
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -133,7 +133,7 @@ def matched(
         if new.dtype != target.dtype:
             new = as_tensor(converted(np.asarray(tensors.to_jax(new)), dtypes.to_jax(target.dtype), f"{kind}: {name!r}"))
         other, _, same = found.setdefault(id(target), (name, target, new))
-        if same is not new and not np.array_equal(*[np.asarray(tensors.to_jax(t)) for t in (same, new)], equal_nan=True):
+        if same is not new and not np.array_equal(tensors.to_jax(same), tensors.to_jax(new), equal_nan=True):
             raise RuntimeError(f"{kind}: {other!r} and {name!r} are one tensor in the module, got different values")
     missing = [name for name, t in targets.items() if id(t) not in found]
     if strict and missing:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import itertools
 import os
 import shutil
 import socket
 import stat
-import threading
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,51 +29,33 @@ def current(target: Path) -> Path:
     return aside if not os.path.lexists(target) and aside.is_dir() else target
 
 
-def empty(target: Path) -> bool:
-    """Whether replacing the target loses nothing: it does not exist, or is a folder without entries."""
-    return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
-
-
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """A new folder beside the target to write in, removed at the end; folders left by dead processes of this host are removed too."""
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix, host = f".{target.name}.partial-", socket.gethostname()
     for left in target.parent.iterdir():
-        owner = left.name.removeprefix(prefix).split("-", 2)  # process, thread, host
+        owner = left.name.removeprefix(prefix).split("-", 2)  # process, random letters, host
         if left.name.startswith(prefix) and owner[0].isdigit() and owner[2:] == [host] and not _alive(int(owner[0])):
             shutil.rmtree(left, ignore_errors=True)
-    folder = target.with_name(f"{prefix}{os.getpid()}-{threading.get_native_id()}-{host}")
-    shutil.rmtree(folder, ignore_errors=True)  # a thread saves one thing at a time, so this belongs to a dead process with the same id
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(f"-{host}", f"{prefix}{os.getpid()}-", target.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
-def _alive(pid: int) -> bool:
+def _alive(process: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # the process belongs to another user
-        pass
+        os.kill(process, 0)
+    except OSError as error:  # EPERM: the process belongs to another user
+        return error.errno != errno.ESRCH
     return True
-
-
-def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
-    """Move a new file or folder, written to disk (``sync``), from a staging folder to the target; OSError leaves the target unchanged.
-
-    An old file or folder there is removed; keep: it is renamed instead, and its new path returned.
-    """
-    with locked(target.parent):
-        return _replace(new, target, keep)
 
 
 @contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """While entered, nobody else replaces entries of the folder, or reads them if not shared; only on file systems with locks."""
+    if not folder.is_dir():
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -84,33 +65,34 @@ def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
-def _replace(new: Path, target: Path, keep: bool) -> Path | None:
-    aside = set_aside(target)
-    kept = None
-    if keep and os.path.lexists(target):
-        numbered = (target.with_name(f"{target.name}.replaced-{n}") for n in itertools.count(1))
-        kept = aside = next(path for path in numbered if not os.path.lexists(path))
-    if new.is_dir() or kept is not None:
-        moved = os.path.lexists(target)
-        if moved:
+def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
+    """Move a new file or folder, written to disk (``sync``), from a staging folder to the target; OSError leaves the target unchanged.
+
+    An old file or folder there is removed; keep: it is renamed instead, and its new path returned.
+    """
+    with locked(target.parent):
+        there, aside = os.path.lexists(target), set_aside(target)
+        if keep := keep and there:
+            numbered = (target.with_name(f"{target.name}.replaced-{n}") for n in itertools.count(1))
+            aside = next(path for path in numbered if not os.path.lexists(path))
+        if moved := there and (keep or new.is_dir()):
             _remove(set_aside(target), new.parent)  # left by a save that ended after its second rename
             os.rename(target, aside)
+        elif target.is_file():
+            new.chmod(stat.S_IMODE(target.stat().st_mode))
+        elif there:
+            target.rmdir()  # an empty folder; a folder with entries raises
         try:
             os.rename(new, target)
         except OSError:
             if moved:
                 os.rename(aside, target)
             raise
-    else:
-        if target.is_file():
-            new.chmod(stat.S_IMODE(target.stat().st_mode))
-        elif target.is_dir():
-            target.rmdir()  # an empty folder; a folder with entries raises
-        os.replace(new, target)
-    _sync(target.parent)
-    if kept is None:
+        _sync(target.parent)
+        if keep:
+            return aside
         _remove(aside, new.parent)
-    return kept
+        return None
 
 
 def _remove(aside: Path, staging: Path) -> None:
@@ -139,10 +121,4 @@ def _sync(path: Path) -> None:
 
 def files(path: Path) -> list[Path]:
     """The files below a folder, sorted; for a file, the file alone."""
-    return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names) if path.is_dir() else [path]
-
-
-def digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,15 +41,11 @@ _STORED = {
 
 
 def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header of a tree, which JSON can hold, and the tree's arrays by name.
-
-    Raises:
-        TypeError: a leaf is neither an array nor a Python value.
-        ValueError: two leaves have the same name.
-    """
+    """The header of a tree, which JSON can hold, and its arrays by name; TypeError for other leaves, ValueError if two have one name."""
     leaves: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
-    for name, x in names(tree).items():
+    named, structure = names(tree)
+    for name, x in named.items():
         if type(x) in _KINDS:
             leaves[name] = {"kind": "python", "value": _encoded(x)}
             continue
@@ -57,21 +53,19 @@ def taken_apart(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             kind, x = f"key {jax.random.key_impl(x)}", jax.random.key_data(x)
         try:
-            dtype = dtypes.to_jax(x.dtype) if isinstance(x, torch.Tensor) else np.dtype(x.dtype)
             arrays[name] = x if isinstance(x, jax.Array) else as_numpy(x)
         except TypeError as error:
             raise TypeError(f"tree: {name!r}: {error}") from None
-        leaves[name] = {"kind": kind, "dtype": dtype.name, "shape": list(x.shape)}
-    return {"version": VERSION, "tree": _structure(tree, ()), "leaves": leaves}, arrays
+        leaves[name] = {"kind": kind, "dtype": arrays[name].dtype.name, "shape": list(x.shape)}
+    return {"version": VERSION, "tree": structure, "leaves": leaves}, arrays
 
 
-def names(tree: Any) -> dict[str, Any]:
-    """The leaves by name; raises as ``taken_apart``."""
+def names(tree: Any, *more: type) -> tuple[dict[str, Any], Any]:
+    """The leaves by name, which may be of more classes, and the structure as ``_walk`` returns it; raises as ``taken_apart``."""
     named: dict[str, Any] = {}
 
-    def visit(path: tuple[Any, ...], x: Any) -> None:
-        name = _name(path)
-        if not isinstance(x, (*_ARRAYS.values(), jax.ShapeDtypeStruct)) and type(x) not in _KINDS:
+    def visit(name: str, x: Any) -> None:
+        if not isinstance(x, (*_ARRAYS.values(), *more)) and type(x) not in _KINDS:
             raise TypeError(f"tree: expected arrays, numbers, strings, bools or None, got {type(x)} at {name!r}")
         if getattr(x, "dtype", None) == np.dtype(object):
             raise TypeError(f"tree: {name!r} is a numpy array of Python objects")
@@ -79,8 +73,7 @@ def names(tree: Any) -> dict[str, Any]:
             raise ValueError(f"tree: two leaves are called {name!r}" if name in named else f"tree: no leaf can be called {name!r}")
         named[name] = x
 
-    _walk(tree, (), visit)
-    return named
+    return named, _walk(tree, visit)[1]
 
 
 def stored(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -91,8 +84,8 @@ def stored(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return x.reshape(-1).view(np.uint8).reshape(*x.shape, x.dtype.itemsize)
 
 
-def as_numpy(x: torch.Tensor | jax.Array | np.ndarray) -> np.ndarray:
-    """A torch, JAX or numpy array as a numpy array."""
+def as_numpy(x: torch.Tensor | np.ndarray) -> np.ndarray:
+    """A torch or numpy array as a numpy array."""
     return np.asarray(tensors.to_jax(x.detach()) if isinstance(x, torch.Tensor) else x)
 
 
@@ -102,25 +95,17 @@ def by_name(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict
 
 
 def like(tree: Any, header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """The checkpoint as a tree with the structure of ``tree`` and the kinds and dtypes of its leaves.
-
-    Raises:
-        RuntimeError: the checkpoint has other names or shapes, or the dtypes of ``tree`` cannot hold its values.
-    """
+    """The checkpoint as a tree with the structure of ``tree`` and the kinds and dtypes of its leaves; RuntimeError if that cannot be."""
     found = {name: leaf for name, leaf in _leaves(header, arrays).items() if leaf[1] is not None}
-    wanted = {name for name, x in names(tree).items() if x is not None}
+    wanted = {name for name, x in names(tree, jax.ShapeDtypeStruct)[0].items() if x is not None}
     if wanted != found.keys():
         missing, more = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
         raise RuntimeError(f"like: has {missing or 'nothing'} that was not saved, and lacks {more or 'nothing'} that was")
-    return _walk(tree, (), lambda path, x: None if x is None else _as(x, *found[_name(path)], _name(path)))
+    return _walk(tree, lambda name, x: None if x is None else _as(x, *found[name], f"like: {name!r}"))[0]
 
 
 def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """The tree that was saved, of dicts, lists and tuples.
-
-    Raises:
-        RuntimeError: the tree has other containers, or there is no header.
-    """
+    """The tree that was saved; RuntimeError if it has other containers than dicts, lists and tuples, or if there is no header."""
     if header is None:
         raise RuntimeError("as_saved: bridge.checkpoints.save did not write this checkpoint; give like, or neither")
     leaves = _leaves(header, arrays)
@@ -134,8 +119,7 @@ def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) ->
         kind, keys, children = node
         items = [build(child) for child in children]
         if kind in ("dict", "OrderedDict"):
-            made = zip(map(_decoded, keys), items, strict=True)
-            return dict(made) if kind == "dict" else OrderedDict(made)
+            return (dict if kind == "dict" else OrderedDict)(zip(map(_decoded, keys), items, strict=True))
         if kind not in ("list", "tuple"):
             raise RuntimeError(f"as_saved: the tree has a {kind}, which only like can make again")
         return items if kind == "list" else tuple(items)
@@ -144,17 +128,22 @@ def put_together(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) ->
 
 
 # -- walking -----------------------------------------------------------------------------------------------------------------------
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path)) or "value"
-
-
-def _walk(tree: Any, path: tuple[Any, ...], visit: Callable[[tuple[Any, ...], Any], Any]) -> Any:
-    """The tree with each leaf replaced by visit(path, leaf)."""
+def _walk(tree: Any, visit: Callable[[str, Any], Any], path: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+    """The tree with each leaf replaced by visit(name, leaf), and its structure: a leaf's name, a node's [kind, a dict's keys, children]."""
     opened = _opened(tree)
     if opened is None:
-        return visit(path, tree)
+        name = ".".join(map(str, path)) or "value"
+        return visit(name, tree), name
     steps, children, build = opened
-    return build([_walk(child, (*path, step), visit) for step, child in zip(steps, children, strict=True)])
+    below = [_walk(child, visit, (*path, step)) for step, child in zip(steps, children, strict=True)]
+    known = type(tree) in (dict, OrderedDict, list, tuple)
+    kind, keys = type(tree).__name__ if known else f"{type(tree).__module__}.{type(tree).__qualname__}", None
+    if isinstance(tree, dict):
+        if all(type(key) in _KINDS for key in tree):
+            keys = [_encoded(key) for key in tree]
+        else:
+            kind = f"{kind} with keys that are neither strings nor numbers"
+    return build([new for new, _ in below]), [kind, keys, [structure for _, structure in below]]
 
 
 def _opened(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
@@ -169,31 +158,16 @@ def _opened(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]
         return steps, children, functools.partial(trees.unflatten, spec)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | jax.ShapeDtypeStruct):
         steps = [field.name for field in dataclasses.fields(tree)]
-        return steps, [getattr(tree, step) for step in steps], lambda items: _replaced(tree, zip(steps, items, strict=True))
+        return steps, [getattr(tree, step) for step in steps], lambda items: _replaced(tree, dict(zip(steps, items, strict=True)))
     return None
 
 
-def _replaced(tree: Any, fields: Iterable[tuple[str, Any]]) -> Any:
+def _replaced(tree: Any, fields: Mapping[str, Any]) -> Any:
     """A copy of a dataclass with other field values; ``dataclasses.replace`` would call __init__, which may not take them."""
     new = copy.copy(tree)
-    for name, value in fields:
+    for name, value in fields.items():
         object.__setattr__(new, name, value)
     return new
-
-
-def _structure(tree: Any, path: tuple[Any, ...]) -> Any:
-    """A leaf's name; for a node [its kind, its keys if it is a dict, its children]."""
-    opened = _opened(tree)
-    if opened is None:
-        return _name(path)
-    steps, children, _ = opened
-    below = [_structure(child, (*path, step)) for step, child in zip(steps, children, strict=True)]
-    kind = type(tree).__name__ if type(tree) in (dict, OrderedDict, list, tuple) else f"{type(tree).__module__}.{type(tree).__qualname__}"
-    if isinstance(tree, dict):
-        if all(type(key) in _KINDS for key in tree):
-            return [kind, [_encoded(key) for key in tree], below]
-        kind = f"{kind} with keys that are neither strings nor numbers"
-    return [kind, None, below]
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------------------
@@ -224,15 +198,13 @@ def _leaves(header: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> dict
 
 def _as_jax(x: np.ndarray, kind: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     with jax.enable_x64(True):
-        array = jax.device_put(x, None if kind.startswith("key ") else sharding)
-    if not kind.startswith("key "):
-        return array
-    return jax.device_put(jax.random.wrap_key_data(array, impl=kind.removeprefix("key ")), sharding)
+        if kind.startswith("key "):
+            return jax.device_put(jax.random.wrap_key_data(jnp.asarray(x), impl=kind.removeprefix("key ")), sharding)
+        return jax.device_put(x, sharding)
 
 
-def _as(like: Any, kind: str, value: Any, name: str) -> Any:
+def _as(like: Any, kind: str, value: Any, where: str) -> Any:
     """A saved value converted to the kind of ``like``: an array of its kind, dtype and device, or a Python value."""
-    where = f"like: {name!r}"
     if type(like) in _KINDS:
         return _as_python(like, value, where)
     if isinstance(value, str):
@@ -246,10 +218,9 @@ def _as(like: Any, kind: str, value: Any, name: str) -> Any:
         return made
     if saved.shape != tuple(like.shape):
         raise RuntimeError(f"{where} has shape {tuple(like.shape)}, but {saved.shape} was saved")
+    held = modules.converted(saved, dtypes.to_jax(like.dtype) if isinstance(like, torch.Tensor) else np.dtype(like.dtype), where)
     if isinstance(like, torch.Tensor):
-        held = modules.converted(saved, dtypes.to_jax(like.dtype), where)
         return modules.as_tensor(held).to(device=like.device, copy=True).requires_grad_(like.requires_grad)
-    held = modules.converted(saved, np.dtype(like.dtype), where)
     if isinstance(like, np.generic):
         return held[()]
     return held if isinstance(like, np.ndarray) else _as_jax(held, kind, like.sharding)

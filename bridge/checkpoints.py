@@ -10,8 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +62,28 @@ def save(path: str | os.PathLike[str], tree: Any, *, format: str | None = None, 
         ...     checkpoints.load(path)["step"]
         3
     """
-    given, kind = Path(path).absolute(), _kind(path, format)
-    package = _package(kind)
+    kind, package, target = _opened(path, format)
     header, arrays = checkpoint_trees.taken_apart(tree)
-    target = Path(os.path.realpath(given))  # through a link, as open() writes
-    whose = ""
-    if target.parent.is_dir():
-        with checkpoint_files.locked(target.parent, shared=True):
-            whose = _whose(target, kind)
+    with checkpoint_files.locked(target.parent, shared=True):
+        whose = _whose(package, kind, target)
     if whose and not overwrite:
         raise FileExistsError(f"path: {target} is {whose}, which is left alone; give another path, or overwrite=True")
     if kind == "orbax" and jax.process_count() > 1:
         raise RuntimeError("format: one process alone saves here; with several, use Orbax's own CheckpointManager")
-    with _errors_of_writing(target), checkpoint_files.staging(target) as folder:
-        new = folder / "new"
-        if kind == "safetensors":
-            _write_safetensors(package, new, header, arrays)
-        else:
-            _write_orbax(package, new, header, arrays)
-        checkpoint_files.sync(new)
-        kept = checkpoint_files.replace(new, target, keep=bool(whose))
+    try:
+        with checkpoint_files.staging(target) as folder:
+            new = folder / "new"
+            (_write_orbax if kind == "orbax" else _write_safetensors)(package, new, header, arrays)
+            checkpoint_files.sync(new)
+            kept = checkpoint_files.replace(new, target, keep=bool(whose))
+    except Exception as error:  # the packages have exception classes of their own for a full disk
+        said = "the checkpoint was not written, and what was there is as it was"
+        if isinstance(error, OSError):
+            raise type(error)(error.errno, f"{error.strerror or error}; {said}", str(target)) from error
+        raise OSError(f"{target}: {error}; {said}") from error
     if kept is not None:
         warnings.warn(f"path: {target} was {whose}; it is now {kept}", stacklevel=2)
-    return given
+    return Path(path).absolute()
 
 
 def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None = None, as_saved: bool = False) -> Any:
@@ -124,13 +122,14 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
     """
     if like is not None and as_saved:
         raise ValueError("as_saved: expected like or as_saved, got both")
-    given, kind = Path(path).absolute(), _kind(path, format)
-    package = _package(kind)
-    target = Path(os.path.realpath(given))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"path: nothing at {target}")
+    kind, package, target = _opened(path, format)
     with checkpoint_files.locked(target.parent, shared=True):
         source, header, arrays = _read(package, kind, target)
+    if source != target:
+        warnings.warn(
+            f"path: the process that replaced {target} ended before it was done; the checkpoint that was there before is loaded, from "
+            f"{source}", stacklevel=2,
+        )
     try:
         if as_saved:
             return checkpoint_trees.put_together(header, arrays)
@@ -140,36 +139,35 @@ def load(path: str | os.PathLike[str], like: Any = None, *, format: str | None =
 
 
 # -- which format, and whose file --------------------------------------------------------------------------------------------------
-def _kind(path: str | os.PathLike[str], format: str | None) -> str:
-    if format is not None and format not in _EXTENSIONS.values():
+def _opened(path: str | os.PathLike[str], format: str | None) -> tuple[str, Any, Path]:
+    """The format, its package, and the path that links lead to, where open() would write."""
+    extension = Path(path).suffix
+    said = _EXTENSIONS.get(extension)
+    if format not in (None, *_EXTENSIONS.values()):
         raise ValueError(f"format: expected 'safetensors' or 'orbax', got {format!r}")
-    said = _EXTENSIONS.get(Path(path).suffix)
-    if said is not None and format not in (None, said) and Path(path).suffix:
+    if extension and said not in (None, format or said):
         raise ValueError(f"format: {format!r} was given, but the extension of {os.fspath(path)!r} says {said!r}")
-    if said is None and format is None:
-        raise ValueError(
-            f"path: the extension of {os.fspath(path)!r} says no format; expected '.safetensors' (a file), '.orbax' or none (a folder of "
-            "Orbax), or format='safetensors' or 'orbax'"
-        )
-    return format or said or ""
-
-
-def _package(kind: str) -> Any:
+    kind, target = format or said, Path(os.path.realpath(path))
     try:
         if kind == "orbax":
             import orbax.checkpoint
 
-            return orbax.checkpoint
-        import safetensors.numpy
+            return kind, orbax.checkpoint, target
+        if kind == "safetensors":
+            import safetensors.numpy
 
-        return safetensors.numpy
+            return kind, safetensors, target
     except ImportError:
         raise ImportError(f"format: {kind} is not installed; pip install 'torchfunc-jax[checkpoints]'") from None
+    raise ValueError(
+        f"path: the extension of {os.fspath(path)!r} says no format; expected '.safetensors' (a file), '.orbax' or none (a folder of "
+        "Orbax), or format='safetensors' or 'orbax'"
+    )
 
 
-def _whose(target: Path, kind: str) -> str:
+def _whose(package: Any, kind: str, target: Path) -> str:
     """A description of a file or folder at the path that must not be removed; "" if there is none, or if ``save`` wrote it."""
-    if checkpoint_files.empty(target):
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return ""
     if target.is_dir():
         if kind != "orbax" or not (target / _MARKER).is_file():
@@ -181,63 +179,48 @@ def _whose(target: Path, kind: str) -> str:
         more = {file.relative_to(target).as_posix() for file in checkpoint_files.files(target)} - {*written, _MARKER}
         return f"a checkpoint with other files in its folder, {', '.join(sorted(more)[:3])}" if more else ""
     if target.is_file() and kind == "safetensors":
-        from safetensors import SafetensorError, safe_open
-
-        with suppress(SafetensorError, OSError), safe_open(target, "numpy") as file:
+        with suppress(package.SafetensorError, OSError), package.safe_open(target, "numpy") as file:
             if _HEADER in (file.metadata() or {}):
                 return ""
     return "a file that bridge.checkpoints.save did not write"
-
-
-@contextmanager
-def _errors_of_writing(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        said = f"{error.strerror or error}; the checkpoint was not written, and what was there is as it was"
-        raise type(error)(error.errno, said, str(target)) from error
-    except Exception as error:  # the packages have exception classes of their own for a full disk
-        raise OSError(f"{target}: {error}; the checkpoint was not written, and what was there is as it was") from error
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------------
 def _read(package: Any, kind: str, target: Path) -> tuple[Path, dict[str, Any] | None, dict[str, Any]]:
     """The checkpoint's path, its header (None if another program wrote it) and its arrays by name."""
     for _ in range(30):
-        source = checkpoint_files.current(target)
+        before, source, error = _identity(target), checkpoint_files.current(target), None
         try:
-            before = _identity(source)
-        except FileNotFoundError:
-            if os.path.lexists(checkpoint_files.current(target)):
-                continue  # another process replaces it; this happens only on file systems without locks
-            raise FileNotFoundError(f"path: nothing at {target}") from None
-        if source.is_dir() != (kind == "orbax"):
-            expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")
-            raise CheckpointError(f"{source}: expected {expected}, as the path's extension says, found {found}")
-        error: Exception | None = None
-        try:
-            header, arrays = (_read_orbax if kind == "orbax" else _read_safetensors)(package, source)
-        except Exception as failed:  # Orbax and safetensors raise classes of many kinds for a damaged file
+            header, arrays = _contents(package, kind, source)
+        except (CheckpointError, FileNotFoundError) as failed:
             error = failed
-        with suppress(FileNotFoundError):
-            if _identity(checkpoint_files.current(target)) != before:
-                continue  # another process replaced it while it was read
-        if isinstance(error, CheckpointError | MemoryError):
-            raise error
+        if _identity(target) != before:
+            continue  # another process has replaced it meanwhile; this happens only on file systems without locks
         if error is not None:
-            raise CheckpointError(f"{source}: damaged, or no {kind} checkpoint: {type(error).__name__}: {error}") from error
-        if source != target:
-            warnings.warn(
-                f"path: the process that replaced {target} ended before it was done; the checkpoint that was there before is loaded, from "
-                f"{source}", stacklevel=3,
-            )
+            raise error
         return source, header, arrays
     raise CheckpointError(f"{target}: another process replaces it again and again")
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_ctime_ns
+def _identity(target: Path) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        found = checkpoint_files.current(target).stat()
+        return found.st_ino, found.st_ctime_ns
+    return None
+
+
+def _contents(package: Any, kind: str, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    if not source.exists():
+        raise FileNotFoundError(f"path: nothing at {source}")
+    if source.is_dir() != (kind == "orbax"):
+        expected, found = ("a folder of Orbax", "a file") if kind == "orbax" else ("a safetensors file", "a folder")
+        raise CheckpointError(f"{source}: expected {expected}, as the path's extension says, found {found}")
+    try:
+        return (_read_orbax if kind == "orbax" else _read_safetensors)(package, source)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # Orbax and safetensors raise classes of many kinds for a damaged file
+        raise CheckpointError(f"{source}: damaged, or no {kind} checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _checked(source: Path, text: str, digest: str | None, found: str) -> dict[str, Any]:
@@ -254,11 +237,11 @@ def _write_safetensors(package: Any, new: Path, header: dict[str, Any], arrays: 
     stored = {name: np.require(checkpoint_trees.stored(x), requirements="C") for name, x in arrays.items()}
     text = json.dumps(header)
     metadata = {"format": "pt", _HEADER: text, _SUM: _sum(text, stored)}
-    new.write_bytes(package.save(stored, metadata))
+    new.write_bytes(package.numpy.save(stored, metadata))
 
 
 def _sum(text: str, arrays: dict[str, np.ndarray]) -> str:
-    """The checksum of a header and of all arrays with their names, dtypes and shapes."""
+    """The checksum of a header, and of all arrays with their names, dtypes and shapes."""
     found = hashlib.sha256(text.encode())
     for name in sorted(arrays):
         x = arrays[name]
@@ -268,9 +251,7 @@ def _sum(text: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(source, "pt") as file:  # the numpy reader does not know all dtypes
+    with package.safe_open(source, "pt") as file:  # the numpy reader does not know all dtypes
         metadata = file.metadata() or {}
         arrays = {name: checkpoint_trees.as_numpy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  it is no dict
     if not metadata.keys() & {_HEADER, _SUM}:
@@ -283,9 +264,14 @@ def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None
 def _write_orbax(package: Any, new: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None:
     tree = {_escaped(name): checkpoint_trees.stored(x) for name, x in arrays.items() if x.size}
     package.PyTreeCheckpointer().save(new, tree or {"nothing": np.zeros(1)})
-    sums = {file.relative_to(new).as_posix(): checkpoint_files.digest(file) for file in checkpoint_files.files(new)}
+    sums = {file.relative_to(new).as_posix(): _digest(file) for file in checkpoint_files.files(new)}
     text = json.dumps({**header, "files": sums})
-    (new / _MARKER).write_text(json.dumps({_HEADER: text, _SUM: hashlib.sha256(text.encode()).hexdigest()}))
+    (new / _MARKER).write_text(json.dumps({_HEADER: text, _SUM: _sum(text, {})}))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -293,11 +279,11 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
     if (source / _MARKER).exists():
         marker = json.loads((source / _MARKER).read_text())
         text = marker[_HEADER]
-        header = _checked(source, text, marker[_SUM], hashlib.sha256(text.encode()).hexdigest())
+        header = _checked(source, text, marker[_SUM], _sum(text, {}))
         for name, digest in header["files"].items():
             if not (source / name).is_file():
                 raise CheckpointError(f"{source}: damaged: the file {name} is missing")
-            if checkpoint_files.digest(source / name) != digest:
+            if _digest(source / name) != digest:
                 raise CheckpointError(f"{source}: damaged: the checksum of the file {name} is not that of its contents")
     elif not (source / "_METADATA").is_file():
         items = sorted(p.name for p in source.iterdir() if (p / "_METADATA").is_file())
@@ -307,18 +293,12 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
         warnings.filterwarnings("ignore", message="Sharding info not provided")  # the arrays are read as numpy arrays
         checkpointer = package.PyTreeCheckpointer()
         metadata = checkpointer.metadata(source).item_metadata.tree
-        restored = checkpointer.restore(
-            source, restore_args=jax.tree.map(lambda _: package.RestoreArgs(restore_type=np.ndarray), metadata)
-        )
+        kinds = jax.tree.map(lambda _: package.RestoreArgs(restore_type=np.ndarray), metadata)
+        restored = checkpointer.restore(source, restore_args=kinds)
     if header is None:
-        return None, checkpoint_trees.names(restored)
-    arrays = {_unescaped(name): np.asarray(x) for name, x in restored.items()}
-    return header, arrays
+        return None, checkpoint_trees.names(restored)[0]
+    return header, {name: restored[_escaped(name)] for name in header["leaves"] if _escaped(name) in restored}
 
 
 def _escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")  # Orbax uses these names for files
-
-
-def _unescaped(name: str) -> str:
-    return name.replace("%2F", "/").replace("%25", "%")

@@ -6,11 +6,11 @@
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, subjaxprs
 from torch.overrides import handle_torch_function, has_torch_function
 
 from bridge import modules, private
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, conj, inexact_dtype, pick
+from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
 from bridge.convert import dtypes, tensors, trees
 from bridge.jit.jitted import Jitted
+from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Unsearched
@@ -37,6 +38,7 @@ from bridge.trace.levels import state
 _SYMBOLIC = jax.custom_derivatives.SymbolicZero
 _WIDE = frozenset({torch.float64, torch.complex128})
 _INT32 = np.iinfo(np.int32)
+_NUMBERS = (bool, int, float, complex)
 
 
 class _Program(Unsearched):
@@ -49,33 +51,27 @@ class _Program(Unsearched):
     """
 
     def __init__(self, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], wide: bool) -> None:
-        self.avals, self.wide = list(avals), wide
-        with self._types():
+        self.avals: list[Any] = list(avals)
+        self.wide = wide
+        with jax.enable_x64(wide):
             jaxpr = jax.make_jaxpr(function)(*avals)
         self.jaxpr: ClosedJaxpr = jaxpr.replace(jaxpr=simplified(jaxpr.jaxpr))
-        self.active = tuple([k for k, a in enumerate(self.avals) if _has_derivatives(a)])
-        self.kinds = [_has_derivatives(a) for a in jaxpr.out_avals]
+        self.out_avals: list[Any] = list(map(aval, jaxpr.out_avals))
+        self.active = tuple([k for k, a in enumerate(self.avals) if inexact(a)])
+        self.kinds = list(map(inexact, self.out_avals))
         self.jitted = Jitted(self)
         self._derived: dict[Any, _Program] = {}
         run = jax.jit(self._evaluated)
-        rules = set() if wide else set(_primitives(self.jaxpr.jaxpr))
+        rules = set() if wide else _primitives(self.jaxpr.jaxpr)
         self._run = self._with_vjp(run) if "custom_vjp_call" in rules else self._with_jvp(run) if "custom_jvp_call" in rules else run
-
-    @functools.cached_property
-    def outs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and dtypes of the results."""
-        return [(tuple(a.shape), dtypes.to_torch(a.dtype)) for a in self.jaxpr.out_avals]
-
-    def _types(self) -> contextlib.AbstractContextManager[Any]:
-        return jax.enable_x64(self.wide)
 
     def _evaluated(self, *values: jax.Array) -> list[jax.Array]:
         return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *values)
 
     def uses(self, k: int) -> bool:
         """Whether the function uses its k-th argument."""
-        variable = self.jaxpr.jaxpr.invars[k]
-        return any(variable is v for eqn in self.jaxpr.jaxpr.eqns for v in eqn.invars) or variable in self.jaxpr.jaxpr.outvars
+        jaxpr = self.jaxpr.jaxpr
+        return any(jaxpr.invars[k] is v for v in itertools.chain(jaxpr.outvars, *[eqn.invars for eqn in jaxpr.eqns]))
 
     # -- on JAX values: a rule of the user's, whenever it runs, runs with the types of the function ----------------------------------------
     def run(self, *values: jax.Array) -> list[jax.Array]:
@@ -86,13 +82,14 @@ class _Program(Unsearched):
         count, tree = len(self.kinds), list[Any]()
 
         def held(*values: jax.Array) -> list[jax.Array]:
-            outs, pull = jax.vjp(_of(run, values, self.active), *[values[k] for k in self.active])
+            function, given = self._of(values, self.active)
+            outs, pull = jax.vjp(function, *given)
             leaves, tree[:] = jax.tree.flatten(pull)[0], [jax.tree.structure(pull)]
             return [*outs, *leaves]
 
         def pulled(*values: jax.Array) -> list[jax.Array]:
-            pull, cotangents = jax.tree.unflatten(tree[0], values[: len(values) - sum(self.kinds)]), iter(values[-sum(self.kinds) :])
-            return pull([next(cotangents) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)])
+            split = len(values) - sum(self.kinds)
+            return jax.tree.unflatten(tree[0], values[:split])(self._among_outs(values[split:]))
 
         def forward(*values: jax.Array) -> Any:
             every = self._other("held", held, self.avals).run(*values)
@@ -100,7 +97,7 @@ class _Program(Unsearched):
 
         def backward(kept: list[jax.Array], cotangents: list[Any]) -> Any:
             given = [*kept, *pick(cotangents, self.kinds)]
-            found = iter(self._other("pulled", pulled, list(map(_shape, given))).run(*given))
+            found = iter(self._other("pulled", pulled, list(map(aval, given))).run(*given))
             return tuple([next(found) if k in self.active else None for k in range(len(self.avals))])
 
         rules = jax.custom_vjp(run)
@@ -111,15 +108,25 @@ class _Program(Unsearched):
         def push(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
             active = tuple([k for k, t in enumerate(tangents) if not isinstance(t, _SYMBOLIC)])
             every = self.pushed(active).run(*primals, *[tangents[k] for k in active])
-            found = iter(every[len(self.kinds) :])
             # the outputs come from a call of their own: JAX's linearize wants values of them that depend on no tangent
-            return self._run(*primals), [
-                next(found) if kind else _nothing(a) for kind, a in zip(self.kinds, self._out_avals(), strict=True)
-            ]
+            return self._run(*primals), self._among_outs(every[len(self.kinds) :])
 
         rules = jax.custom_jvp(run)
         rules.defjvp(push, symbolic_zeros=True)
         return rules
+
+    def _of(self, values: Sequence[jax.Array], active: Sequence[int]) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:
+        """The function of its active arguments alone, and their values."""
+        def of(*those: jax.Array) -> list[jax.Array]:
+            given = dict(zip(active, those, strict=True))
+            return self._evaluated(*[given.get(k, v) for k, v in enumerate(values)])
+
+        return of, tuple([values[k] for k in active])
+
+    def _among_outs(self, values: Sequence[Any]) -> list[Any]:
+        """Tangents, or cotangents, of the outputs that have some, and of the others JAX's zeros for those."""
+        source = iter(values)
+        return [next(source) if kind else np.zeros(a.shape, jax.dtypes.float0) for kind, a in zip(self.kinds, self.out_avals, strict=True)]
 
     # -- on torch tensors ------------------------------------------------------------------------------------------------------------------
     @private.opaque
@@ -128,7 +135,7 @@ class _Program(Unsearched):
         if has_torch_function(given):  # a record, a mode of the user's, traced tensors
             return handle_torch_function(self, given, *given)
         if state.level is not None:
-            return apply(self._compute, given)[0]
+            return apply(lambda values: Result(self.run(*values)), given)[0]
         if private.transformed_by_torch() or any(t.is_meta for t in given):
             return list(_Node.apply(self, None, *given))
         if state.recorder is not None:
@@ -136,9 +143,6 @@ class _Program(Unsearched):
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             return list(_Node.apply(self, [], *given))
         return self.jitted(*given)
-
-    def _compute(self, values: Sequence[jax.Array]) -> Result:
-        return Result(self.run(*values))
 
     # -- its derivatives and its map, as programs ------------------------------------------------------------------------------------------
     def _other(self, key: Any, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct]) -> _Program:
@@ -151,67 +155,34 @@ class _Program(Unsearched):
         n = len(self.avals)
 
         def pull(*values: jax.Array) -> list[jax.Array]:
-            floats = lambda *every: pick(self._evaluated(*every), self.kinds)
-            _, back = jax.vjp(_of(floats, values[:n], active), *[values[k] for k in active])
-            return [conj(g) for g in back([conj(c) for c in values[n:]])]
+            function, given = self._of(values[:n], active)
+            _, back = jax.vjp(function, *given)
+            return [conj(g) for g in back(self._among_outs([conj(c) for c in values[n:]]))]
 
-        return self._other(("vjp", active), pull, [*self.avals, *pick(self._out_avals(), self.kinds)])
+        return self._other(("vjp", active), pull, [*self.avals, *pick(self.out_avals, self.kinds)])
 
     def pushed(self, active: tuple[int, ...]) -> _Program:
         """From the arguments and tangents of the active ones to the outputs and the tangents of the floating-point ones."""
         n = len(self.avals)
 
         def push(*values: jax.Array) -> list[jax.Array]:
-            outs, tangents = jax.jvp(_of(self._evaluated, values[:n], active), [values[k] for k in active], list(values[n:]))
+            outs, tangents = jax.jvp(*self._of(values[:n], active), values[n:])
             return [*outs, *pick(tangents, self.kinds)]
 
         return self._other(("jvp", active), push, [*self.avals, *[self.avals[k] for k in active]])
 
     def mapped(self, dims: tuple[int | None, ...], size: int) -> _Program:
         """Mapped over these dimensions of the arguments; the lanes are the first dimension of the outputs."""
-        def with_lanes(a: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
-            return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], size, *a.shape[dim:]), a.dtype)
-
-        mapped = jax.vmap(self._evaluated, in_axes=dims, axis_size=size)
-        return self._other(("vmap", dims, size), mapped, list(map(with_lanes, self.avals, dims)))
-
-    def _out_avals(self) -> list[jax.ShapeDtypeStruct]:
-        return list(map(_shape, self.jaxpr.out_avals))
+        avals = [
+            a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], size, *a.shape[dim:]), a.dtype)
+            for a, dim in zip(self.avals, dims, strict=True)
+        ]
+        return self._other(("vmap", dims, size), jax.vmap(self._evaluated, in_axes=dims, axis_size=size), avals)
 
 
-def _has_derivatives(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _nothing(a: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The tangent, or cotangent, of an output without derivatives."""
-    return np.zeros(a.shape, jax.dtypes.float0)
-
-
-def _of(run: Callable[..., Any], values: Sequence[jax.Array], active: Sequence[int]) -> Callable[..., Any]:
-    """run as a function of its active arguments alone."""
-
-    def of(*those: jax.Array) -> Any:
-        every = list(values)
-        for k, v in zip(active, those, strict=True):
-            every[k] = v
-        return run(*every)
-
-    return of
-
-
-def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
+def _primitives(jaxpr: Jaxpr) -> set[str]:
     """The names of the primitives in a jaxpr and in the jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from _primitives(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_primitives, subjaxprs(jaxpr)))
 
 
 class _Node(autograd.Untransformed):
@@ -224,7 +195,7 @@ class _Node(autograd.Untransformed):
     @staticmethod
     def forward(program: _Program, held: list[Any] | None, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if any(t.is_meta for t in given):
-            return tuple([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in program.outs])
+            return tuple([torch.empty(a.shape, dtype=dtypes.to_torch(a.dtype), device="meta") for a in program.out_avals])
         if held is None:
             return tuple(program(*given))
         with torch.enable_grad():
@@ -252,7 +223,7 @@ class _Node(autograd.Untransformed):
             found = iter(torch.autograd.grad(outs, [leaves[k] for k in active], cts, retain_graph=True, allow_unused=True))
         else:
             device = tensors.common_device(given)
-            like = [(shape, dtype, device) for shape, dtype in pick(program.outs, program.kinds)]
+            like = [(a.shape, dtypes.to_torch(a.dtype), device) for a in pick(program.out_avals, program.kinds)]
             cts = autograd.materialized(pick(cotangents, program.kinds), like)
             found = iter(program.pulled(tuple(active))(*given, *cts))
         return (None, None, *[next(found) if k in active else None for k in range(len(given))])
@@ -265,9 +236,7 @@ class _Node(autograd.Untransformed):
         return tuple([next(found) if kind else None for kind in program.kinds])
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], program: _Program, held: None, *given: torch.Tensor
-    ) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], program: _Program, held: None, *given: torch.Tensor) -> tuple[Any, Any]:
         outs = program.mapped(tuple(in_dims[2:]), info.batch_size)(*given)
         return tuple(outs), (0,) * len(outs)
 
@@ -289,7 +258,8 @@ class _Function(Unsearched):
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
         in_jax = state.level is None and any(isinstance(x, jax.core.Tracer) for x in arrays)
         if in_jax or (arrays and not any(isinstance(x, torch.Tensor) for x in leaves)):
-            args, kwargs = trees.map_leaves(_as_jax, (args, kwargs))
+            values = [x.value if type(x) is Same else tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = trees.unflatten(spec, values)
             return self.fn(*args, **kwargs)
         drawn = self.rng is not None and self.rng not in kwargs
         given, key, device = list[Any](), list[Any](), tensors.common_device(leaves)
@@ -301,7 +271,7 @@ class _Function(Unsearched):
                 key.append((tuple(x.shape), x.dtype))
             elif x is None or type(x) is Same:
                 key.append(x)
-            elif isinstance(x, bool | int | float | complex) or python_numbers.is_input(x):
+            elif isinstance(x, _NUMBERS) or python_numbers.is_input(x):
                 given.append(x)
                 key.append(_number_type(x))
             else:
@@ -340,17 +310,17 @@ class _Function(Unsearched):
         kind = _number_type(x)
         if kind is int and not wide and not python_numbers.is_input(x) and not _INT32.min <= x <= _INT32.max:
             raise OverflowError(f"expected integers of 32 bits, got {x}; from_jax(..., enable_x64=True) takes 64 bits")
-        return torch.full((), x, dtype=_NUMBERS[kind][1], device=device)
+        return torch.full((), x, dtype=dtypes.to_torch(np.dtype(kind)), device=device)
 
     def _program(self, spec: Any, key: tuple[Any, ...], drawn: bool, wide: bool) -> tuple[_Program, Any]:
         whole = (spec, key, drawn, wide)
         with self.lock:
             found = self.programs.get(whole)
             if found is None:
-                found = self._traced(spec, key, drawn, wide)
+                found = self._traced(*whole)
                 if not any(isinstance(c, jax.core.Tracer) for c in found[0].jaxpr.consts):
                     self.programs[whole] = found
-        return found
+            return found
 
     def _traced(self, spec: Any, key: tuple[Any, ...], drawn: bool, wide: bool) -> tuple[_Program, Any]:
         meta: list[Any] = []
@@ -368,23 +338,15 @@ class _Function(Unsearched):
         with jax.enable_x64(wide):
             avals = [_aval(k) for k in key if k is not None and type(k) is not Same]
         avals += [jax.ShapeDtypeStruct((2,), np.int32)] if drawn else []
-        program = _Program(flat, avals, wide)
-        return program, tuple(meta)
+        return _Program(flat, avals, wide), tuple(meta)
 
     @staticmethod
     def _output(x: Any, spec: Any, i: int) -> jax.Array:
-        array = jnp.asarray(x) if isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex) else None
+        array = jnp.asarray(x) if isinstance(x, (jax.Array, np.ndarray, np.generic, *_NUMBERS)) else None
         if array is None or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
             what = type(x) if array is None else array.dtype
             raise TypeError(f"fn: expected an output of arrays, numbers and None, got {what} at {trees.paths(spec)[i]}; return arrays")
         return array
-
-
-#: By a Python number's type, the type that JAX takes it for and the dtype of the tensor that holds it.
-_NUMBERS: dict[type, tuple[Any, torch.dtype]] = {
-    bool: (jnp.bool_, torch.bool), int: (jnp.int_, torch.int64), float: (jnp.float_, torch.float64),
-    complex: (jnp.complex_, torch.complex128),
-}
 
 
 def _number_type(x: Any) -> type:
@@ -396,14 +358,8 @@ def _number_type(x: Any) -> type:
 def _aval(key: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that JAX gives a tensor of this shape and dtype, or a Python number of this type."""
     if isinstance(key, type):
-        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_NUMBERS[key][0]), weak_type=key is not bool)
+        return jax.ShapeDtypeStruct((), jnp.result_type(key), weak_type=key is not bool)
     return jax.ShapeDtypeStruct(key[0], jax.dtypes.canonicalize_dtype(dtypes.to_jax(key[1])))
-
-
-def _as_jax(x: Any) -> Any:
-    if type(x) is Same:
-        return x.value
-    return tensors.to_jax(x) if isinstance(x, torch.Tensor) else x
 
 
 def _where(spec: Any, i: int) -> str:
@@ -412,12 +368,12 @@ def _where(spec: Any, i: int) -> str:
     return ("kwargs" if first else "args") + "".join(f"[{step!r}]" for step in rest)
 
 
-def _tuple(given: Any) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, int | str) else tuple(given)
-
-
-def _statics(fn: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _statics(
+    fn: Callable[..., Any], argnums: int | Iterable[int], argnames: str | Iterable[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The positions and names of the static arguments; an argument that can be passed both ways is static both ways."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some functions have no signature
@@ -484,8 +440,7 @@ def from_jax(
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function of jax.Arrays, got {type(fn)}; pass the function itself")
-    numbers, names = _statics(fn, _tuple(static_argnums), _tuple(static_argnames))
-    function = _Function(fn, numbers, names, rng, enable_x64)
+    function = _Function(fn, *_statics(fn, static_argnums, static_argnames), rng, enable_x64)
 
     @private.opaque
     def call(*args: Any, **kwargs: Any) -> Any:

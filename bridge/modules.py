@@ -131,21 +131,14 @@ def matched(
         if new.shape != target.shape:
             raise RuntimeError(f"{kind}: {name!r} has shape {tuple(target.shape)} in the module, got {tuple(new.shape)}")
         if new.dtype != target.dtype:
-            held = converted(np.asarray(tensors.to_jax(new)), dtypes.to_jax(target.dtype), f"{kind}: {name!r}")
-            new = as_tensor(held)
-        if id(target) in found and not _equal(found[id(target)][2], new):
-            raise RuntimeError(f"{kind}: {found[id(target)][0]!r} and {name!r} are one tensor in the module, got different values")
-        found[id(target)] = (name, target, new)
+            new = as_tensor(converted(np.asarray(tensors.to_jax(new)), dtypes.to_jax(target.dtype), f"{kind}: {name!r}"))
+        other, _, same = found.setdefault(id(target), (name, target, new))
+        if same is not new and not np.array_equal(tensors.to_jax(same), tensors.to_jax(new), equal_nan=True):
+            raise RuntimeError(f"{kind}: {other!r} and {name!r} are one tensor in the module, got different values")
     missing = [name for name, t in targets.items() if id(t) not in found]
     if strict and missing:
         raise RuntimeError(f"{kind}: {', '.join(map(repr, missing))} missing; give them, or strict=False to leave them as they are")
     return [(target, new) for _, target, new in found.values()]
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same values; two NaNs count as the same."""
-    x, y = (np.asarray(tensors.to_jax(t)) for t in (a, b))
-    return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def write(writes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -204,7 +197,7 @@ def call(
         ((4, 2), True)
     """
     own: dict[str, torch.Tensor] = {}
-    kept: list[str] = []  # names of buffers that are not given
+    types: dict[str, torch.dtype] = {}
     with SWAPPING:
         for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
             known = dict(members(remove_duplicate=False))
@@ -215,10 +208,8 @@ def call(
                 names = ", ".join(map(repr, missing))
                 raise RuntimeError(f"{kind}: {names} missing; give them, or strict=False to use the module's own values")
             own |= {next(n for n, other in missing.items() if other is t) if tie_weights else name: t for name, t in missing.items()}
-            if kind == "buffers":
-                kept = [name for name in missing if name in own]
-        wanted = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-        types = {name: wanted[name].dtype for name in (*params, *buffers)}
+            kept = [name for name in missing if name in own]  # at the end, the buffers that are not given
+            types |= {name: known[name].dtype for name in given}
 
     def run(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         given = {**params, **buffers}
@@ -231,8 +222,9 @@ def call(
         left = {name for name, (v, version) in before.items() if state[name] is v and v.node.version == version}
         return out, {name: given[name] if name in left else state[name] for name in (*buffers, *kept)}
 
+    arrays = trees.map_leaves(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (params, buffers, args, dict(kwargs or {})))
     try:
-        out, after = plain(run)(_arrays(params), _arrays(buffers), _arrays(args), _arrays(dict(kwargs or {})))
+        out, after = plain(run)(*arrays)
     except NoKeyError as error:
         raise error.reason from None
     for name, value in after.items():
@@ -272,10 +264,6 @@ def _mode(module: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for m, mode in before:
             m.training = mode
-
-
-def _arrays(tree: Any) -> Any:
-    return trees.map_leaves(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def converted(value: np.ndarray, dtype: np.dtype[Any] | type[np.generic], where: str) -> np.ndarray:

@@ -53,17 +53,9 @@ def named(indices: Iterable[int]) -> str:
 def exchange(text: str, group: tuple[int, ...], timeout: float, what: str) -> dict[int, str]:
     """What each process of a group passes as its text, by the process's index; each of them must make the same calls in the same order.
 
-    The first error ends a group: a process that comes too late finds that the others have gone.
-
-    Args:
-        text: of any length; equal texts are stored and sent once.
-        group: as ``members`` returns it.
-        timeout: seconds to wait for the others.
-        what: the name of the function, which begins the message of an error.
-
-    Raises:
-        RuntimeError: a process did not come in time, and the message says which; or there are others and ``jax.distributed.initialize``
-            was not called.
+    The text may be long: equal ones are stored and sent once. The group is what ``members`` returns; what: the name of the function, which
+    begins the message of an error. RuntimeError: a process did not come within ``timeout`` seconds, and the message says which (this ends
+    the group: a process that comes too late finds that the others have gone); or ``jax.distributed.initialize`` was not called.
     """
     if len(group) == 1:
         return {group[0]: text}
@@ -98,14 +90,7 @@ def _digests(client: Any, here: str) -> dict[int, str]:
 
 
 def broadcast(data: np.ndarray, group: tuple[int, ...], source: int) -> np.ndarray:
-    """The bytes of the process whose index is source, in each process of a group.
-
-    Args:
-        data: uint8, of one dimension and the same length in each process; only the source's values count.
-
-    Returns:
-        np.ndarray: uint8, of data's length.
-    """
+    """The bytes (uint8, of one dimension and the same length in each process) of the process whose index is source, in each of a group."""
     if len(group) == 1:
         return data
     words = np.zeros(-(-data.size // 4), np.uint32)

@@ -272,6 +272,7 @@ def test_trees_refused(file: str, tmp_path: Path) -> None:
         checkpoints.load(path)
     wrong: list[tuple[Any, type[Exception], str]] = [
         ({"a": [object()]}, TypeError, r"expected arrays, numbers, .* got <class 'object'> at 'a.0'"),
+        ({"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, TypeError, "expected arrays, .* got .*ShapeDtypeStruct'> at 'a'"),
         ({"a": [np.array([None])]}, TypeError, r"'a.0' is a numpy array of Python objects"),
         ({"a": torch.ones(2, device="meta")}, TypeError, "'a'"),
         ({"a": torch.ones(2, dtype=torch.complex32)}, TypeError, "'a': .*complex32"),

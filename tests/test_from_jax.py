@@ -1,6 +1,7 @@
 """JAX functions in torch: derivatives, maps, jit and records against the same functions written in torch; dtypes, arguments, errors."""
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +157,18 @@ def test_forward_mode_of_torch() -> None:
         out, place = f(forward_ad.make_dual(X, X), Y)
         same(forward_ad.unpack_dual(out).tangent, X.cos() * X * Y.sum())
         assert forward_ad.unpack_dual(place).tangent is None and int(place) == 5
+
+
+@pytest.mark.parametrize("name", ["operators", "a custom_vjp"])
+def test_a_backward_inside_of_a_transform_of_torch(name: str) -> None:
+    """The graph is made outside of it."""
+    in_jax, in_torch, args, _ = CASES[name]
+    cotangents, found = torch.stack([X.sin(), X.cos()]), []
+    for f in (bridge.from_jax(in_jax), in_torch):
+        leaves = [a.clone().requires_grad_() for a in args]
+        pull = functools.partial(torch.autograd.grad, f(*leaves), leaves, retain_graph=True)
+        found.append(torch.func.vmap(lambda ct, pull=pull: pull(grad_outputs=ct))(cotangents))
+    same(*found)
 
 
 def test_graphs_inside_of_traces() -> None:

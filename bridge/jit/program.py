@@ -237,7 +237,7 @@ def trace(
             root.staged = root.recorded = True
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
             generators: list[torch.Generator] = []
-            keys: dict[int, Any] = {}
+            advanced: set[int] = set()
 
             def key_of(generator: torch.Generator | None) -> Any:
                 slot = 0
@@ -250,10 +250,10 @@ def trace(
                     slot = 1 + next(i for i, g in enumerate(generators) if private.which_generator(g) == which)
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
-                if slot not in keys:
+                if slot not in advanced:
                     watch.draw(generator)
-                    keys[slot] = jax.random.key(seeds[slot])
-                return keys[slot]
+                    advanced.add(slot)
+                return jax.random.key(seeds[slot])  # not kept: it may belong to an inner trace of JAX's, as that of jet
 
             root.seeds = key_of
             if by_torch() and not any(isinstance(x, jax.Array) for x in call.arrays):

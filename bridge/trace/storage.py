@@ -40,12 +40,15 @@ class Geometry:
         shape, strides: its own.
         asked: whether the function called ``as_strided``, which counts from where the memory begins.
         outer: the geometry of the tensor that this one stands for at the next outer level.
+        between: the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane.
     """
 
-    __slots__ = ("asked", "outer", "plain", "shape", "strides")
+    __slots__ = ("asked", "between", "outer", "plain", "shape", "strides")
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], plain: bool, outer: Geometry | None = None) -> None:
-        self.shape, self.strides, self.plain, self.outer, self.asked = shape, strides, plain, outer, False
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], plain: bool, outer: Geometry | None = None, between: tuple[int, ...] = ()
+    ) -> None:
+        self.shape, self.strides, self.plain, self.outer, self.between, self.asked = shape, strides, plain, outer, between, False
 
     @classmethod
     def of(cls, t: object) -> Geometry:
@@ -53,14 +56,15 @@ class Geometry:
         strides = strides_of(t)
         plain = strides is None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.storage_offset() == 0)
         shape = () if getattr(t, "is_nested", False) else tuple(t.shape)  # type: ignore[attr-defined]  # jax.Arrays have one too
-        return cls(shape, strides or contiguous(shape), plain, None if node is None else node.root.geometry)
+        outer = None if node is None else node.root.geometry
+        return cls(shape, strides or contiguous(shape), plain, outer, () if outer is None else outer.between)
 
     def lane(self, dim: int | None) -> Geometry:
         """The geometry of one lane of a tensor that is mapped over this dimension."""
         if dim is None:
             return self
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return Geometry(shape, strides, strides == contiguous(shape), self)
+        return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]))
 
     def ask(self) -> bool:
         """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""

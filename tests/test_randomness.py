@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchfunc_jax import chunk_vmap, functionalize, grad, jit, vmap
+from torchfunc_jax import chunk_vmap, functionalize, grad, jet, jit, random_numbers, vmap
 
 # name -> a function of one lane [6] that draws; every one gives a floating tensor
 OPERATORS = {
@@ -105,6 +105,23 @@ def test_draws_within_one_call_differ():
     for f in (vmap(twice, randomness="same"), jit(vmap(twice, randomness="different"))):
         one, two = f(x)
         assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("randomness", ["no vmap", "different"])
+def test_draws_before_and_after_one_that_jax_traces_by_itself(randomness, compiled):
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(a):
+        return torch.stack([a + torch.rand(6), a + torch.rand(6, generator=generator)])
+
+    def f(a):
+        return jet(noise, (a,), ((a,),))[0], noise(a)
+
+    run = functionalize(f) if randomness == "no vmap" else vmap(f, randomness=randomness)
+    with random_numbers("jax"):
+        first, second = (jit(run) if compiled else run)(x[0] if randomness == "no vmap" else x[:1])
+    assert torch.cat([first, second]).unique().numel() == 24
 
 
 def test_explicit_generator():

@@ -156,6 +156,28 @@ def test_a_generator_of_its_own(compiled):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+CUBE = torch.arange(120.0).reshape(4, 5, 6)
+
+
+def _fills(x):
+    """Operators whose numbers lie in the order of a lane's memory, which depends on the dimension that is mapped."""
+    drawn = [
+        torch.randn_like(x), torch.rand_like(x.t()), torch.empty_like(x).exponential_(), x.new_empty(4, 5).normal_(), x[1:].normal_(),
+        x.uniform_(),
+    ]  # fmt: skip
+    return torch.cat([t.flatten() for t in drawn])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("randomness", [DIFFERENT, SAME], ids=["different", "same"])
+def test_fills_of_lanes_that_are_not_contiguous(randomness, compiled):
+    def way(lib, f):
+        first = lib.vmap(f, in_dims=2, **randomness)(CUBE.clone())
+        return first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(CUBE[None].repeat(5, 1, 1, 1))
+
+    assert_as_in_torch(way, _fills, compiled)
+
+
 def _seeded(x):
     torch.manual_seed(1)
     first = torch.rand(6)

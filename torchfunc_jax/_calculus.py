@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from bridge.boundary import handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_array
 from bridge.convert import trees
 from bridge.jit import taylor
-from bridge.private import opaque
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace.requires_grad import tie_tangents
-from torchfunc_jax import _args
+from torchfunc_jax import _args, _calculus_in_torch
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import forward_mode, jvp_with_argnums, outputs
 from torchfunc_jax._jacobians import along_units, spans
@@ -26,7 +26,7 @@ _HVP, _DIAGONAL, _LAPLACIAN = "hvp(f, primals, tangents)", "jacobian_diagonal(f)
 _JET = "jet(f, primals, series)"
 
 
-@opaque
+@handing_over.call(_calculus_in_torch.hvp)
 def hvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
     """func's value and the product of its Hessian with the tangents, forward over reverse; the Hessian itself is never made.
 
@@ -61,7 +61,7 @@ def hvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     return (value[0], product, value[1]) if has_aux else (value, product)
 
 
-@opaque
+@handing_over.transform(_calculus_in_torch.jacobian_diagonal)
 def jacobian_diagonal(
     func: Callable[..., Any], argnums: argnums_t = 0, *, randomness: str = "error", chunk_size: int | str | None = None
 ) -> Callable[..., Any]:
@@ -113,8 +113,6 @@ def jacobian_diagonal(
         blocks = [c[k].reshape(tuple(p.shape)) for c, k, p in zip(columns, spans(primals), primals, strict=True)]
         return trees.unflatten(spec, blocks)
 
-    @opaque
-    @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         _, positions = _args.select(args, argnums)
         found = tuple([of(args, n) for n in positions])
@@ -123,7 +121,7 @@ def jacobian_diagonal(
     return wrapped
 
 
-@opaque
+@handing_over.transform(_calculus_in_torch.laplacian)
 def laplacian(
     func: Callable[..., Any], argnums: argnums_t = 0, *, randomness: str = "error", chunk_size: int | str | None = None
 ) -> Callable[..., Any]:
@@ -155,8 +153,6 @@ def laplacian(
         tensor(18.)
     """
 
-    @opaque
-    @functools.wraps(func)
     def wrapped(*args: Any) -> Any:
         diff, _ = _args.select(args, argnums)
         primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
@@ -177,7 +173,7 @@ def laplacian(
     return wrapped
 
 
-@opaque
+@handing_over.call(_calculus_in_torch.jet)
 def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: bool = True) -> tuple[Any, Any]:
     """Taylor mode: func's value and its higher derivatives along a curve, all orders in one pass.
 

@@ -23,7 +23,7 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.aliasing import Inner, View, expanded
 from bridge.trace.levels import push, state
-from bridge.trace.random_keys import lane_key, source
+from bridge.trace.random_keys import key_of_lane, source
 from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]
@@ -293,7 +293,7 @@ def _map(
                 level.size, level.trace = size, private.current_trace()
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
-                    level.key, level.lane = (lambda: lane_key(parent, lane)), lane
+                    level.key, level.lane = key_of_lane(parent, lane), lane
                 level.probe = next(trace_of(v) for v, d in zip(lanes, in_axes, strict=True) if d is not None)
                 result = traceable.run(level, lanes, finish)
             axes = result.meta[1]

@@ -151,6 +151,10 @@ def source(level: Level) -> Level:
 def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     refuse_in_loop("a random number")
     level.draws += 1
+    return _key_of(level, generator, level.draws)
+
+
+def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:
     if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
         key = _root_key(level.root, generator)
         for each in around():
@@ -158,15 +162,26 @@ def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     elif level.parent is None:
         key = _root_key(level, None)
     else:
-        if callable(level.key):
-            level.key = level.key()
-        key = level.key
-    return jax.random.fold_in(key, level.draws)
+        key = level.key() if callable(level.key) else level.key
+    return jax.random.fold_in(key, draw)
 
 
-def lane_key(parent: Level, lane: jax.Array) -> jax.Array:
-    """A lane's own key under vmap(randomness="different"): the parent's next key with the lane's number folded in."""
-    return jax.random.fold_in(_draw(source(parent), None), lane)
+def key_of_lane(parent: Level, lane: jax.Array) -> Callable[[], jax.Array]:
+    """A function that gives a lane's own key under vmap(randomness="different").
+
+    It is the key that comes next in the parent when the lane first draws, with the lane's number folded in.  It is computed at each draw,
+    because a draw may stand in a trace of JAX's inside of the lane's, as in jet.
+    """
+    level = source(parent)
+    first: list[int] = []
+
+    def key() -> jax.Array:
+        if not first:
+            level.draws += 1
+            first.append(level.draws)
+        return jax.random.fold_in(_key_of(level, None, first[0]), lane)
+
+    return key
 
 
 def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
@@ -175,9 +190,14 @@ def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
     if generator is not None:  # one seed per call, even if a transform has to start again
         which = private.which_generator(generator)
         if which not in root.generators:
-            root.generators[which] = (generator, jax.random.key(seed_from(generator)))
+            root.generators[which] = (generator, _key_from(generator))
         return root.generators[which][1]
     keeps = root if root.once is None else root.once
     if keeps.key is None:
-        keeps.key = jax.random.key(seed_from(None))
+        keeps.key = _key_from(None)
     return keeps.key
+
+
+def _key_from(generator: torch.Generator | None) -> jax.Array:
+    with jax.ensure_compile_time_eval():  # a trace of JAX's in progress, as that of jet, may end before the next draw
+        return jax.random.key(seed_from(generator))

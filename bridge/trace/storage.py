@@ -40,6 +40,7 @@ class Geometry:
     strides: tuple[int, ...]
     plain: bool  # it is contiguous and begins where its memory begins
     outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
+    between: tuple[int, ...] = ()  # the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane
     asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
     @classmethod
@@ -48,14 +49,15 @@ class Geometry:
         strides = strides_of(t)
         plain = strides is None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.storage_offset() == 0)
         shape = () if getattr(t, "is_nested", False) else tuple(t.shape)  # type: ignore[attr-defined]  # jax.Arrays have one too
-        return cls(shape, strides or contiguous(shape), plain, None if node is None else node.root.geometry)
+        outer = None if node is None else node.root.geometry
+        return cls(shape, strides or contiguous(shape), plain, outer, () if outer is None else outer.between)
 
     def lane(self, dim: int | None) -> Geometry:
         """The geometry of one lane of a tensor that is mapped over this dimension."""
         if dim is None:
             return self
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return Geometry(shape, strides, strides == contiguous(shape), self)
+        return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]))
 
     def ask(self) -> bool:
         """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""

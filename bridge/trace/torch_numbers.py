@@ -24,7 +24,7 @@ from bridge.lowering.registry import overload
 from bridge.process import process
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state
-from bridge.trace.storage import Node
+from bridge.trace.storage import Node, contiguous
 from bridge.trace.tracing import Traced
 
 ERROR = (
@@ -78,6 +78,7 @@ class Blank:
     Attributes:
         mapped: which of the draw's vmaps map it; the outermost is 0.
         fill: the value of each element, if it matters.
+        between: the strides of the mapped dimensions; None: each holds the next ones whole.
     """
 
     shape: tuple[int, ...]
@@ -85,9 +86,13 @@ class Blank:
     dtype: torch.dtype
     mapped: tuple[int, ...]
     fill: float | None = None
+    between: tuple[int, ...] | None = None
 
     def made(self, sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
         """A tensor of this shape, with a dimension in front for each vmap that maps it."""
+        if self.between is not None:
+            sized = [sizes[k] for k in self.mapped]
+            return torch.empty_strided([*sized, *self.shape], [*self.between, *self.strides], dtype=self.dtype, device=device)
         span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 0
         shape, strides = [*self.shape], [*self.strides]
         for k in reversed(self.mapped):
@@ -366,13 +371,29 @@ def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], l
             'necessary for your usage, please file an issue with functorch. Make the tensor from a mapped one (torch.empty_like), or enter '
             'torchfunc_jax.random_numbers("jax"), which permits it.'
         )
-    whole = dataclasses.replace(blank, mapped=tuple(own)).made([each.size for each in vmaps], "meta")
+    if own != [*blank.mapped]:  # torch draws for one lane and copies
+        blank = dataclasses.replace(blank, strides=contiguous(blank.shape), mapped=tuple(own), between=None)
+    whole = blank.made([each.size for each in vmaps], "meta")
     return [Blank(tuple(whole.shape), whole.stride(), whole.dtype, ()), *others], [vmaps[k] for k in own]
 
 
 def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
-    mapped = _lanes(t.node.root, vmaps) if type(t) is Traced else ()
-    return Blank(tuple(t.shape), t.stride(), t.dtype, tuple(range(len(vmaps))) if mapped is None else mapped)
+    if type(t) is not Traced:
+        return Blank(tuple(t.shape), t.stride(), t.dtype, ())
+    root = t.node.root
+    mapped = _lanes(root, vmaps)
+    mapped = tuple(range(len(vmaps))) if mapped is None else mapped
+    blank = Blank(tuple(t.shape), t.stride(), t.dtype, mapped)
+    geometry = (root.like or root).geometry
+    if geometry is None or len(geometry.between) != len(mapped) or "new_" in str(root.maker):  # new_empty's memory is contiguous
+        return blank
+    if root.like is None:  # an argument, or a view of one
+        return dataclasses.replace(blank, between=geometry.between)
+    if geometry.shape != blank.shape:
+        return blank
+    whole = dataclasses.replace(blank, strides=geometry.strides, between=geometry.between)
+    strides = torch.empty_like(whole.made([each.size for each in vmaps], "meta")).stride()
+    return dataclasses.replace(blank, strides=strides[len(mapped) :], between=strides[: len(mapped)])
 
 
 def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:

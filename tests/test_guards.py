@@ -6,9 +6,11 @@ import contextlib
 import contextvars
 import functools
 import gc
+import importlib
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from agreement import same
 from torch import nn
 
 import torchfunc_jax
+from bridge.programs import closure_scan
 from torchfunc_jax import grad, jit, jvp, vmap
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -229,6 +232,40 @@ def test_other_variables_and_objects_of_the_same_function() -> None:
     for w in (torch.ones(3), torch.zeros(3)):
         slots.w = w
         same(fn(X), slots.call(X))
+
+
+_PACKAGE = """
+import torch
+TABLE = torch.ones(2)
+class Base:
+    def of(self, x): return x * self.scale
+""" + "".join(
+    f"""
+class C{i}(Base):
+    scale, other = 1.0, None
+    def f{i}(self, x): return helper{i}(self, x)
+def helper{i}(c, x): return getattr(c, 'of')(x) * C{(i + 1) % 300}.scale + TABLE
+"""
+    for i in range(300)
+)
+
+
+def test_an_installed_package_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes name each other, as those of transformers do; they count as constant, what the user keeps in their objects does not."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_large_package.py").write_text(_PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module("a_large_package")
+    kept = package.C0()
+    f = jit(lambda x: kept.f0(x))
+    found = closure_scan.scan(lambda x: kept.f0(x))
+    assert len(found.edges()) < 20
+    for scale in (1.0, 3.0):  # an attribute that the package's code reads
+        kept.scale = scale
+        assert torch.equal(f(torch.ones(2)), torch.full((2,), scale + 1))
+    package.TABLE.fill_(5.0)  # and a tensor of the package
+    assert torch.equal(f(torch.ones(2)), torch.full((2,), 8.0))
 
 
 def test_counters_and_histories_cost_no_programs() -> None:

@@ -148,6 +148,7 @@ class Found:
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
         self._inherited: dict[type, set[str]] = {}  # names that a class inherits
+        self._codes: set[types.CodeType] = set()  # of functions of installed packages, whose names are noted
         self._alive: list[Any] = []  # the visited objects, so that no other object gets one of their ids
 
     def visit_named(self) -> None:
@@ -171,9 +172,9 @@ class Found:
                     if owner is torch.nn.Module or _ours(owner.__module__):
                         continue
                     function = _function_of(owner.__dict__[name])
-                    if _of_library(owner.__module__):
+                    if _installed(owner.__module__):
                         if function is not None:
-                            self._names.update(set(_read_by(function.__code__).names) - _ANY_NAME)
+                            self.read(function)
                         continue
                     where = Place(owner.__dict__, name, owner.__name__)
                     if function is None:
@@ -181,6 +182,21 @@ class Found:
                     elif (owner, name) not in done or owner is space:
                         self._edges.append(_Edge(where, where.get(), None, True))
                         _visit(function, Place(function, None), self, self.depth, None)
+
+    def read(self, function: types.FunctionType) -> None:
+        """Note the names that a function of an installed package reads, and those of the functions that it calls by their global names.
+
+        What else such a function reaches is constant: a large package would be searched for minutes.
+        """
+        waiting = [function]
+        while waiting:
+            function = waiting.pop()
+            read, library = _read_by(function.__code__), _of_library(function.__module__)
+            if function.__code__ not in self._codes:
+                self._codes.add(function.__code__)
+                self._names.update(set(read.names) - _ANY_NAME if library else read.names)
+                called = () if library else (function.__globals__.get(name) for name in read.globals)
+                waiting += [f for f in called if isinstance(f, types.FunctionType)]
 
     def _names_in(self, space: type | types.ModuleType) -> list[str]:
         """The names of a class, or of a Python module, that the function uses."""
@@ -259,7 +275,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
             both = _Together((first, place), place.key)
             found._edges.append(_Edge(both, True, edge.parent if edge else None, edge is not None and edge.attribute))
         return
-    if isinstance(x, type) and not _of_library(x.__module__) and not _ours(x.__module__):
+    if isinstance(x, type) and not _installed(x.__module__) and not _ours(x.__module__):
         found._spaces[x] = None
         if not _of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
@@ -337,7 +353,11 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> Non
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and not isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
-        if not _of_library(x.__module__) and not _ours(_defined_in(x)):
+        if _ours(_defined_in(x)) or _of_library(x.__module__):
+            pass
+        elif _installed(x.__module__):
+            found.read(x)
+        else:
             read = _read_by(x.__code__)
             found._names.update(read.names)
             found._optional.update(read.optional)
@@ -398,7 +418,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             except ValueError:  # a variable not yet bound
                 continue
             yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # our own variables are bound once
-        inside = ours or _of_library(x.__module__)  # globals of its module are not the user's
+        inside = ours or _installed(x.__module__)  # globals of its module are not the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
@@ -450,6 +470,16 @@ def _of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
+@functools.cache
+def _installed(module: str | None) -> bool:
+    """Whether a Python module, by its name, is of a library or of an installed package, whose code and globals count as constant."""
+    if _of_library(module):
+        return True
+    top = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or next(iter(getattr(sys.modules.get(top), "__path__", ())), "")
+    return top in sys.stdlib_module_names - {"__main__"} or "site-packages" in file or "dist-packages" in file
+
+
 def _ours(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OURS
 
@@ -461,9 +491,7 @@ def _defined_in(function: types.FunctionType) -> str | None:
 
 def _of_user(module: types.ModuleType) -> bool:
     """Whether the user has written a Python module; False for installed packages."""
-    name, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or ""
-    installed = "site-packages" in file or "dist-packages" in file or name in sys.stdlib_module_names
-    return not installed and not _of_library(name) and not _ours(name)
+    return not _installed(module.__name__) and not _ours(module.__name__)
 
 
 def _function_of(attribute: Any) -> types.FunctionType | None:

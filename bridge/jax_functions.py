@@ -310,7 +310,7 @@ class _Function(Unsearched):
         kind = _number_type(x)
         if kind is int and not wide and not python_numbers.is_input(x) and not _INT32.min <= x <= _INT32.max:
             raise OverflowError(f"expected integers of 32 bits, got {x}; from_jax(..., enable_x64=True) takes 64 bits")
-        return torch.full((), x, dtype=dtypes.to_torch(np.dtype(kind)), device=device)
+        return torch.full((), x, dtype=dtypes.to_torch(kind), device=device)
 
     def _program(self, spec: Any, key: tuple[Any, ...], drawn: bool, wide: bool) -> tuple[_Program, Any]:
         whole = (spec, key, drawn, wide)

@@ -128,16 +128,15 @@ class _Border(Untransformed):
             actives = [tensors.to_jax(t) for t in inputs]
             outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
         floats, others = iter(outs), iter(rest)
-        avoid = {t.data_ptr() for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)}
-        held = addresses(pull)
-        avoid |= held
+        held, seen = addresses(pull), [t for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)]
+        avoid = held | {t.data_ptr() for t in seen}
         results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
-        read = [t for t in (*recorded.leaves, *recorded.seen) if not any(t is w for w in recorded.targets)]
+        written = {id(t) for t in recorded.targets if t is not None}  # results are written to these, so their earlier values are kept
+        read = [t for t in seen if id(t) not in written]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
-        changed = [any(t is w for w in recorded.targets) for t in inputs]  # results are written to these, so the earlier values are kept
-        ctx.changed = any(changed)
-        ctx.save_for_backward(*[t.detach().clone() if c else t for t, c in zip(inputs, changed, strict=True)])
+        ctx.changed = any(id(t) in written for t in inputs)
+        ctx.save_for_backward(*[t.detach().clone() if id(t) in written else t for t in inputs])
         ctx.mark_non_differentiable(*pick(results, [not kind for kind in recorded.kinds]))
         ctx.set_materialize_grads(False)
         ctx.like = [(t.shape, t.dtype, t.device) for t in pick(results, recorded.kinds)]

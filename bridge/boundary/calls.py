@@ -16,7 +16,7 @@ from bridge import compiling, private
 from bridge.boundary import autograd, results, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
-from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, root_writes, split_arrays, write_back
+from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, split_arrays, write_back
 from bridge.convert import tensors, trees
 from bridge.errors import rewording
 from bridge.operators import operands
@@ -31,13 +31,7 @@ from bridge.trace.tracing import node_of, value_of, wrap
 
 
 class Traceable:
-    """A user's function with the flattened arguments of one call; it runs on JAX values inside a JAX transform.
-
-    Args:
-        fn: the function, on torch tensors.
-        leaves, spec: the flattened ``(args, kwargs)``.
-        where: the positions of the leaves that are arrays; their values come with each run.
-    """
+    """A user's function with the flattened arguments of one call; it runs on JAX values, one for each of the positions ``where``."""
 
     __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "spec", "where")
 
@@ -67,11 +61,10 @@ class Traceable:
         leaves = list(self.leaves)
         arguments = [wrap(v, d, level, g.strides) for v, d, g in zip(values, self.devices, self.geometries, strict=True)]
         nodes: dict[Node, int] = {}
-        for k, (t, geometry) in enumerate(zip(arguments, self.geometries, strict=True)):
+        for k, (i, t, geometry) in enumerate(zip(self.where, arguments, self.geometries, strict=True)):
             t.node.geometry, nodes[t.node] = geometry, k
-        for k in self.active:
-            arguments[k].requires_grad_()
-        for k, (i, t) in enumerate(zip(self.where, arguments, strict=True)):
+            if k in self.active:
+                t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t
         args, kwargs = trees.unflatten(self.spec, leaves)
         outs, meta = finish(self.fn(*args, **kwargs))
@@ -83,13 +76,10 @@ class Traceable:
                 result.shared[i] = (nodes.get(node, node), views)
             elif whole.get(node, i) != i:
                 result.shared[i] = (Output(whole[node]), views)
-        for k, t in enumerate(arguments):
-            if t.node.version:
-                result.written.append((k, len(result.values), t.node.detached))
-                result.values.append(read(t.node, level))
-        for node in level.writes:
-            result.written.append((node, len(result.values), node.detached))
-            result.values.append(node.value)
+        written: list[tuple[int | Node, Node]] = [(k, t.node) for k, t in enumerate(arguments) if t.node.version]
+        for target, node in [*written, *[(node, node) for node in level.writes]]:
+            result.written.append((target, len(result.values), node.detached))
+            result.values.append(read(node, level))
         return result
 
 
@@ -163,8 +153,8 @@ def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any
     with tracing.root() as root:
         result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         _carry_out(result, leaves)
-        writes = [(t, v) for t, v in root_writes(root) if is_local(v)]
-    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes])
+        writes = [(t, node.value) for t, node in root.captured.values() if node.version]
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes if is_local(v)])
     compiling.warn_of_jit(result.values)
     return _outputs(result), result.meta
 
@@ -207,7 +197,7 @@ def direct(
         shared_memory.refuse(result, leaves, [*root.captured.values()])
         shared = shared_memory.outputs(result, leaves, root.captured.values())
         _carry_out(result, leaves)
-        writes = root_writes(root)
+        writes = [(t, node.value) for t, node in root.captured.values() if node.version]
         met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
     # a result whose values are computed never shares memory with an argument, a captured tensor or another result
     avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}

@@ -11,7 +11,6 @@ import torch
 
 from bridge.convert import trees
 from bridge.trace.aliasing import View, again
-from bridge.trace.levels import Level
 from bridge.trace.storage import Node
 
 
@@ -85,11 +84,6 @@ def is_local(v: Any) -> bool:
         return False
     sharding = v.sharding
     return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
-
-
-def root_writes(root: Level) -> list[tuple[torch.Tensor, Any]]:
-    """Tensors from outside that were written to in a trace, with their new values."""
-    return [(t, node.value) for t, node in root.captured.values() if node.version]
 
 
 def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -43,9 +43,7 @@ def to_jax(t: torch.Tensor) -> jax.Array:
         TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
 
     Example:
-        >>> import torch
-        >>> from bridge.convert import tensors
-        >>> tensors.to_jax(torch.ones(2)).shape
+        >>> to_jax(torch.ones(2)).shape
         (2,)
     """
     entry = process.arrays.get(id(t))
@@ -178,9 +176,7 @@ def to_torch(
         TypeError: torch has no such dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from bridge.convert import tensors
-        >>> tensors.to_torch(jnp.arange(3.0))
+        >>> to_torch(jax.numpy.arange(3.0))
         tensor([0., 1., 2.])
     """
     shape = array.shape

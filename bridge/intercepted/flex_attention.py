@@ -44,8 +44,8 @@ def _dense(
     key, value = (t.repeat_interleave(groups, 1).expand(query.shape[0], -1, -1, -1) for t in (key, value))
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale
-    shown = _everywhere(block_mask[-1], scores.shape, None, "mask_mod")
-    scores = _everywhere(score_mod, scores.shape, scores, "score_mod")
+    shown = _everywhere("mask_mod", block_mask[-1], scores.shape)
+    scores = _everywhere("score_mod", score_mod, scores.shape, scores)
     scores = torch.where(shown, scores, float("-inf"))
     hidden = (scores == float("-inf")).all(-1)
     # rows without a visible key get zeros first, because the derivative of a logsumexp of -inf alone would be NaN
@@ -55,11 +55,10 @@ def _dense(
     return out, logsumexp / math.log(2), scores.amax(-1) / math.log(2)
 
 
-def _everywhere(fn: Callable[..., Any], shape: Sequence[int], scores: torch.Tensor | None, what: str) -> torch.Tensor:
+def _everywhere(what: str, fn: Callable[..., Any], shape: Sequence[int], *scores: torch.Tensor) -> torch.Tensor:
     """fn at each (batch, head, query, key): its arguments are the score, if scores are given, and the four indices."""
-    index = [wrap(jnp.zeros((), jnp.int64))] * 4
-    given = index if scores is None else [wrap(jnp.zeros((), value_of(scores).dtype)), *index]
-    body = _Body(fn, tuple(given), what)
+    values = [value_of(t) for t in scores]
+    body = _Body(fn, tuple(wrap(jnp.zeros((), dtype)) for dtype in [*(v.dtype for v in values), *[jnp.int64] * 4]), what)
 
     def at(*values: jax.Array) -> Any:
         outs = body(values)
@@ -67,10 +66,8 @@ def _everywhere(fn: Callable[..., Any], shape: Sequence[int], scores: torch.Tens
             raise RuntimeError(f"{what}: expected one tensor without dimensions, got shapes {[list(o.shape) for o in outs]}")
         return outs[0]
 
-    with_score: list[int | None] = [] if scores is None else [0]
     for place in reversed(range(4)):
-        at = jax.vmap(at, [*with_score, *(0 if i == place else None for i in range(4))])
-    values = [] if scores is None else [value_of(scores)]
+        at = jax.vmap(at, [*[0] * len(values), *(0 if i == place else None for i in range(4))])
     return wrap(at(*values, *(jnp.arange(n, dtype=jnp.int64) for n in shape)))
 
 

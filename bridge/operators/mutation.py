@@ -1,10 +1,11 @@
-"""Operators that write their arguments: in-place and out= variants, derived from the functional variant."""
+"""Operators that write their arguments: in-place and out= variants, derived from the functional variant, and writes that overlap."""
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.operators.decomposition import can_fall_back, fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
-from bridge.operators.memory_overlap import refuse_overlap
 from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces
 from bridge.trace.levels import innermost, state
@@ -38,6 +38,35 @@ def _become_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload,
         t.as_strided_(view.shape, view.stride(), view.storage_offset())
     t.node = view.node
     return t
+
+
+def _extent(t: torch.Tensor) -> range:
+    """The places in memory of a tensor's elements; none if it has gaps or overlaps itself."""
+    dense = 1
+    for n, s in sorted(((n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1), key=lambda p: p[1]):
+        if s != dense:
+            return range(0)
+        dense *= n
+    first = int(t.storage_offset())
+    return range(first, first + t.numel())
+
+
+def refuse_overlap(apart: Container[str], targets: Iterable[Any], operands: Iterable[tuple[str, Any]]) -> None:
+    """Raise PyTorch's RuntimeError if an operand partly overlaps a target that is written, or lies in the same memory and may not.
+
+    apart: names of operands that must not share a target's memory at all.  operands: (name, tensor) of the tensors that are read.
+    """
+    for target, (name, t) in itertools.product(targets, operands):
+        one_memory = type(target) is type(t) is Traced and t.node.root is target.node.root
+        if not one_memory or (t is target and name not in apart):
+            continue
+        mine, theirs = _extent(target), _extent(t)
+        overlap = max(mine.start, theirs.start) < min(mine.stop, theirs.stop)
+        if overlap and (name in apart or mine != theirs or target.stride() != t.stride()):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
+                f"Please clone() the tensor before performing the operation.{at_line()}"
+            )
 
 
 def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> None:

@@ -21,12 +21,12 @@ from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
 
-_LIKE = re.compile("aten::(new_.*|(empty|zeros|ones|full)_like)")
-
 
 def plan(func: torch._ops.OpOverload) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
-    found = functools.partial(alike, _plan(func)) if _LIKE.fullmatch(func._schema.name) else _plan(func)
+    found = _plan(func)
+    if re.fullmatch("aten::(new_.*|(empty|zeros|ones|full)_like)", func._schema.name):
+        found = functools.partial(alike, found)
     return found if func in OVERRIDDEN else guarded(func, found)
 
 

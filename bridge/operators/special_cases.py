@@ -14,8 +14,7 @@ from bridge.errors import DataDependentError, at_line
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS
-from bridge.operators.memory_overlap import refuse_overlap
-from bridge.operators.mutation import store
+from bridge.operators.mutation import refuse_overlap, store
 from bridge.operators.operands import stop, value_in
 from bridge.trace import pieces
 from bridge.trace.tracing import Traced, concrete, own_rule, unknown_value, wrap

@@ -55,7 +55,7 @@ class Tiered:
                     if jax.default_backend() == "cpu":
                         self.executable, self._again = _quickly(lowered), _lowering(traced, args)
                     else:
-                        self.executable = lowered.compile(compiling.options() or {})
+                        self.executable = lowered.compile()
                 self._took = time.perf_counter() - start
                 process.compiler.later(self._tell, always=True)
             return self.executable
@@ -78,7 +78,7 @@ class Tiered:
 
     def _compile(self, lower: Callable[[], Any]) -> None:
         with jax.enable_x64(True), compiling.correctly():
-            self.executable = lower().compile(compiling.options() or {})
+            self.executable = lower().compile()
         self._tell()
 
     def _tell(self) -> None:
@@ -104,7 +104,7 @@ def _quickly(lowered: Any) -> jax.stages.Compiled:
     while True:
         try:
             fast = {option: value for option, value in _FAST.items() if option not in process.unknown_options}
-            return lowered.compile({**(compiling.options() or {}), **fast})
+            return lowered.compile(fast)
         except jax.errors.JaxRuntimeError as error:
             unknown = {option for option in fast if f"'{option}'" in str(error)}
             if not unknown:

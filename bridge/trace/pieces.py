@@ -1,8 +1,8 @@
 """Runs each lowering as one compiled piece, outside of compilation and of records.
 
-Without jit, JAX differentiates and batches primitive by primitive, in Python.  A lowering of five primitives under grad then costs
-five rules.  As one jitted piece, whose derivative and batched form JAX keeps, it costs one.  An operator runs uncompiled the first time
-it is called with certain static arguments, so that a program that runs only once compiles nothing more.
+Without jit, JAX differentiates and batches primitive by primitive, in Python.  As one jitted piece, whose derivative and batched form JAX
+keeps, a lowering of five primitives costs one rule instead of five.  An operator runs uncompiled the first time it is called with certain
+static arguments, so that a program that runs only once compiles nothing more.
 """
 from __future__ import annotations
 
@@ -144,8 +144,7 @@ def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     operands = [v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))]
     if any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
         return _inlined(lower, args, kwargs)
-    shapes = [x for x in args if type(x) in (list, tuple)]
-    size = sum(math.prod(n for n in shape if isinstance(n, int) and n > 0) for shape in shapes)
+    size = sum(math.prod(n for n in x if isinstance(n, int) and n > 0) for x in args if type(x) in (list, tuple))
     if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > _FOLDED:
         return _inlined(lower, args, kwargs)
     try:

@@ -1,8 +1,7 @@
 """Checks of values that are known only when a program runs, such as an index out of range, which PyTorch refuses.
 
-A check is an operation that returns its operand.  Outside of compilation it looks at the values, through vmap and derivatives, and
-raises.  Inside of compilation it costs nothing by itself: the checked operands become outputs of the program, and are looked at after
-the program has run.
+A check is an operation that returns its operand.  Outside of compilation it looks at the values, through vmap and derivatives.  Inside, it
+costs nothing by itself: the checked operands become outputs of the program, and are looked at after the program has run.
 """
 from __future__ import annotations
 

@@ -248,10 +248,7 @@ def _nested(value: Any) -> Iterator[Any]:
 
 
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:
-    """The value without its derivative at one level of nesting, whose trace is ``probe``.
-
-    JAX's stop_gradient cuts every level, and the level of a tracer is not public.
-    """
+    """The value without its derivative at one level of nesting, whose trace is ``probe``; JAX's stop_gradient cuts every level."""
     inside = 0
     for tracer in _nested(value):
         if tracer._trace is probe:
@@ -317,10 +314,7 @@ def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
 
 
 def mapping(value: Any, outermost: Any) -> set[Any] | None:
-    """The traces of the vmaps that map a value; None if it is not known, inside a part of a program that JAX traces by itself.
-
-    outermost: the trace of the whole program, or None.
-    """
+    """The traces of the vmaps that map a value; None: unknown, in a trace of JAX's own inside the outermost one, the whole program's."""
     found = list(_nested(value))
     if found and innermost_removed(found[-1], False) is found[-1] and found[-1]._trace is not outermost:
         return None
@@ -380,12 +374,9 @@ class Lanes:
         return value if dim is None else jax._src.interpreters.batching.BatchTracer(self.trace, value, dim)
 
 
-# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough.
+# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough, and which versions need this.
 def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
-    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it compiles.
-
-    Only the versions that bridge/compiling.py names need it, so no other version can break it.
-    """
+    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it compiles."""
     compiler = jax._src.compiler
     original = compiler.get_compile_options
 
@@ -615,10 +606,7 @@ def torch_rearrange() -> Callable[..., torch.Tensor]:
 
 
 def marked_distributed() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward sets the present profiler's mark; None if another function sets it.
-
-    The mark is the first operator of that forward; a trace recognizes such a module by nothing else.
-    """
+    """The DistributedDataParallel whose forward sets the present profiler's mark, its first operator; None if another function sets it."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code not in (record_function.__enter__.__code__, record_function.__exit__.__code__):
         frame = frame.f_back
@@ -642,10 +630,7 @@ def processes(group: Any) -> int:
 
 
 def coordinator() -> Any:
-    """The client of jax.distributed's key-value store and barriers; None before ``jax.distributed.initialize``.
-
-    JAX's public collectives take no time limit, and wait for ever for a process that does not come.
-    """
+    """The client of jax.distributed's store and barriers, which take a time limit; None before ``jax.distributed.initialize``."""
     return jax._src.distributed.global_state.client
 
 
@@ -697,7 +682,7 @@ def linear_program(pull: Callable[..., Any]) -> Any:
 def scanned(eqn: Any) -> tuple[Any, int, int]:
     """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
 
-    JAX has no public way to ask, and from 0.12 on keeps these numbers in the trees of the operands.
+    JAX keeps these numbers in the trees of the operands from 0.12 on.
     """
     params = eqn.params
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
@@ -708,7 +693,7 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
 
 
 def mapped_by_jax(tracer: Any = None) -> bool:
-    """Whether a tracer, or without one the present trace, is inside a jax.vmap; JAX has no public way to ask."""
+    """Whether a tracer, or without one the present trace, is inside a jax.vmap."""
     mapping = jax._src.interpreters.batching.BatchTrace
     trace = current_trace() if tracer is None else getattr(tracer, "_trace", None)
     while trace is not None and not isinstance(trace, mapping):

@@ -132,6 +132,8 @@ class Compiled:
         program = self.program
         if program.guards.needed and not program.guards.hold():
             return None
+        if not program.places:
+            return [], []
         try:
             found = [p.get() for p in program.places]
         except GONE_ERRORS:

@@ -147,17 +147,15 @@ class Found:
         self._names: set[str] = set(_IMPLICIT)
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
+        self._done: set[tuple[Any, str]] = set()  # names in these that have been searched
         self._inherited: dict[type, set[str]] = {}  # names that a class inherits
         self._codes: set[types.CodeType] = set()  # of functions of installed packages, whose names are noted
         self._alive: list[Any] = []  # the visited objects, so that no other object gets one of their ids
 
     def visit_named(self) -> None:
         """Search the attributes and methods of classes and Python modules that the function names, and the objects that those reach."""
-        done: set[tuple[Any, str]] = set()
-        while True:
-            new = [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]
-            if not new:
-                return
+        done = self._done
+        while new := [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]:
             done.update(new)
             for space, name in new:
                 if isinstance(space, types.ModuleType):

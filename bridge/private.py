@@ -216,6 +216,11 @@ def vmapped_by_torch(
     return out.movedim(dim, 0), (True, *mapped)
 
 
+def is_fake(x: object) -> bool:
+    """Whether x is a FakeTensor, which has a shape and no values."""
+    return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)
+
+
 def without_memory(t: torch.Tensor) -> str:
     """A description of a tensor that has no memory of its own, so that it cannot become a jax.Array; "" for an ordinary tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -223,7 +228,7 @@ def without_memory(t: torch.Tensor) -> str:
     if torch._C._functorch.is_legacy_batchedtensor(t):
         return "one that torch.autograd maps over (is_grads_batched, vectorize); map with torchfunc_jax.vmap, or use jacrev"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
-        if isinstance(t, torch._subclasses.fake_tensor.FakeTensor):
+        if is_fake(t):
             return "a FakeTensor, which has no values"
         if t.numel() and not t.data_ptr():  # also a tensor of an open trace, whose values only that trace's operators see
             return f"a {type(t).__name__}, which has no memory of its own"

@@ -31,13 +31,23 @@ def torch_looks(given: Any) -> bool:
     return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
 
 
+def has_fake(given: Any) -> bool:
+    """Whether a FakeTensor is among the arguments of a call: it has no values, and outside of its mode too torch computes with it."""
+    return any(map(private.is_fake, trees.flatten(given)[0]))
+
+
 def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A function that runs ours, or what ``theirs`` returns if torch looks."""
+    """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a FakeTensor."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or torch_looks((args, kwargs)):
             return theirs()(*args, **kwargs)
-        return _ours(ours, args, kwargs)
+        try:
+            return _ours(ours, args, kwargs)
+        except TypeError:  # asked only now: it costs a look at each argument
+            if has_fake((args, kwargs)):
+                return theirs()(*args, **kwargs)
+            raise
 
     return run
 

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from bridge import compiling
 from bridge.boundary.calls import Call
-from bridge.boundary.handing_over import torch_looks
+from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
@@ -105,7 +105,12 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or torch_looks((args, kwargs)):
             return self._func(*args, **kwargs)
-        return self._called(args, kwargs)
+        try:
+            return self._called(args, kwargs)
+        except TypeError:
+            if has_fake((args, kwargs)):
+                return self._func(*args, **kwargs)
+            raise
 
     @opaque
     def _called(self, args: Any, kwargs: dict[str, Any]) -> Any:

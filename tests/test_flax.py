@@ -360,12 +360,6 @@ def test_nested_modules_in_flax_layouts() -> None:
         from_variables(nn.Linear(3, 2), {"params": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(2)}})
 
 
-@pytest.mark.parametrize("model", [nn.LSTM(2, 2), nn.ConvTranspose1d(2, 2, 2), nn.PReLU()], ids=lambda m: type(m).__name__)
-def test_layers_flax_has_not(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=f"no layer like {type(model).__name__}"):
-        to_variables(nn.Sequential(model))
-
-
 # -- twins whose channels are last ---------------------------------------------------------------------------------------------------
 class Net(nn.Module):
     """What stands between a convolution and a Linear, in a forward of one's own."""

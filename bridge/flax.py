@@ -15,8 +15,9 @@ from torch import nn
 from bridge import modules, private
 from bridge.flax_in_torch import FromLinen, FromNNX, Frozen
 from bridge.flax_layouts import from_variables, to_variables
+from bridge.flax_names import NameMap, name_map
 
-__all__ = ["NNX", "FromLinen", "FromNNX", "Frozen", "Linen", "from_variables", "to_variables"]
+__all__ = ["NNX", "FromLinen", "FromNNX", "Frozen", "Linen", "NameMap", "from_variables", "name_map", "to_variables"]
 
 _ALIKE = "torch initializes a module once, in Python: under vmap all members would have the same values. Make them one by one and stack "
 

@@ -1,12 +1,13 @@
 """Which tensor of a torch module is which array of its twin in Flax: found from shapes, names and order, and by a user's rules.
 
-Users import it from ``bridge.flax``.  ``flax_layouts.py`` brings torch's tensors into Flax's layouts first, so two arrays can be the same if
-the one's dimensions are the other's, split or put together.  Both models are trees of names.  Nodes with the same shapes under them are
-paired from the top down; a node that has no counterpart (a ``ModuleList``, a stage of a ResNet) is replaced by its children.
+Users import it from ``bridge.flax``.  ``flax_layouts.py`` brings torch's tensors into Flax's layouts first, so two arrays can be the same
+if the one's dimensions are the other's, split or put together.  Both models are trees of names.  Nodes with the same shapes under them
+are paired from the top down; a node that has no counterpart (a ``ModuleList``, a stage of a ResNet) is replaced by its children.
 """
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -23,14 +24,15 @@ from bridge.flax_layouts import Leaf, arrays, leaves, shapes, write
 
 Path = tuple[str, ...]
 
-_KINDS = {"params": "params", "frozen": "params", "batch_stats": "batch_stats", "Param": "params", "Frozen": "params", "BatchStat": "batch_stats"}
+_KINDS = dict.fromkeys(("params", "frozen", "Param", "Frozen"), "params") | dict.fromkeys(("batch_stats", "BatchStat"), "batch_stats")
 _FUSED = re.compile(r"(c_attn|w?qkv(_proj|_einsum)?|to_qkv)", re.IGNORECASE)  # queries, keys and values, one after the other
 # words for the same layer; words that say nothing; words that exclude each other
 _WORDS = {
     word: meaning for meaning, words in {
         "norm": "bn ln layernorm batchnorm groupnorm rmsnorm norm1 norm2", "dense": "fc linear lin", "query": "q wq", "key": "k wk",
-        "value": "v wv", "out": "o wo", "embed": "wte emb embedding embeddings tok token", "position": "wpe pos posembed", "pre": "input",
-        "head": "logit logits logitdense classifier", "proj": "downsample shortcut skip", "attention": "attn", "mlp": "ffn ffw ff feedforward",
+        "value": "v wv", "embed": "wte emb embedding embeddings tok token", "position": "wpe pos posembed", "pre": "input",
+        "head": "logit logits logitdense classifier", "proj": "o wo out downsample shortcut skip", "attention": "attn",
+        "mlp": "ffn ffw ff feedforward",
     }.items() for word in words.split()
 }
 _EMPTY, _OPPOSITE = {"layer", "batch", "group", "rms"}, {"pre", "post"}
@@ -80,17 +82,18 @@ def name_map(
     """Find which tensor of a torch module is which array of a twin: the same model, written in Flax with other names and another nesting.
 
     Arrays are compared in Flax's layouts, so the twin may be made of ``flax.linen`` or ``flax.nnx`` layers or of parameters of its own.
-    Where several fit, names decide (``downsample.0`` is ``conv_proj``, ``wte`` an ``Embed``), then the order: torch's is that of definition,
-    the twin's that of its numbers (``Dense_0``, ``Dense_1``), and otherwise that of definition if it is known: an nnx module's is, that of
-    variables is not if ``jax.jit`` or ``jax.eval_shape`` has sorted them. What fits in several ways is left to a rule. Queries, keys and values
-    in one Linear (``c_attn``, ``qkv``) and in three are the same.
+    Where several fit, names decide (``downsample.0`` is ``conv_proj``, ``wte`` an ``Embed``), then the order: torch's is that of
+    definition, the twin's that of its numbers (``Dense_0``, ``Dense_1``), or else that of definition if it is known: an nnx module's is,
+    that of variables is not if ``jax.jit`` or ``jax.eval_shape`` has sorted them. What fits in several ways is left to a rule. Queries,
+    keys and values in one Linear (``c_attn``, ``qkv``) and in three are the same.
 
     Args:
         module: as in ``to_variables``; it may have parameters of its own besides.
-        twin: an nnx module, or the variables of a linen module, {"params": ..., "batch_stats": ...}; ``jax.eval_shape`` of ``init`` is enough.
-        rules: torch's name -> the name in the twin, of a tensor or of any module, such as {"encoder.*.attn.q": "layers/*/query"}. A star is one
-            part of a name, and the stars of the second name are what those of the first one are. What a rule does not decide, the names,
-            shapes and order below these modules do.
+        twin: an nnx module, or the variables of a linen module, {"params": ..., "batch_stats": ...}; ``jax.eval_shape`` of ``init`` is
+            enough.
+        rules: torch's name -> the name in the twin, of a tensor or of any module, such as {"encoder.*.attn.q": "layers/*/query"}. A star
+            is one part of a name, and the stars of the second name are what those of the first one are. Below the modules that a rule
+            names, shapes, names and order decide.
         flattened: as in ``to_variables``.
 
     Returns:
@@ -134,7 +137,7 @@ def name_map(
 
 
 def _of_torch(known: Sequence[Leaf]) -> list[_Array]:
-    found = []
+    found: list[_Array] = []
     for leaf in known:
         for where, shape in zip(leaf.where, shapes(leaf), strict=True):
             if where[0] in _KINDS:
@@ -208,12 +211,13 @@ def _regrouped(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
 
 def _fits(ours: _Array, theirs: _Array) -> bool:
     a, b = ours.shape, theirs.shape
-    return ours.kind == theirs.kind and (_regrouped(b, a) or _regrouped(a, b) or _heads_first(a, b))
+    attention = any(_words(step) & {"query", "key", "value"} for step in ours.path)
+    return ours.kind == theirs.kind and (_regrouped(b, a) or _regrouped(a, b) or (attention and _heads_first(a, b)))
 
 
 def _heads_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether b is [heads, in, size], as for ``nnx.Einsum``, where a is [in, heads * size]."""
-    return len(a) == 2 and len(b) == 3 and a == (b[1], b[0] * b[2]) and not _regrouped(b, a)
+    """Whether b is [heads, in, size], as for ``nnx.Einsum``, where a is [in, heads * size] or [in, heads, size]."""
+    return len(b) == 3 and _regrouped((b[1], b[0], b[2]), a) and not _regrouped(b, a)
 
 
 def _as_theirs(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -228,7 +232,8 @@ def _as_ours(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def _pairs(t: _Node, f: _Node) -> list[tuple[_Array, _Array]]:
     """The arrays of two layers that fit, first those of the same name."""
-    left, found = list(f.arrays), []
+    left = list(f.arrays)
+    found: list[tuple[_Array, _Array]] = []
     for same in (True, False):
         for a in t.arrays:
             fitting = [b for b in left if _fits(a, b) and (a.path[-1] == b.path[-1] or not same)]
@@ -256,13 +261,14 @@ def _partly_alike(t: _Node, f: _Node) -> bool:
 
 def _words(name: str) -> set[str]:
     found = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
-    return {_WORDS.get(word, word) for word in found} - _EMPTY
+    meanings = {_WORDS.get(word, word) for word in found} - _EMPTY
+    return meanings - {"proj"} if meanings & {"query", "key", "value"} else meanings
 
 
 def _similar(t: _Node, f: _Node) -> float:
     """How much the names of two nodes agree, from 0 to 1."""
     a, b = (_words(next((step for step in reversed(node.path) if re.search("[a-zA-Z]", step)), "")) for node in (t, f))
-    return 0.0 if not a & b or _OPPOSITE <= (a ^ b) else len(a & b) / len(a | b)
+    return 0.0 if not a & b or (a ^ b) >= _OPPOSITE else len(a & b) / len(a | b)
 
 
 class _Search:
@@ -284,40 +290,37 @@ class _Search:
 
     def match(self, ts: list[_Node], fs: list[_Node]) -> tuple[list[_Node], list[_Node]]:
         """Pair the nodes; returns the layers that are left."""
-        while True:
-            ts, fs = self._pair(ts, fs, _modules_alike)
-            largest = max((len(node.arrays) for node in (*ts, *fs) if node.divisible), default=0)
-            if not largest:
-                return self._pair(*self._pair(ts, fs, _layers_alike), _partly_alike)
+        while largest := max((len(node.arrays) for node in (*ts, *fs) if node.divisible), default=0):
             ts, fs = (
-                [x for node in side for x in (node.children() if node.divisible and len(node.arrays) == largest else [node])]
-                for side in (ts, fs)
+                [x for node in side for x in (node.children() if node.divisible and len(node.arrays) >= largest else [node])]
+                for side in self._pair(ts, fs, _modules_alike, largest)
             )
+        return self._pair(*self._pair(ts, fs, _layers_alike), _partly_alike)
 
-    def _pair(self, ts: list[_Node], fs: list[_Node], alike: Callable[[_Node, _Node], bool]) -> tuple[list[_Node], list[_Node]]:
+    def _pair(
+        self, ts: list[_Node], fs: list[_Node], alike: Callable[[_Node, _Node], bool], largest: int = 0
+    ) -> tuple[list[_Node], list[_Node]]:
+        """Pair nodes of one kind; returns the others, and what is left of those below."""
         ts, fs = (sorted(side, key=lambda node: node.arrays[0].order) for side in (ts, fs))
         edges = {(i, j) for i, t in enumerate(ts) for j, f in enumerate(fs) if alike(t, f)}
         left: tuple[list[_Node], list[_Node]] = [], []
-        paired_t: set[int] = set()
-        paired_f: set[int] = set()
+        done_t: set[int | None] = set()
+        done_f: set[int | None] = set()
         for some_t, some_f in _groups(edges):
-            for i, j, why in self._chosen(ts, fs, some_t, some_f, edges):
-                paired_t.add(i)
-                paired_f.add(j)
-                for side, more in zip(left, self._accept(ts[i], fs[j], why), strict=True):
-                    side.extend(more)
-        rest = [x for i, x in enumerate(ts) if i not in paired_t], [x for j, x in enumerate(fs) if j not in paired_f]
-        return rest[0] + left[0], rest[1] + left[1]
+            for i, j, why in self._chosen(ts, fs, some_t, some_f, edges, largest):
+                done_t.add(i)
+                done_f.add(j)
+                if i is not None and j is not None:
+                    for side, more in zip(left, self._accept(ts[i], fs[j], why), strict=True):
+                        side.extend(more)
+        return [x for i, x in enumerate(ts) if i not in done_t] + left[0], [x for j, x in enumerate(fs) if j not in done_f] + left[1]
 
     def _chosen(
-        self, ts: list[_Node], fs: list[_Node], some_t: list[int], some_f: list[int], edges: set[tuple[int, int]]
-    ) -> Iterator[tuple[int, int, str]]:
-        """Which of the nodes that are alike are the same."""
+        self, ts: list[_Node], fs: list[_Node], some_t: list[int], some_f: list[int], edges: set[tuple[int, int]], largest: int
+    ) -> Iterator[tuple[int | None, int | None, str]]:
+        """Which of the nodes that are alike are the same; without the one or the other, a block that the other model has not."""
         why = "shape"
-        while some_t and some_f:
-            if len(some_t) == len(some_f) == 1:
-                yield some_t[0], some_f[0], why
-                return
+        while len(some_t) + len(some_f) > 2:
             score = {(i, j): _similar(ts[i], fs[j]) if (i, j) in edges else 0.0 for i in some_t for j in some_f}
             best = next((
                 (i, j) for (i, j), s in score.items()
@@ -328,25 +331,30 @@ class _Search:
             why = "name"
             yield *best, why
             some_t, some_f = [i for i in some_t if i != best[0]], [j for j in some_f if j != best[1]]
-        numbered = lambda nodes: len({re.sub(r"\d+", "", node.path[-1]) for node in nodes}) == 1
-        blocks = bool(some_t) and ts[some_t[0]].divisible and numbered([ts[i] for i in some_t])
-        if (self.in_order and len(some_t) == len(some_f)) or (
-            some_f and numbered([fs[j] for j in some_f]) and (len(some_t) == len(some_f) or blocks)
-        ):
-            yield from ((i, j, "order") for i, j in zip(some_t, some_f, strict=False) if (i, j) in edges)
+        if not some_t or not some_f:
             return
-        names = lambda nodes: " and ".join(sorted("/".join(node.path) for node in nodes))
-        for i in some_t:
-            if not ts[i].divisible:
-                for a in ts[i].arrays:
-                    self.reasons[a.label] = f"{names(fs[j] for j in some_f)} fit equally well" if some_f else ""
+        numbered = lambda nodes: len({re.sub(r"\d+", "", "/".join(node.path[-1:])) for node in nodes}) == 1
+        left_t, left_f = [ts[i] for i in some_t], [fs[j] for j in some_f]
+        if len(some_t) == len(some_f) == 1:
+            yield some_t[0], some_f[0], why
+        elif len(some_t) == len(some_f) and (self.in_order or numbered(left_f)):
+            yield from ((i, j, "order") for i, j in zip(some_t, some_f, strict=True) if (i, j) in edges)
+        elif numbered(left_t) and numbered(left_f) and any(len(node.arrays) == largest for node in (*left_t, *left_f)):
+            for i, j in itertools.zip_longest(some_t, some_f):  # equal blocks, of which one model has more
+                yield i, j, "order"
+                for a in (fs[j] if i is None else ts[i]).arrays if i is None or j is None else ():
+                    self.reasons[a.label] = f"{('the module', 'the twin')[j is None]} has {min(len(left_t), len(left_f))} such blocks"
+        else:
+            for nodes, others in ((left_t, left_f), (left_f, left_t)):
+                names = " and ".join(sorted("/".join(node.path) for node in others))
+                for a in (a for node in nodes if not node.divisible for a in node.arrays):
+                    self.reasons.setdefault(a.label, f"it could be {names}" if len(nodes) == 1 else f"any of {len(nodes)} could be {names}")
 
     def _accept(self, t: _Node, f: _Node, why: str) -> tuple[list[_Node], list[_Node]]:
         self.paired.append((t, f))
         if t.divisible or f.divisible:
             return self.match(t.children(), f.children())
-        pairs = _pairs(t, f)
-        self.found += [(a, b, why) for a, b in pairs]
+        self.found += [(a, b, why) for a, b in _pairs(t, f)]
         return [], []
 
     # -- rules ---------------------------------------------------------------------------------------------------------------------
@@ -358,8 +366,8 @@ class _Search:
             for path in (*(a.path[:n] for n in range(1, len(a.path) + 1)), a.path if a.label == pattern else ()):
                 said = regex.fullmatch(".".join(path)) or (path == a.path and regex.fullmatch(a.label.partition("[")[0]))
                 if path and said:
-                    stars = iter(said.groups())
-                    end = tuple(re.sub(r"\*", lambda _, stars=stars: next(stars), target).split("/"))
+                    parts = target.split("*")
+                    end = tuple("".join(x + y for x, y in itertools.zip_longest(parts, said.groups(), fillvalue="")).split("/"))
                     below.setdefault((path, end), []).append(a)
                     break
         if not below:
@@ -388,26 +396,27 @@ class _Search:
         left = [a for a in ours if a not in taken and not tensors[a.source] & tied], [b for b in theirs if b not in taken]
         return NameMap(
             module, twin, [Match(a.label, b.label, why) for a, b, why in self.found],
-            {a.label: self._reason(a, left[1], 0) for a in left[0]}, {b.label: self._reason(b, left[0], 1) for b in left[1]},
+            {a.label: self._reason(a, *left, 0) for a in left[0]}, {b.label: self._reason(b, left[1], left[0], 1) for b in left[1]},
             known, [(a, b) for a, b, _ in self.found],
         )
 
-    def _reason(self, a: _Array, others: list[_Array], side: int) -> str:
+    def _reason(self, a: _Array, beside: list[_Array], others: list[_Array], side: int) -> str:
         """Why an array of the module (side 0) or of the twin (1) has no counterpart."""
-        if self.reasons.get(a.label):
+        if a.label in self.reasons:
             return self.reasons[a.label]
-        model = ("the twin", "the module")[side]
-        for pair in sorted(self.paired, key=lambda pair: len(pair[side].arrays)):
-            if a not in pair[side].arrays or not pair[1 - side].arrays:
-                continue
-            name = ".".join(pair[0].path) if side else "/".join(pair[1].path)
-            near = [b for b in others if b in pair[1 - side].arrays and b.path[-1] == a.path[-1] and b.kind == a.kind]
-            same = lambda b: _similar(_Node(a.path[:-1], []), _Node(b.path[:-1], []))
+        name = model = ("the twin", "the module")[side]
+        pair = min((p for p in self.paired if a in p[side].arrays), key=lambda p: len(p[side].arrays), default=None)
+        if pair is not None:
+            peers, near = ([x for x in some if x in pair[k].arrays and (x.kind, x.path[-1]) == (a.kind, a.path[-1])]
+                           for k, some in ((side, beside), (1 - side, others)))
             if near:
-                b = max(near, key=same)
-                return f"has shape {a.shape} in Flax's layout, and {b.label}, left in {model}, has {b.shape}"
-            return f"{name or model} has no {a.path[-1]} of shape {a.shape} left"
-        return f"{model} has no {a.path[-1]} of shape {a.shape} left"
+                b = near[min(peers.index(a), len(near) - 1)]
+                ours, theirs = (b, a) if side else (a, b)
+                if _fits(ours, theirs):
+                    return f"its layer does not fit that of {b.label} in {model}"
+                return f"has shape {a.shape} in Flax's layout, and {b.label} in {model} has {b.shape}"
+            name = (".".join(pair[0].path) if side else "/".join(pair[1].path)) or model
+        return f"{name} has no {a.path[-1]} of shape {a.shape} left"
 
 
 def _groups(edges: set[tuple[int, int]]) -> list[tuple[list[int], list[int]]]:
@@ -455,7 +464,8 @@ class NameMap:
     _pairs: list[tuple[_Array, _Array]]
 
     def __str__(self) -> str:
-        rows = [*self.matched, *((name, "-", why) for name, why in self.unmatched.items()), *(("-", *x) for x in self.unmatched_twin.items())]
+        left = *((name, "-", why) for name, why in self.unmatched.items()), *(("-", *x) for x in self.unmatched_twin.items())
+        rows = [*self.matched, *left]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         twin = type(self.twin).__name__ if isinstance(self.twin, nnx.Module) else "linen"
         first = f"{type(self.module).__name__} -> {twin}: {len(self.matched)} matched, {len(self.unmatched)} of the module and " \

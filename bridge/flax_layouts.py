@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bridge import modules
 
 _same, _swapped = (lambda w: w), np.transpose
 _channels_last = lambda w: np.moveaxis(w, (0, 1), (-1, -2))  # torch [out, in / groups, *kernel], Flax [*kernel, in / groups, out]
 _channels_first = lambda w: np.moveaxis(w, (-1, -2), (0, 1))
+_turned = lambda w: np.flip(np.moveaxis(w, (0, 1), (-2, -1)), tuple(range(w.ndim - 2)))  # torch [in, out, *kernel], Flax [*kernel, in, out]
+_turned_back = lambda w: np.moveaxis(np.flip(w, tuple(range(w.ndim - 2))), (-2, -1), (0, 1))
 
 # class -> torch's name -> (collection, Flax's name, function from torch to Flax, function from Flax to torch)
 _BIAS = {"bias": ("params", "bias", _same, _same)}
@@ -29,52 +32,169 @@ _SCALE = {"weight": ("params", "scale", _same, _same)} | _BIAS
 _STATS = {"running_mean": ("batch_stats", "mean", _same, _same), "running_var": ("batch_stats", "var", _same, _same)}
 _LAYOUTS: list[tuple[type | tuple[type, ...], dict[str, tuple[str, str, Any, Any]]]] = [
     (nn.Linear, {"weight": ("params", "kernel", _swapped, _swapped)} | _BIAS),
+    (_ConvTransposeNd, {"weight": ("params", "kernel", _turned, _turned_back)} | _BIAS),
     (_ConvNd, {"weight": ("params", "kernel", _channels_last, _channels_first)} | _BIAS),
     (nn.Embedding, {"weight": ("params", "embedding", _same, _same)}),
-    ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm), _SCALE),
+    ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _InstanceNorm), _SCALE),
     (_BatchNorm, _SCALE | _STATS),
+    (nn.PReLU, {"weight": ("params", "negative_slope", lambda w: w.reshape(()), lambda w: w.reshape(1))}),
 ]
-_NOT_KEPT = {"num_batches_tracked"}  # a buffer of BatchNorm that Flax does not have
 
 
-class _Leaf(NamedTuple):
-    """A tensor of a module and its place in Flax's variables."""
+class Leaf(NamedTuple):
+    """Tensors of a layer, and the arrays that Flax has in their place; mostly one of each."""
 
-    where: tuple[str, ...]  # the collection, the names of the submodules, Flax's name
-    tensor: torch.Tensor
-    there: Any
-    back: Any
+    names: tuple[str, ...]  # torch's
+    where: tuple[tuple[str, ...], ...]  # the collection, the names of the submodules, Flax's name
+    tensors: tuple[torch.Tensor, ...]
+    there: Callable[..., Sequence[np.ndarray]]
+    back: Callable[..., Sequence[np.ndarray]]
 
 
-def _leaves(module: nn.Module, flattened: Mapping[str, int] | None) -> Iterator[_Leaf]:
+def leaves(module: nn.Module, flattened: Mapping[str, int] | None, own: bool = False) -> Iterator[Leaf]:
+    """The tensors of a module; own: parameters that are in none of torch's layers are among them, in torch's layout."""
     found = []
+    within: set[str] = set()  # layers that belong to the layer around them
     for path, m in module.named_modules(remove_duplicate=False):
-        own = dict(m.named_parameters(recurse=False, remove_duplicate=False)) | dict(m.named_buffers(recurse=False, remove_duplicate=False))
-        known = not isinstance(m, _ConvTransposeNd)
-        layout = next((names for kind, names in _LAYOUTS if known and isinstance(m, kind)), {})
-        for name, t in own.items():
-            if name in _NOT_KEPT and layout:
-                continue
-            if name not in layout:
+        if path in within:
+            continue
+        attention = isinstance(m, nn.MultiheadAttention)
+        within |= {f"{path}.{name}".strip(".") for name in m._modules} if attention else set()
+        params = dict(m.named_parameters(recurse=attention, remove_duplicate=False))
+        tensors = params | dict(m.named_buffers(recurse=False, remove_duplicate=False))
+        layout = _layout(m)
+        for name in [name for name in tensors if not any(name in names for names, *_ in layout)]:
+            if _why_not(m) or (name in params and not own):
                 where = ".".join(filter(None, (path, name)))
-                raise TypeError(f"module: Flax has no layer like {type(m).__name__}, and so no place for {where!r}")
-            found.append((path, m, name, t, layout[name]))
+                raise TypeError(f"module: Flax has no layer like {type(m).__name__}, and so no place for {where!r}{_why_not(m)}")
+            layout.append(((name,), [("params" if name in params else "torch", name)], *_ONE))
+        found += [(path, m, tensors, *each) for each in layout if each[0][0] in tensors]
     channels = _flattened(module, flattened)
-    for path, m, name, t, (collection, theirs, there, back) in found:
-        n = channels.get(id(m))
-        if n is not None and not (isinstance(m, nn.Linear) and name == "bias"):
+    for path, m, tensors, names, places, there, back in found:
+        n, steps = channels.get(id(m)), tuple(filter(None, path.split(".")))
+        if n is not None and not (isinstance(m, nn.Linear) and names == ("bias",)) and places[0][0] != "torch":
             there, back = functools.partial(_features_last, n, there), functools.partial(_features_first, n, back)
-        yield _Leaf((collection, *filter(None, path.split(".")), theirs), t, there, back)
+        at = tuple((kind, *steps, *name.split("/")) for kind, name in places)
+        yield Leaf(tuple(".".join((*steps, name)) for name in names), at, tuple(tensors[name] for name in names), there, back)
 
 
-def _features_last(channels: int, there: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> np.ndarray:
+#: Of one layer: torch's names, (collection, Flax's name) of each array, and the functions from the ones to the others.
+_Places = list[tuple[tuple[str, ...], list[tuple[str, str]], Any, Any]]
+_ONE = (lambda w: [w], lambda w: [w])
+
+
+def _layout(m: nn.Module) -> _Places:
+    if _why_not(m):
+        return []
+    if isinstance(m, nn.MultiheadAttention):
+        return _attention(m)
+    if isinstance(m, nn.RNNBase | nn.RNNCellBase):
+        return _recurrent(m)
+    layout = next((names for kind, names in _LAYOUTS if isinstance(m, kind)), {})
+    one = lambda f: lambda w: [f(w)]
+    return [((name,), [(kind, theirs)], one(there), one(back)) for name, (kind, theirs, there, back) in layout.items()]
+
+
+def _why_not(m: Any) -> str:
+    """Why Flax's layer has no place for a layer with these arguments."""
+    refused = {
+        "of groups": isinstance(m, _ConvTransposeNd) and m.groups > 1,
+        "of several slopes": isinstance(m, nn.PReLU) and m.num_parameters > 1,
+        "with running statistics": isinstance(m, _InstanceNorm) and m.track_running_stats,
+        "with add_zero_attn": isinstance(m, nn.MultiheadAttention) and m.add_zero_attn,
+    }
+    return next((f" (one {reason})" for reason, true in refused.items() if true), "")
+
+
+def _attention(m: nn.MultiheadAttention) -> _Places:
+    """torch [heads * size, in], Flax [in, heads, size]; the last Linear's [out, heads * size], Flax [heads, size, out]."""
+    heads = lambda w: w.T.reshape(*w.T.shape[:-1], m.num_heads, -1)
+    rows = lambda w: w.reshape(*w.shape[:-2], -1).T
+    each = ("query", "key", "value")
+    parts = [("in_proj_weight", "kernel"), ("in_proj_bias", "bias")]
+    return [
+        *(((name,), [("params", f"{of}/{theirs}") for of in each], lambda w: [heads(x) for x in np.split(w, 3)],
+           lambda *w: [np.concatenate([rows(x) for x in w])]) for name, theirs in parts),
+        *(((f"{of[0]}_proj_weight",), [("params", f"{of}/kernel")], lambda w: [heads(w)], lambda w: [rows(w)]) for of in each),
+        (("out_proj.weight",), [("params", "out/kernel")], lambda w: [w.T.reshape(m.num_heads, -1, len(w))],
+         lambda w: [w.reshape(-1, w.shape[-1]).T]),
+        (("out_proj.bias",), [("params", "out/bias")], *_ONE),
+    ]
+
+
+# classes, the gates in torch's order, the Dense layers that have a bias in Flax: "hf" is the forget gate's of the hidden state
+_GATES: list[tuple[tuple[type, ...], Sequence[str], list[str]]] = [
+    ((nn.LSTM, nn.LSTMCell), "ifgo", ["hi", "hf", "hg", "ho"]), ((nn.GRU, nn.GRUCell), "rzn", ["ir", "iz", "in", "hn"]),
+    ((nn.RNN, nn.RNNCell), [""], ["i"]),
+]
+
+
+def _recurrent(m: nn.RNNBase | nn.RNNCellBase) -> _Places:
+    """A cell, or linen.RNNs around cells, in linen.Bidirectional and linen.Sequential as torch's layer has directions and layers."""
+    gates, biased = next((gates, biased) for kinds, gates, biased in _GATES if isinstance(m, kinds))
+
+    def there(ih: np.ndarray, hh: np.ndarray) -> list[np.ndarray]:
+        own = {side + gate: x for side, b in (("i", ih), ("h", hh)) for gate, x in zip(gates, np.split(b, len(gates)), strict=True)}
+        both = lambda name: {f"i{name[1:]}", f"h{name[1:]}"} <= set(biased)
+        return [*(own[name] if both(name) else own[f"i{name[1:]}"] + own[f"h{name[1:]}"] for name in biased), ih, hh]
+
+    def back(*given: np.ndarray) -> list[np.ndarray]:
+        *new, ih, hh = given
+        if all(x.tobytes() == y.tobytes() for x, y in zip(new, there(ih, hh), strict=False)):
+            return [ih, hh]  # the sums are unchanged, so torch's two biases are those that were added
+        zero, by_name = np.full_like(new[0], -0.0), dict(zip(biased, new, strict=True))  # x + -0.0 is x bit by bit, x + 0.0 is not
+        return [np.concatenate([by_name.get(side + gate, zero) for gate in gates]) for side in "ih"]
+
+    def without(w: np.ndarray) -> list[np.ndarray]:
+        return [x.T for x in np.split(w, len(gates))] + [np.zeros_like(w[0]) for _ in biased]
+
+    def back_without(*given: np.ndarray) -> list[np.ndarray]:
+        if any(x.any() for x in given[len(gates):]):
+            names = ", ".join(biased)
+            raise RuntimeError(f"variables: the biases of {names} are not zero, and torch's {type(m).__name__} has bias=False")
+        return joined(*given[:len(gates)])
+
+    joined = lambda *w: [np.concatenate([x.T for x in w])]
+    layout: _Places = []
+    for suffix, prefix in _cells(m):
+        kernels = {side: [("params", f"{prefix}{side}{gate}/kernel") for gate in gates] for side in "ih"}
+        biases = [("params", f"{prefix}{name}/bias") for name in biased]
+        layout.append(((f"weight_ih{suffix}",), kernels["i"], lambda w: [x.T for x in np.split(w, len(gates))], joined))
+        if m.bias:
+            names = (f"bias_ih{suffix}", f"bias_hh{suffix}")
+            layout.append(((f"weight_hh{suffix}",), kernels["h"], lambda w: [x.T for x in np.split(w, len(gates))], joined))
+            layout.append((names, biases + [("torch", name) for name in names], there, back))
+        else:
+            layout.append(((f"weight_hh{suffix}",), kernels["h"] + biases, without, back_without))
+    return layout
+
+
+def _cells(m: Any) -> Iterator[tuple[str, str]]:
+    """Of each cell: the end of its names in torch, the beginning of its names in Flax."""
+    if isinstance(m, nn.RNNCellBase):
+        yield "", ""
+        return
+    for layer in range(m.num_layers):
+        for which, reverse in (("forward_rnn/", ""), ("backward_rnn/", "_reverse"))[:1 + m.bidirectional]:
+            yield f"_l{layer}{reverse}", f"layers_{layer}/" * (m.num_layers > 1) + which * m.bidirectional + "cell/"
+
+
+def _features_last(channels: int, there: Callable[..., Any], w: np.ndarray) -> Any:
     """Move features from torch's order [channels, *spatial] to [*spatial, channels], then apply ``there``."""
     return there(w.reshape(*w.shape[:-1], channels, -1).swapaxes(-1, -2).reshape(w.shape))
 
 
-def _features_first(channels: int, back: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> np.ndarray:
-    w = back(w)
-    return w.reshape(*w.shape[:-1], -1, channels).swapaxes(-1, -2).reshape(w.shape)
+def _features_first(channels: int, back: Callable[..., Any], w: np.ndarray) -> list[np.ndarray]:
+    return [x.reshape(*x.shape[:-1], -1, channels).swapaxes(-1, -2).reshape(x.shape) for x in back(w)]
+
+
+def arrays(leaf: Leaf) -> list[np.ndarray]:
+    """The leaf's values in Flax's layout."""
+    return list(leaf.there(*(np.asarray(modules.as_array(t)) for t in leaf.tensors)))
+
+
+def shapes(leaf: Leaf) -> list[tuple[int, ...]]:
+    return [x.shape for x in leaf.there(*(np.empty(t.shape, bool) for t in leaf.tensors))]
 
 
 def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -85,16 +205,18 @@ def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = Non
     ``torch.fx`` finds these layers.
 
     Args:
-        module: made of Linear, Conv, Embedding, LayerNorm, GroupNorm, RMSNorm and BatchNorm, and modules without tensors of their own.
+        module: made of the layers in the table of docs/modules_and_files.md, and modules without tensors of their own.
         flattened: layer name -> number of channels, for each layer whose input is a flattened feature map; needed only if ``torch.fx``
             cannot find them. {}: there are none, for a twin that moves the channels to the front before it flattens.
 
     Returns:
-        dict: {"params": ..., "batch_stats": ...} of jax.Arrays, nested by the names of the submodules; it has parameters with
-        requires_grad=False too.
+        dict: {"params": ..., "batch_stats": ..., "torch": ...} of jax.Arrays, nested by the names of the submodules. "params" has those
+        with requires_grad=False too. "torch" has what Flax's layers have no place for and ``from_variables`` needs to restore the module
+        bit by bit: other buffers, such as the counter of a BatchNorm, and the two biases of a gate of an LSTM, GRU or RNN, which Flax has
+        the sum of. It may be left out.
 
     Raises:
-        TypeError: Flax does not have a layer of the module, or has it in a layout that is not known here.
+        TypeError: Flax's layers have no place for a parameter of the module.
         ValueError: the layout of the input of a layer behind a convolution cannot be found, or the layer would compute something else
             with channels last.
 
@@ -106,14 +228,16 @@ def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = Non
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 5), torch.nn.BatchNorm2d(8))
         >>> jax.tree.map(lambda a: a.shape, to_variables(net))
         {'batch_stats': {'1': {'mean': (8,), 'var': (8,)}},
-         'params': {'0': {'bias': (8,), 'kernel': (5, 5, 3, 8)}, '1': {'bias': (8,), 'scale': (8,)}}}
+         'params': {'0': {'bias': (8,), 'kernel': (5, 5, 3, 8)}, '1': {'bias': (8,), 'scale': (8,)}},
+         'torch': {'1': {'num_batches_tracked': ()}}}
     """
     found: dict[str, Any] = {"params": {}}
-    for leaf in _leaves(module, flattened):
-        node = found
-        for step in leaf.where[:-1]:
-            node = node.setdefault(step, {})
-        node[leaf.where[-1]] = jax.numpy.asarray(leaf.there(np.asarray(modules.as_array(leaf.tensor))))
+    for leaf in leaves(module, flattened):
+        for where, value in zip(leaf.where, arrays(leaf), strict=True):
+            node = found
+            for step in where[:-1]:
+                node = node.setdefault(step, {})
+            node[where[-1]] = jax.numpy.asarray(value)
     return found
 
 
@@ -122,7 +246,8 @@ def from_variables(module: nn.Module, variables: Mapping[str, Any], *, flattened
 
     Args:
         module: changed in place.
-        variables: {"params": ..., "batch_stats": ...}, nested by the names of the submodules.
+        variables: {"params": ..., "batch_stats": ..., "torch": ...}, nested by the names of the submodules. Without "torch", counters stay,
+            and so do the biases of recurrent layers if they add up to Flax's; else one of the two is zero.
         flattened: as in ``to_variables``.
 
     Returns:
@@ -142,21 +267,27 @@ def from_variables(module: nn.Module, variables: Mapping[str, Any], *, flattened
         >>> torch.equal(from_variables(ours, to_variables(theirs)).weight, theirs.weight)
         True
     """
-    left = {"/".join(path): value for path, value in _paths(variables, ())}
+    write(leaves(module, flattened), {"/".join(path): value for path, value in _paths(variables, ())})
+    return module
+
+
+def write(known: Iterable[Leaf], left: dict[str, Any]) -> None:
+    """Write arrays in Flax's layouts, by their places, into tensors; all of them must have a place."""
     given, targets = {}, {}
-    for leaf in _leaves(module, flattened):
-        where = "/".join(leaf.where)
-        if where not in left:
-            raise RuntimeError(f"variables: {where} missing")
-        value = np.asarray(left.pop(where))
-        expected = leaf.there(np.empty(leaf.tensor.shape, bool)).shape
-        if value.shape != expected:
-            raise RuntimeError(f"variables: expected {where} of shape {expected}, got {value.shape}")
-        given[where], targets[where] = np.ascontiguousarray(leaf.back(value)), leaf.tensor
+    for leaf in known:
+        values = []
+        for i, (where, expected) in enumerate(zip(map("/".join, leaf.where), shapes(leaf), strict=True)):
+            if where not in left and leaf.where[i][0] != "torch":
+                raise RuntimeError(f"variables: {where} missing")
+            values.append(np.asarray(left.pop(where)) if where in left else arrays(leaf)[i])
+            if values[-1].shape != expected:
+                raise RuntimeError(f"variables: expected {where} of shape {expected}, got {values[-1].shape}")
+        for i, value in enumerate(leaf.back(*values)):
+            name = "/".join(leaf.where[0]) if len(leaf.tensors) == 1 else leaf.names[i]
+            given[name], targets[name] = np.asarray(value, order="C"), leaf.tensors[i]
     if left:
         raise RuntimeError(f"variables: the module has no place for {', '.join(left)}")
     modules.write(modules.matched("variables", given, targets, strict=True))
-    return module
 
 
 def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -193,6 +324,7 @@ _ELEMENTWISE = {
     "maximum", "minimum", "where",
 }
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "logsumexp"}
+_LAST_DIMENSION = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)  # they work along it
 _MODULES = ("activation", "dropout", "pooling", "padding", "upsampling", "instancenorm")  # of torch.nn.modules
 
 
@@ -205,7 +337,7 @@ def _flattened(module: nn.Module, given: Mapping[str, int] | None) -> dict[int, 
             raise ValueError(f"flattened: the module has no Linear, LayerNorm, RMSNorm or BatchNorm called {', '.join(map(repr, unknown))}")
         return {id(named[name]): _divided(name, named[name], channels) for name, channels in given.items()}
     has = lambda *kinds: any(isinstance(m, kinds) for m in module.modules())
-    if not has(_ConvNd) or not has(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d):
+    if not has(_ConvNd) or not has(*_LAST_DIMENSION, nn.BatchNorm1d):
         return {}
     try:
         graph = fx.symbolic_trace(module).graph
@@ -248,12 +380,13 @@ def _through_layer(name: str, layer: Any, x: _Layout, found: dict[int, int]) -> 
         kind = type(layer).__module__.rpartition(".")[2]
         known = (kind in _MODULES and not isinstance(layer, nn.GLU)) or isinstance(layer, nn.Identity | _BatchNorm)
         return _kept(x, type(layer).__name__, flat=kind not in ("pooling", "padding", "upsampling")) if known else _changed([x])
-    taken = {"lost"} | ({"flat", "last"} if isinstance(layer, _ConvNd) else {"flat"} if isinstance(layer, nn.GroupNorm) else set())
+    unflat = (nn.GroupNorm, _InstanceNorm, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+    taken = {"lost"} | ({"flat", "last"} if isinstance(layer, _ConvNd) else {"flat"} if isinstance(layer, unflat) else set())
     if x.kind in taken:
         raise refused
     if isinstance(layer, _ConvNd):
         return _Layout("first", layer.out_channels, len(layer.kernel_size))
-    if isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm) and x.kind == "first":
+    if isinstance(layer, _LAST_DIMENSION) and x.kind == "first":
         raise ValueError(
             f"module: {name!r} ({type(layer).__name__}) takes the last dimension of a feature map whose channels are first; where they are "
             "last, it would take the channels"
@@ -262,7 +395,7 @@ def _through_layer(name: str, layer: Any, x: _Layout, found: dict[int, int]) -> 
         channels = _divided(name, layer, x.channels) if x.kind == "flat" else 0
         if found.setdefault(id(layer), channels) != channels:
             raise refused
-    return _LAST if isinstance(layer, nn.Linear | nn.Embedding) else x
+    return _LAST if isinstance(layer, (*_LAST_DIMENSION, nn.Embedding)) and not isinstance(layer, nn.LayerNorm | nn.RMSNorm) else x
 
 
 def _through_function(node: fx.Node, of_args: list[_Layout]) -> _Layout:

@@ -1,6 +1,8 @@
 """nn.Module <-> trees of jax.Arrays: a module's state is read or written, and a module is called as a function of its state."""
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,7 +218,7 @@ def call(
         state = {name: v if v.dtype == types[name] else v.to(types[name]) for name, v in given.items()}
         before = {name: (v, v.node.version) for name, v in state.items()}
         state |= {name: t.detach().clone() for name, t in own.items()}
-        with SWAPPING, _mode(module, training), drawing_from(_no_key if rng is None else rng):
+        with SWAPPING, _mode(module, training), drawing_from(functools.partial(_no_key, module) if rng is None else rng):
             # It puts into state the tensors with which the module replaced others.
             out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
         left = {name for name, (v, version) in before.items() if state[name] is v and v.node.version == version}
@@ -243,13 +245,22 @@ def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.
             raise RuntimeError(f"{kind}: {name!r} is {known[name].dtype} in the module, got {dtype}, which it cannot hold")
 
 
-def _no_key() -> jax.Array:
+def drawing_layer(module: nn.Module) -> str:
+    """The layer of a module whose code is running now, for an error about a key that it needs: "'1.drop' (Dropout)"."""
+    names, frame = {id(m): name for name, m in module.named_modules()}, inspect.currentframe()
+    while frame is not None and id(frame.f_locals.get("self")) not in names:
+        frame = frame.f_back
+    layer = module if frame is None else frame.f_locals["self"]
+    return f"{names[id(layer)]!r} ({type(layer).__name__})" if names[id(layer)] else type(layer).__name__
+
+
+def _no_key(module: nn.Module) -> jax.Array:
     """Raises if no key is given: a compiled program would draw from torch's generator once for all its calls."""
     from flax.errors import InvalidRngError  # imported here, because a module that draws nothing needs no Flax
 
     raise InvalidRngError(
-        "a random operator (dropout in training mode, say) needs a PRNG key: pass rng=jax.random.key(seed), another key at each call, or "
-        "training=False"
+        f"a random operator (dropout in training mode, say) of {drawing_layer(module)} needs a PRNG key: pass rng=jax.random.key(seed), "
+        "another key at each call, or training=False"
     )
 
 

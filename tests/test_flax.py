@@ -155,6 +155,22 @@ def test_without_a_key_nothing_is_drawn(name: str, jit: bool) -> None:
         call(NNX(module, rngs=nnx.Rngs(params=0)), X)
 
 
+def test_the_error_names_the_layer() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Dropout(0.0), nn.TransformerEncoderLayer(3, 1, 4)))
+    module[1][1].self_attn.dropout = 0.0
+    module[1][1].dropout.eval()
+    module[1][0].eval()
+    model = Linen(module)
+    variables = model.init(jax.random.key(0), X)
+    for call, error in (
+        (lambda: bridge.call(module, bridge.params(module), {}, (X,)), flax.errors.InvalidRngError),
+        (lambda: model.apply(variables, X), flax.errors.InvalidRngError), (lambda: NNX(module)(X), ValueError),
+        (lambda: NNX(module, rngs=nnx.Rngs(params=0))(X), AttributeError),
+    ):
+        with pytest.raises(error, match=r"'1\.1\.dropout1' \(Dropout\)"):
+            call()
+
+
 def test_what_draws_nothing_needs_no_key() -> None:
     for module in (nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).eval(), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())):
         bridge.call(module, bridge.params(module), bridge.buffers(module), (X,))
@@ -309,6 +325,43 @@ def test_members_made_one_by_one() -> None:
     np.testing.assert_allclose(out, np.stack([m.module(torch.tensor(X)).detach() for m in models]), rtol=1e-6)
 
 
+class Skewed(nn.Module):
+    """Values that torch draws in several ways, one of them after a layer was made, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+        nn.init.trunc_normal_(self.fc.weight, std=0.02)
+        self.scale = nn.Parameter(torch.rand(2) + 1, requires_grad=False)
+        self.register_buffer("directions", torch.randn(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.fc(x) * self.scale + self.directions)
+
+
+def test_members_made_by_a_function_differ() -> None:
+    before = torch.get_rng_state()
+    new = lambda rngs: NNX(Skewed, rngs=rngs)
+    for transform in (lambda f: f, nnx.jit):
+        members = transform(nnx.split_rngs(splits=3)(nnx.vmap(new)))(nnx.Rngs(0))
+        for value in (members.params["fc.weight"], members.params["fc.bias"], members.frozen["scale"], members.buffers["directions"]):
+            assert value.shape[0] == 3 and all((value[i] != value[j]).all() for i in range(3) for j in range(i))
+        assert abs(members.params["fc.weight"][...]).max() < 0.1 and members.buffers["norm.num_batches_tracked"].dtype == jnp.int32
+        assert {type(v) for v in members.frozen.values()} == {Frozen}
+        out = nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(members, X)
+        assert out.shape == (3, 4, 2) and (members.buffers["norm.num_batches_tracked"][...] == 1).all()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (new(nnx.Rngs(0)).params["fc.weight"][...] == new(nnx.Rngs(0)).params["fc.weight"][...]).all()
+    members = nnx.split_rngs(splits=3)(nnx.vmap(new))(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(members, optax.sgd(0.1), wrt=nnx.Param)
+    loss = lambda m: nnx.vmap(lambda model, x: (model(x) ** 3).sum(), in_axes=(0, None))(m, X).sum()
+    fixed, trained = members.frozen["scale"][...], members.params["norm.bias"][...]
+    optimizer.update(members, nnx.grad(loss)(members))
+    assert (members.frozen["scale"][...] == fixed).all() and (members.params["norm.bias"][...] != trained).any()
+    with pytest.raises(ValueError, match="draws its values; pass rngs"):
+        NNX(Skewed)
+
+
 def test_what_is_no_ensemble_is_let_through() -> None:
     assert jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: NNX(make()))))[1].shape == (2, 3)
     assert nnx.jit(lambda: NNX(make()))().params["weight"][...].shape == (2, 3)
@@ -358,12 +411,6 @@ def test_nested_modules_in_flax_layouts() -> None:
         from_variables(other, variables)
     with pytest.raises(RuntimeError, match=r"params/kernel of shape \(3, 2\), got \(2, 3\)"):
         from_variables(nn.Linear(3, 2), {"params": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(2)}})
-
-
-@pytest.mark.parametrize("model", [nn.LSTM(2, 2), nn.ConvTranspose1d(2, 2, 2), nn.PReLU()], ids=lambda m: type(m).__name__)
-def test_layers_flax_has_not(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=f"no layer like {type(model).__name__}"):
-        to_variables(nn.Sequential(model))
 
 
 # -- twins whose channels are last ---------------------------------------------------------------------------------------------------

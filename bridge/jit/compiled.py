@@ -178,7 +178,7 @@ class Compiled:
         if own is None:
             return False
         floats, ints = self.numbers.evaluated(values)
-        return all(map(_close, self._tried([*inputs, floats, ints], own), other._tried(inputs, captured)))
+        return all(map(close, self._tried([*inputs, floats, ints], own), other._tried(inputs, captured)))
 
     def _tried(self, inputs: list[Any], captured: list[torch.Tensor]) -> list[np.ndarray]:
         """The program's results; its writes are not carried out."""
@@ -307,12 +307,12 @@ class Compiled:
         return self.recorded[key]
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two results differ by no more than rounding."""
+def close(a: np.ndarray, b: np.ndarray, eps: float = 0.0) -> bool:
+    """Whether two results differ by no more than rounding; eps: that of a coarser dtype that they were computed in."""
     if a.dtype.kind in "biu":
         return bool(np.array_equal(a, b))
     kind = np.complex128 if a.dtype.kind == "c" else np.float64
-    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    tolerance = max(float(jnp.finfo(a.dtype).eps), eps) ** 0.5
     a, b = a.astype(kind), b.astype(kind)
     finite = np.abs(b[np.isfinite(b)])
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * float(finite.max() if finite.size else 0), equal_nan=True))
@@ -331,4 +331,4 @@ def memory_of(function: Callable[..., list[jax.Array]], avals: Sequence[jax.Shap
     return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes)
 
 
-__all__ = ["Changed", "Compiled", "ProgramInfo", "memory_of"]
+__all__ = ["Changed", "Compiled", "ProgramInfo", "close", "memory_of"]

@@ -139,11 +139,11 @@ def _bar(func: Any, arrays: list[jax.Array]) -> None:
     process.no_pieces.setdefault(func, set()).add(_kinds(arrays))
 
 
-_FOLDED = 4096  # elements; XLA computes larger constants, so that the program need not hold them
-
-
 def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a lowering in a program to be compiled; a small computation on constants is done now (``torch.tensor(3).item()``)."""
+    """Run a lowering in a program to be compiled; a small computation on constants is done now (``torch.tensor(3).item()``).
+
+    XLA computes larger constants, so that the program need not hold them.
+    """
     size = 0
     for x in args:
         if isinstance(x, jax.Array):
@@ -159,7 +159,7 @@ def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
                 return _inlined(lower, args, kwargs)
             else:
                 size += sum(v.size for v in x if isinstance(v, jax.Array))
-    if size > _FOLDED or any(isinstance(v, jax.Array) or python_numbers.is_input(v) for v in kwargs.values()):
+    if size > state.folded or any(isinstance(v, jax.Array) or python_numbers.is_input(v) for v in kwargs.values()):
         return _inlined(lower, args, kwargs)
     try:
         with jax.ensure_compile_time_eval():

@@ -51,7 +51,7 @@ class Exported:
 
         Raises:
             FileExistsError: there is something else at path.
-            ImportError: the weights are to be in safetensors' format, and safetensors is not installed.
+            ImportError: flatbuffers, with which JAX writes programs, or safetensors is not installed (``torchfunc-jax[export]``).
 
         Source: ``jax.export.Exported.serialize``.
 
@@ -68,12 +68,18 @@ class Exported:
         with checkpoint_files.staging(target) as folder:
             new = folder / "new"
             new.mkdir()
-            (new / PROGRAM).write_bytes(self.program.serialize())
+            (new / PROGRAM).write_bytes(self._serialized())
             if self.weights is not None:
                 _write(new / f"weights.{self.format}", self.weights)
             checkpoint_files.sync(new)
             checkpoint_files.replace(new, target)
         return target
+
+    def _serialized(self) -> bytearray:
+        try:
+            return self.program.serialize()
+        except ImportError as error:
+            raise ImportError(f"save: {error}; it comes with pip install 'torchfunc-jax[export]'") from error
 
 
 def _write(path: Path, weights: Mapping[str, Any]) -> None:

@@ -75,7 +75,9 @@ class Dimensions:
         self._make()
 
     def allowed(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the constraints hold; those for symbols without a size do."""
+        """Whether the constraints hold; those for symbols without a size do. No size is less than 1."""
+        if min(sizes.values(), default=1) < 1:
+            return False
         for text, sides in zip(self.constraints, self._sides, strict=True):
             if set(_NAME.findall(text)) - _WORDS <= set(sizes):
                 left, right = (private.size_at(side, sizes) for side in sides)

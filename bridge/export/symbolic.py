@@ -59,6 +59,8 @@ class Replay:
         """programs: closed jaxprs, or jaxprs without constants."""
         jaxprs = [getattr(p, "jaxpr", p) for p in programs]
         every = [getattr(p, "consts", ()) for p in programs]
+        if len({len(consts) for consts in every}) > 1:
+            raise Differs("the program has other tables of numbers at other sizes")
         consts = [self._constant(values, self._first_use(jaxprs, k)) for k, values in enumerate(zip(*every, strict=True))]
         return self._run(jaxprs, consts, operands)
 
@@ -84,8 +86,8 @@ class Replay:
             if None in eqns or len({e.primitive for e in eqns}) > 1:
                 at = where([e for e in eqns if e is not None])
                 raise Differs(
-                    f"the program has other operations at other sizes, first{at}. Python that asks for a size, in an `if` or a loop, "
-                    "cannot be exported; use torch.where and operators on whole tensors"
+                    f"the program has other operations at other sizes, first{at}: either Python asks for the size there, in an `if` or "
+                    "a loop, or the operator computes in another way; use torch.where and operators on whole tensors"
                 )
         for eqns in zip(*[j.eqns for j in jaxprs], strict=True):
             outs = self._equation(eqns, [read(atoms, eqns) for atoms in zip(*[e.invars for e in eqns], strict=True)])
@@ -124,7 +126,7 @@ class Replay:
 
     def _param(self, values: Sequence[Any], key: str, eqns: Eqns) -> Any:
         first = values[0]
-        if isinstance(first, int) and not isinstance(first, bool):
+        if type(first) is int or isinstance(first, np.integer):
             return self.size(tuple(map(int, values)), eqns)
         if isinstance(first, tuple | list) and all(len(v) == len(first) for v in values):
             parts = [self._param(part, key, eqns) for part in zip(*values, strict=True)]
@@ -235,7 +237,7 @@ class Replay:
             for by in range(2, len(values) + 1):
                 least = max(v * by - n for v, n in zip(values, vector, strict=True))
                 if least == min(v * by + by - 1 - n for v, n in zip(values, vector, strict=True)):
-                    return (dim + least) // by
+                    return (dim + least - by) // by + 1  # as JAX writes the sizes of windows and slices
         return None
 
     def _constant(self, values: Sequence[Any], eqns: Eqns) -> Any:
@@ -269,13 +271,17 @@ class Replay:
     def number(self, values: Sequence[Any], dtype: Any, eqns: Eqns = ()) -> Any:
         """The number that has these values: a size, or one of ``_FORMS`` of a size."""
         given = np.array([float(v) for v in values])
-        near = 4.0 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+        near = _near(dtype)
         with np.errstate(all="ignore"):
             for form, back in _FORMS:
                 size = self._rounded(back(given), form, given, near)
                 if size is not None:
                     return form(jnp.asarray(size).astype(np.float64)).astype(dtype)
-            for vector, dim in [*self.known.items()]:  # a factor that is no integer
+            for vector, dim in [*self.known.items()]:  # a factor that is no integer, or a multiple and a number
+                sizes, n = np.array(vector, np.float64), len(vector)
+                times, plus = np.linalg.lstsq(np.stack([sizes, np.ones(n)], 1), given, rcond=None)[0]
+                if n > 2 and np.allclose(times * sizes + plus, given, rtol=near, atol=0):
+                    return (times * jnp.asarray(dim).astype(np.float64) + plus).astype(dtype)
                 for form in (lambda n: n, lambda n: 1 / n, np.sqrt, lambda n: 1 / np.sqrt(n)):
                     factor = given / form(np.array(vector, np.float64))
                     if np.allclose(factor, factor[0], rtol=near, atol=0):
@@ -337,7 +343,15 @@ def _counts(a: np.ndarray) -> list[Any] | None:
         wide = a.astype(np.float64 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
         steps = [wide[unit] - wide[(0,) * a.ndim] if n > 1 else 0 for unit, n in zip(units, a.shape, strict=True)]
         made = begin + sum(s * i for s, i in zip(steps, np.indices(a.shape), strict=True))
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            near = np.allclose(made, wide, rtol=0, atol=_near(a.dtype) * abs(wide).max())
+            return [begin, *np.asarray(steps, a.dtype)] if near else None
     return [begin, *steps] if _equal(a, made.astype(a.dtype)) else None
+
+
+def _near(dtype: Any) -> float:
+    """By how much, relative to them, two numbers may differ that were computed in different ways."""
+    return 4.0 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
 def _by_diagonal(a: np.ndarray, offset: int) -> list[Any] | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
 
 from bridge import compiling
 from bridge.boundary.calls import Call
@@ -18,9 +19,10 @@ from bridge.boundary.results import put_together
 from bridge.convert import dtypes, tensors, trees
 from bridge.export.dimensions import LEAST, Dimensions, Sizes, spread
 from bridge.export.exported import FORMATS, Exported, plain, stored
-from bridge.export.symbolic import Differs, Replay
+from bridge.export.symbolic import Differs, Replay, where
 from bridge.jit.compiled import close
 from bridge.jit.program import Program, stage
+from bridge.jit.taylor import alone
 from bridge.modules import SWAPPING
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
@@ -161,9 +163,15 @@ class _Export:
             return self._run(self.traces, weights, (args, kwargs), seed)
 
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
-        if self.format == "inside":
-            return jax.export.export(jax.jit(inside), platforms=platforms)(*args, **kwargs)
-        return jax.export.export(jax.jit(beside), platforms=platforms)(jax.tree_util.tree_map(jax.typeof, weights), *args, **kwargs)
+        if self.format != "inside":
+            args = (jax.tree_util.tree_map(jax.typeof, weights), *args)
+        run = inside if self.format == "inside" else beside
+        try:
+            return jax.export.export(jax.jit(run), platforms=platforms)(*args, **kwargs)
+        except Differs:
+            raise
+        except Exception as error:
+            raise _blamed(jax.make_jaxpr(run)(*args, **kwargs), platforms, error) from error
 
     def _aval(self, k: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.dims.shapes[k], dtypes.to_jax(self.arrays[k].dtype))
@@ -175,12 +183,10 @@ class _Export:
         with jax.enable_x64(True), compiling.correctly():
             proofs, small = list(self.proofs), []
             for name in self.dims.names:
-                one = {**self.traces[0][0], name: 1}
-                if self.dims.allowed(one):
-                    try:
-                        small.append((name, one, self._traced(one)))
-                    except Exception:  # whatever it is, PyTorch cannot do it either: at least 2 then
-                        self.dims.require(f"{name} >= 2")
+                sizes, trace = self._least(name)
+                if self.dims.allowed({**sizes, name: sizes[name] - 1}):  # the function refuses smaller ones
+                    self.dims.require(f"{name} >= {sizes[name]}")
+                small.append((name, sizes, trace))
             weights = self._weights()
             doubtful = [] if self._same([*proofs, *[(s, p) for _, s, p in small]], weights) else small
             proofs = [t for t in proofs if not self._same([t], weights)] if doubtful else []
@@ -190,12 +196,36 @@ class _Export:
                 if not self._agrees(mine, weights, sizes, trace):
                     raise Differs(f"the program made of the sizes {[s for s, _ in self.traces]} gives other results at {sizes}")
             wrong = [name for name, s, p in doubtful if not self._same([(s, p)], weights) and not self._agrees(mine, weights, s, p)]
-            for name in wrong:  # a size of 1 is a case of its own: it broadcasts, and squeeze removes it
-                self.dims.require(f"{name} >= 2")
+            for name in wrong:  # the least size is a case of its own: 1 broadcasts, and squeeze removes it
+                self.dims.require(f"{name} >= {next(s for n, s, _ in small if n == name)[name] + 1}")
             if wrong:
                 program = self._lowered(platforms)
         beside = None if self.format == "inside" else weights
         return Exported(program, beside, self.format, tuple(self._written()), self.random, tuple(self.dims.constraints))
+
+    def _least(self, name: str) -> Trace:
+        """The trace at the least size of a symbol at which the function can be traced."""
+        found = self.traces[0]
+
+        def works(n: int) -> bool:
+            nonlocal found
+            sizes = {**found[0], name: n}
+            if not self.dims.allowed(sizes):
+                return False
+            try:
+                found = sizes, self._traced(sizes)
+            except Exception:  # whatever it is, PyTorch does not take this size
+                return False
+            return True
+
+        low, high = 0, found[0][name]  # what fails, what works
+        for n in (1, 2):
+            if low == n - 1 and n < high:
+                low, high = (low, n) if works(n) else (n, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if works(middle) else (middle, high)
+        return found
 
     def _same(self, more: Sequence[Trace], weights: Mapping[str, Any]) -> bool:
         """Whether further traces are the same program with other sizes."""
@@ -239,6 +269,18 @@ def _little_folded() -> Iterator[None]:
         yield
     finally:
         state.folded = before
+
+
+def _blamed(closed: ClosedJaxpr, platforms: Sequence[str] | None, error: Exception) -> Differs:
+    """The error that names the first equation of a program that JAX cannot export; error: JAX's for the whole program."""
+    for eqn in closed.jaxpr.eqns:
+        avals = {v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if not isinstance(v, Literal)}
+        given = [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else avals[v] for v in eqn.invars]
+        try:
+            jax.export.export(jax.jit(alone(closed.jaxpr, eqn)), platforms=platforms)(*given)
+        except Exception as found:
+            return Differs(f"{eqn.primitive.name}{where([eqn])} cannot be exported: {found}")
+    return Differs(str(error))
 
 
 def _resized(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:

@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -718,3 +718,20 @@ def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
         "setup_compilation_env": contextlib.nullcontext,
     }
     return _copied(function, space)
+
+
+def size_at(dim: Any, sizes: Mapping[str, int]) -> int:
+    """The value of a dimension of jax.export for these sizes of its symbols; JAX evaluates one only when it runs a program."""
+    return dim if isinstance(dim, int) else int(dim._evaluate(dict(sizes)))
+
+
+def as_traced(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """While entered, what is traced comes from the lines that an equation of a jaxpr comes from, as in ``jax.core.eval_jaxpr``."""
+    info = _jax("source_info_util")
+    return info.user_context(eqn.source_info.traceback, name_stack=info.current_name_stack() + eqn.source_info.name_stack)
+
+
+def frames(eqn: Any) -> list[tuple[str, str, int]]:
+    """(file, function, line) of the Python frames in which an equation of a jaxpr was traced, the innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else [(f.file_name, f.function_name, f.line_num) for f in traceback.frames]

@@ -20,6 +20,7 @@ from torchfunc_jax.apis import (
     vmap,
 )
 from torchfunc_jax.batch_norm_replacement import replace_all_batch_norm_modules_
+from torchfunc_jax.export import export
 from torchfunc_jax.functional_call import functional_call, stack_module_state
 from torchfunc_jax.jit import jit
 from torchfunc_jax.make_functional import (
@@ -38,7 +39,7 @@ from torchfunc_jax.patching import OURS, patch
 rearrange = torch_rearrange()
 
 __all__ = [
-    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain",
+    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain", "export",
     "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
     "hvp", "jacfwd", "jacobian_diagonal", "jacrev", "jet", "jit", "jvp", "laplacian", "linearize", "make_functional",
     "make_functional_deprecated_v1", "make_functional_with_buffers", "make_functional_with_buffers_deprecated_v1", "patch",

@@ -177,7 +177,7 @@ class Compiled:
             return False
         own = self.captured()
         mine = None if own is None else self._tried([*inputs, *self.numbers.evaluated(values), *own[1]])
-        return mine is not None and all(map(_close, mine, other._tried([*inputs, *captured])))
+        return mine is not None and all(map(close, mine, other._tried([*inputs, *captured])))
 
     def _tried(self, values: list[Any]) -> list[np.ndarray]:
         """The program's results; its writes are not carried out."""
@@ -291,12 +291,12 @@ class Compiled:
         return self.recorded[active]
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two results differ by no more than rounding."""
+def close(a: np.ndarray, b: np.ndarray, eps: float = 0.0) -> bool:
+    """Whether two results differ by no more than rounding; eps: that of a coarser dtype that they were computed in."""
     if a.dtype.kind in "biu":
         return bool(np.array_equal(a, b))
     kind = np.complex128 if a.dtype.kind == "c" else np.float64
-    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    tolerance = max(float(jnp.finfo(a.dtype).eps), eps) ** 0.5
     a, b = a.astype(kind), b.astype(kind)
     finite = np.abs(b[np.isfinite(b)])
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * float(finite.max() if finite.size else 0), equal_nan=True))

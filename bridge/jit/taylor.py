@@ -74,7 +74,7 @@ def _along(
 
 def _equation(jaxpr: Jaxpr, eqn: JaxprEqn, primals: list[Any], series: list[Series], order: int) -> tuple[Sequence[Any], Sequence[Series]]:
     active = [i for i, terms in enumerate(series) if terms is not None]
-    one, outvars = _alone(jaxpr, eqn), list[Any](eqn.outvars)
+    one, outvars = alone(jaxpr, eqn), list[Any](eqn.outvars)
     if not active or not any(inexact(v.aval) for v in outvars):
         return one(*primals), [None] * len(outvars)
     if eqn.primitive.name in ("jit", "pjit"):
@@ -92,7 +92,7 @@ def _equation(jaxpr: Jaxpr, eqn: JaxprEqn, primals: list[Any], series: list[Seri
     return outs, [list(cs) if isinstance(cs, list | tuple) else None for cs in found]  # it has an object for a series of zeros
 
 
-def _alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> Callable[..., list[Any]]:
+def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> Callable[..., list[Any]]:
     """One equation of a jaxpr as a function of its operands that returns a list."""
     variables = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
     alone = jaxpr.replace(

@@ -136,16 +136,13 @@ def _bar(func: Any, arrays: list[jax.Array]) -> None:
     process.no_pieces.setdefault(func, set()).add(_kinds(arrays))
 
 
-_FOLDED = 4096  # elements; XLA computes larger constants, so that the program need not hold them
-
-
 def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a lowering in a program to be compiled; a small computation on constants is done now (``torch.tensor(3).item()``)."""
     operands = [v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))]
     if any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
         return _inlined(lower, args, kwargs)
     size = sum(math.prod(n for n in x if isinstance(n, int) and n > 0) for x in args if type(x) in (list, tuple))
-    if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > _FOLDED:
+    if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > state.folded:
         return _inlined(lower, args, kwargs)
     try:
         with jax.ensure_compile_time_eval():

@@ -15,6 +15,12 @@ class Geometry(NamedTuple):
     dilation: tuple[int, ...]
 
     def paddings(self) -> list[tuple[int, int]]:
-        """(low, high) of each dimension of the image such that exactly ``out`` windows fit; high may be negative."""
+        """(low, high) of each dimension of the image such that exactly ``out`` windows fit; high may be negative.
+
+        For a symbolic image it is the padding itself: XLA leaves out by itself what no window reads.
+        """
         spans = zip(self.image, self.kernel, self.out, self.stride, self.padding, self.dilation, strict=True)
-        return [(p, (t - 1) * s + (k - 1) * d + 1 - n - p) for n, k, t, s, p, d in spans]
+        return [
+            (p, p if not isinstance(n, int) and t == (n + 2 * p - (k - 1) * d - 1) // s + 1 else (t - 1) * s + (k - 1) * d + 1 - n - p)
+            for n, k, t, s, p, d in spans
+        ]

@@ -324,3 +324,20 @@ def _batch(args: tuple[Array, Array], dims: tuple[Any, Any], *, face: str, **par
 
 
 batching.primitive_batchers[_conv_p] = _batch
+
+
+# -- for exported programs ------------------------------------------------------------------------------------------------
+def of_any_size(left: Array, right: Array, *, face: str, geometry: Geometry, precision: lax.Precision | None, wide: bool) -> Array:
+    """A face without a choice by size: XLA's convolution, or for a symbolic number of kernels, which XLA lacks, one matrix product each."""
+    kernels = left.shape[0]
+    if isinstance(kernels, int):
+        return _native(left, right, face=face, geometry=geometry, precision=precision, wide=wide)
+    dtype = opmath(left.dtype) if wide else left.dtype
+    left, right = (a.astype(opmath(a.dtype)) for a in (left, right)) if wide else (left, right)
+    product = {"y": _product_y, "x": _product_x, "w": _product_w}[face]
+
+    def one(left: Array, right: Array) -> Array:
+        images = right.shape[0] if face == "w" else left.shape[0]
+        return product(left, right, geometry=geometry, chunk=images)
+
+    return jax.vmap(one)(left, right).astype(dtype)

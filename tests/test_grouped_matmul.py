@@ -99,3 +99,15 @@ def test_what_pytorch_refuses(name):
         jit(lambda t: REFUSED[name]() * t)(torch.ones(()))
     theirs, mine = str(expected.value), str(found.value)
     assert theirs[:24] in mine or ("dtype" in theirs and "dtype" in mine)  # the words for dtypes that differ are a version's own
+
+
+def test_the_operator_that_transformers_calls_while_it_compiles() -> None:
+    """transformers registers it when it is imported, after this library."""
+    offs = torch.tensor([2, 3, 5], dtype=torch.int32)
+    x, weight = torch.randn(5, 8), torch.randn(3, 8, 16)
+    expected = torch.nn.functional.grouped_mm(x, weight, offs=offs)
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        torch.library.define("transformers::grouped_mm_fallback", "(Tensor input, Tensor weight, Tensor offs) -> Tensor")
+        torch.library.register_fake("transformers::grouped_mm_fallback")(lambda x, weight, offs: x.new_empty(len(x), weight.shape[2]))
+    found = jit(torch.ops.transformers.grouped_mm_fallback)(x, weight, offs)
+    torch.testing.assert_close(found, expected)

@@ -10,7 +10,7 @@ import re
 import torch
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
-from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
+from bridge.lowering.registry import LOWERINGS, OF_LIBRARIES, OVERRIDDEN
 from bridge.operators import special_cases as _own_rules  # noqa: F401  fills OWN_RULES
 from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
@@ -34,7 +34,7 @@ def _plan(func: torch._ops.OpOverload) -> Plan:
     special = OWN_RULES.get(func) or opaque_plan(func)
     if special is not None:
         return special
-    row = LOWERINGS.get(func)
+    row = LOWERINGS.get(func) or OF_LIBRARIES.get(str(func))
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)
     if row is not None:

@@ -1,0 +1,208 @@
+"""Writes hugging_face.md: architectures of the transformers library through jit, outputs and gradients beside PyTorch's.
+
+    pip install "transformers>=5,<6"
+    python docs/hugging_face.py                 all of them, and the page
+    python docs/hugging_face.py llama vit       these, printed
+    python docs/hugging_face.py --json llama    as JSON
+
+Each model is small and random, and in evaluation mode; nothing is downloaded.  Its outputs, and the gradients of all its parameters with respect
+to the mean of their squares, are computed by PyTorch, by the model under torchfunc_jax.jit, and by PyTorch in float64, which says how large the rounding
+errors of float32 are.
+"""
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import transformers  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
+
+from torchfunc_jax import jit  # noqa: E402
+
+PAGE = Path(__file__).with_suffix(".md")
+DECODERS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_bigcode",
+    "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "cohere", "granite", "codegen",
+)  # fmt: skip
+ENCODERS = (
+    "bert", "roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "mpnet", "xlm-roberta", "camembert", "modernbert",
+    "roformer", "convbert", "layoutlm", "t5", "bart", "pegasus", "marian",
+)  # fmt: skip
+VISION = (
+    "vit", "deit", "beit", "dinov2", "convnext", "convnextv2", "resnet", "regnet", "swin", "swinv2", "mobilenet_v1", "mobilenet_v2",
+    "mobilevit", "segformer", "poolformer", "pvt", "levit", "focalnet", "bit", "ijepa", "hiera", "data2vec-vision",
+)  # fmt: skip
+#: what makes a model small, under the names that its configuration may have for it
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "ffn_dim", "n_inner"), 64),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "rotary_dim": 4, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "image_size": 32, "patch_size": 8, "num_channels": 3, "sep_token_id": 2, "cls_token_id": 1,
+}  # fmt: skip
+#: what SMALL does not fit
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "vit": {}, "swin": {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4},
+    "swinv2": {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4},
+    "focalnet": {"embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "hidden_sizes": [16, 32], "patch_size": 4},
+    "convnext": {"hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "convnextv2": {"hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, "bit": {"num_groups": 8, "embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1]},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32], "num_attention_heads": 4},
+    "segformer": {"num_attention_heads": [1, 1, 2, 2], "depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "image_size": 64},
+    "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 7, "image_size": 64},
+    "pvt": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2], "image_size": 64},
+    "levit": {"hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "image_size": 64, "patch_size": 16},
+    "hiera": {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "image_size": [64, 64], "patch_size": [7, 7]},
+    "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.25, "min_depth": 8}, "mobilenet_v2": {"image_size": 64, "depth_multiplier": 0.25},
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8}, "gemma3_text": {"sliding_window": 8}, "codegen": {"n_ctx": 64},
+    "pegasus": {}, "mpt": {"expansion_ratio": 2}, "convbert": {"embedding_size": 32},
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """What one architecture did.
+
+    Attributes:
+        kind: decoder, encoder or vision.
+        parameters: how many numbers.
+        outputs, gradients: the largest difference to PyTorch, as a multiple of what float32 allows (1 is as far as float32 may be from float64).
+        seconds: the first call, and its backward pass.
+        problem: why there are no numbers; "" if there are.
+    """
+
+    architecture: str
+    kind: str
+    parameters: int = 0
+    outputs: float = 0.0
+    gradients: float = 0.0
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.problem and max(self.outputs, self.gradients) <= 1
+
+
+def kind_of(architecture: str) -> str:
+    return "decoder" if architecture in DECODERS else "vision" if architecture in VISION else "encoder"
+
+
+def model_of(architecture: str) -> torch.nn.Module:
+    """A small random model."""
+    cls = transformers.CONFIG_MAPPING[architecture]
+    known = set(inspect.signature(cls.__init__).parameters) | set(vars(cls())) | set(getattr(cls, "attribute_map", {}))
+    config = cls(**{k: v for k, v in {**SMALL, **OTHERWISE.get(architecture, {})}.items() if k in known and v is not None})
+    torch.manual_seed(0)
+    return (AutoModelForCausalLM if architecture in DECODERS else AutoModel).from_config(config).eval()
+
+
+def inputs_of(architecture: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A batch of two."""
+    generator = torch.Generator().manual_seed(0)
+    if architecture in VISION:
+        size = getattr(model.config, "image_size", 64)
+        return {"pixel_values": torch.randn(2, 3, *((size, size) if isinstance(size, int) else size), generator=generator)}
+    tokens = torch.randint(3, 99, (2, 12), generator=generator)
+    tokens = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return tokens | ({"decoder_input_ids": tokens["input_ids"]} if model.config.is_encoder_decoder else {})
+
+
+def floats(outputs: Any) -> list[torch.Tensor]:
+    """The floating tensors at the top of a model's outputs, in their order."""
+    return [t for t in outputs.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def run(call: Any, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs, and the gradients of all parameters that have one."""
+    model.zero_grad()
+    outputs = floats(call(**inputs))
+    sum((t.square().mean() for t in outputs), torch.zeros(())).backward()
+    return [t.detach() for t in outputs], [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The largest difference, as a multiple of 1e-5 of the largest value, or of ten times PyTorch's own rounding error if that is more."""
+    worst = 0.0 if len(found) == len(expected) else float("inf")
+    for ours, theirs, true in zip(found, expected, exact, strict=False):
+        allowed = max(1e-5 * true.abs().max().item(), 10 * (theirs.double() - true).abs().max().item(), 1e-7)
+        worst = max(worst, (ours.double() - true).abs().max().item() / allowed)
+    return worst
+
+
+def row_of(architecture: str) -> Row:
+    """Compare one architecture."""
+    kind = kind_of(architecture)
+    try:
+        model = model_of(architecture)
+        inputs = inputs_of(architecture, model)
+        expected = run(model, model, inputs)
+        start = time.perf_counter()
+        found = run(jit(model), model, inputs)
+        seconds = time.perf_counter() - start
+        wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+        exact = run(model.double(), model, wide)
+        outputs, gradients = (distance(*three) for three in zip(found, expected, exact, strict=True))
+        return Row(architecture, kind, sum(p.numel() for p in model.parameters()), outputs, gradients, seconds)
+    except Exception as error:
+        if os.environ.get("TRACEBACK"):
+            traceback.print_exc()
+        return Row(architecture, kind, problem=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200])
+
+
+def page(rows: list[Row]) -> str:
+    """The page as Markdown."""
+    lines = [
+        "# Models of transformers", "",
+        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and random, give PyTorch's outputs and gradients of all",
+        "parameters under `torchfunc_jax.jit`. A difference of 1 is what float32 allows: 1e-5 of the largest value, or ten times PyTorch's own distance from",
+        "float64. Outputs and caches come back as the library's own classes. Written by [hugging_face.py](hugging_face.py), which says what is compared.", "",
+        "| architecture | kind | parameters | outputs | gradients | first call and backward |", "| --- | --- | ---: | ---: | ---: | ---: |",
+        *(f"| {r.architecture} | {r.kind} | {r.parameters:,} | {r.outputs:.2f} | {r.gradients:.2f} | {r.seconds:.1f} s |" for r in rows if not r.problem),
+        "", f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}.", "",
+    ]  # fmt: skip
+    wrong = [r for r in rows if not r.right]
+    if wrong:
+        lines += ["## What is not right", "", *(f"- {r.architecture}: {r.problem or f'differs {max(r.outputs, r.gradients):.1f} times as far as float32 allows'}" for r in wrong), ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", help="names of transformers' configurations; all of the page's if there are none")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    asked = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    names = asked.architectures or [*DECODERS, *ENCODERS, *VISION]
+    rows = [row_of(name) for name in track(names, "architectures", disable=not sys.stderr.isatty())]
+    if asked.json:
+        print(json.dumps([row._asdict() | {"right": row.right} for row in rows]))
+    elif asked.architectures:
+        for row in rows:
+            print(row)
+    else:
+        PAGE.write_text(page(rows))
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -152,7 +152,7 @@ def _of_flax(twin: nnx.Module | Mapping[str, Any]) -> tuple[list[_Array], bool]:
     by_number = lambda path: [[(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", step)] for step in path]
     if isinstance(twin, nnx.Module):
         places = sorted(known, key=lambda path: _defined(twin, path[1:]))
-    elif sorted(known) == list(known):
+    elif all(sorted(some) == some for some in ([path for path in known if path[0] == kind] for kind in _KINDS)):
         places = sorted(known, key=by_number)
     else:
         in_order, places = True, list(known)

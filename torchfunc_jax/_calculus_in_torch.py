@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 def hvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
     gradients = grad_and_value(func, tuple(range(len(primals))), has_aux)
-    _, product, value = jvp(gradients, primals, tangents, has_aux=True)
+    pushed: Any = jvp(gradients, primals, tangents, has_aux=True)
+    _, product, value = pushed
     return (value[0], product, value[1]) if has_aux else (value, product)
 
 
@@ -69,14 +70,15 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
 
     def once_more(lower: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def higher(t: torch.Tensor) -> Any:
-            out, tangents = jvp(lower, (t,), (torch.ones_like(t),))
-            return [*out, tangents[-1]]
+            pushed: Any = jvp(lower, (t,), (torch.ones_like(t),))
+            return [*pushed[0], pushed[1][-1]]
 
         return higher
 
+    every: Callable[[torch.Tensor], Any] = of
     for _ in range(order):
-        of = once_more(of)
-    output, *rest = of(torch.zeros((), dtype=torch.float64))
+        every = once_more(every)
+    output, *rest = every(torch.zeros((), dtype=torch.float64))
     leaves, spec = pytree.tree_flatten(output)
     terms = [pytree.tree_leaves(r) for r in rest]
     scaled = [[c[i] * s / math.factorial(k) for k, (c, s) in enumerate(zip(terms, scale, strict=True), 1)] for i in range(len(leaves))]

@@ -119,6 +119,7 @@ SLOW = [
     Case("linear systems", lambda: lambda x: torch.linalg.solve(x @ x.mT + torch.eye(3), x), lambda n: (torch.randn(n, 3, 3),),
          tolerance=1e-5),
     Case("tables of floats", lambda: lambda x: torch.linspace(0, 1, x.shape[0])[:, None] * x.quantile(0.3, 0), rows, sizes=(2, 3, 8)),
+    Case("unbiased variances", lambda: lambda x: (x.std(0), x.var()), rows, sizes=(2, 3, 8)),
     Case("attention", lambda: lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda n: (torch.randn(n, 2, n + 2, 4),),
          "b, _, n, _"),
 ]  # fmt: skip

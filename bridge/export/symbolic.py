@@ -281,16 +281,15 @@ class Replay:
                 size = self._rounded(back(given), form, given, near)
                 if size is not None:
                     return form(jnp.asarray(size).astype(np.float64)).astype(dtype)
-            ones = np.ones(len(given))
-            for vector, dim in [*self.known.items()]:  # a factor that is no integer, perhaps with a number that is added
-                known, n = np.array(vector, np.float64), jnp.asarray(dim).astype(np.float64)
-                times, plus = np.linalg.lstsq(np.stack([known, ones], 1), given, rcond=None)[0]
-                if len(given) > 3 and np.allclose(times * known + plus, given, rtol=near, atol=0):
-                    return (times * n + plus).astype(dtype)
-                for power in (1, -1, 0.5, -0.5):
-                    factor = given / known**power
-                    if np.allclose(factor, factor[0], rtol=near, atol=0):
-                        return (factor.mean() * n**power).astype(dtype)
+            finite = np.isfinite(given).all()
+            for vector, dim in [*self.known.items()] if finite else []:  # a factor times a power of (a size + an integer)
+                known = np.array(vector, np.float64)
+                times, plus = np.polyfit(known, given, 1)
+                for shift in {0, round(plus / times) if abs(plus) < 2**31 * abs(times) else 0}:
+                    for power in (1, -1, 0.5, -0.5):
+                        factor = given / (known + shift) ** power
+                        if np.allclose(factor, factor[0], rtol=near, atol=0):
+                            return (factor.mean() * (jnp.asarray(dim).astype(np.float64) + shift) ** power).astype(dtype)
         raise NoFormula(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
 
 

@@ -118,6 +118,8 @@ SLOW = [
     Case("symbolic texts: positions and a causal mask", lambda: causal, lambda n: (torch.randn(n, n + 3, 3),), "b, n, _"),
     Case("linear systems", lambda: lambda x: torch.linalg.solve(x @ x.mT + torch.eye(3), x), lambda n: (torch.randn(n, 3, 3),),
          tolerance=1e-5),
+    Case("tables of floats", lambda: lambda x: torch.linspace(0, 1, x.shape[0])[:, None] * x.quantile(0.3, 0), rows, sizes=(2, 3, 8)),
+    Case("unbiased variances", lambda: lambda x: (x.std(0), x.var()), rows, sizes=(2, 3, 8)),
     Case("attention", lambda: lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda n: (torch.randn(n, 2, n + 2, 4),),
          "b, _, n, _"),
 ]  # fmt: skip
@@ -310,6 +312,8 @@ REFUSED = [
     ("a shape that depends on values", lambda x: x[x > 0], {}, DataDependentError, r"aten.index.Tensor"),
     ("a loop over the batch", loop, {}, RuntimeError, r"aten.select.*test_export.py:\d+: return sum\(row"),
     ("a size that Python branches on", branch, {}, RuntimeError, r"other operations at other sizes.*test_export.py:\d+: return x \* 2"),
+    ("a choice at a larger size", lambda x: x * 2 if x.shape[0] > 200 else x, {}, RuntimeError, "gives other results"),
+    ("an operator of fixed size", lambda x: torch.fft.fft(x, dim=0), {}, RuntimeError, r"fft in aten.fft_r2c \(at .*test_export.py:\d+"),
     ("a logarithm of a size", lambda x: x * math.log(x.shape[0]), {}, RuntimeError, r"mul \(at .*test_export.py:\d+.*no formula"),
     ("a table", lambda x: x[torch.triu_indices(x.shape[0], x.shape[0])[0], 0], {}, RuntimeError, "a table in .* has the shapes"),
     ("a size that is fixed", lambda x: x + torch.ones(4, 3), {}, RuntimeError, "expected shape should be broadcastable"),

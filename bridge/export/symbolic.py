@@ -37,6 +37,10 @@ class Differs(RuntimeError):
     """The programs of several sizes are not one program."""
 
 
+class NoFormula(Differs):
+    """A number depends on sizes in a way that was not recognized."""
+
+
 class Replay:
     """The programs, to be run as one.
 
@@ -256,7 +260,7 @@ class Replay:
         counts = [_counts(a) for a in arrays]
         if all(c is not None for c in counts):
             begin, *steps = [self._constant(part, eqns) for part in zip(*counts, strict=True)]
-            total = jnp.full(shape, begin, first.dtype)
+            total: Any = jnp.full(shape, begin, first.dtype)
             for k, step in enumerate(steps):
                 total += (lax.broadcasted_iota(np.int64, shape, k) * step).astype(first.dtype)
             return total
@@ -277,17 +281,16 @@ class Replay:
                 size = self._rounded(back(given), form, given, near)
                 if size is not None:
                     return form(jnp.asarray(size).astype(np.float64)).astype(dtype)
-            for vector, dim in [*self.known.items()]:  # a factor that is no integer, or a multiple and a number
-                sizes, n = np.array(vector, np.float64), len(vector)
-                times, plus = np.linalg.lstsq(np.stack([sizes, np.ones(n)], 1), given, rcond=None)[0]
-                if n > 2 and np.allclose(times * sizes + plus, given, rtol=near, atol=0):
-                    return (times * jnp.asarray(dim).astype(np.float64) + plus).astype(dtype)
-                for form in (lambda n: n, lambda n: 1 / n, np.sqrt, lambda n: 1 / np.sqrt(n)):
-                    factor = given / form(np.array(vector, np.float64))
-                    if np.allclose(factor, factor[0], rtol=near, atol=0):
-                        n = jnp.asarray(dim).astype(np.float64)
-                        return (factor.mean() * (jnp.sqrt(n) if form is np.sqrt else form(n))).astype(dtype)
-        raise Differs(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
+            finite = np.isfinite(given).all()
+            for vector, dim in [*self.known.items()] if finite else []:  # a factor times a power of (a size + an integer)
+                known = np.array(vector, np.float64)
+                times, plus = np.polyfit(known, given, 1)
+                for shift in {0, round(plus / times) if abs(plus) < 2**31 * abs(times) else 0}:
+                    for power in (1, -1, 0.5, -0.5):
+                        factor = given / (known + shift) ** power
+                        if np.allclose(factor, factor[0], rtol=near, atol=0):
+                            return (factor.mean() * (jnp.asarray(dim).astype(np.float64) + shift) ** power).astype(dtype)
+        raise NoFormula(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
 
 
     def _rounded(self, found: np.ndarray, form: Callable[[Any], Any], given: np.ndarray, near: float) -> Any:

@@ -19,7 +19,7 @@ from bridge.boundary.results import put_together
 from bridge.convert import dtypes, tensors, trees
 from bridge.export.dimensions import LEAST, Dimensions, Sizes, spread
 from bridge.export.exported import FORMATS, Exported, plain, stored
-from bridge.export.symbolic import Differs, Replay, where
+from bridge.export.symbolic import Differs, NoFormula, Replay, where
 from bridge.jit.compiled import close
 from bridge.jit.program import Program, stage
 from bridge.jit.taylor import alone
@@ -31,6 +31,7 @@ from bridge.trace.storage import Geometry
 from bridge.trace.torch_numbers import random_numbers
 
 Trace = tuple[Sizes, Program]
+_LARGE = 257  # a size that is tried too, because lowerings and Python may choose by size
 _FOLDED = 8  # elements; fewer than the least size that is traced
 _SLOTS, _APART = 8, 2**32  # a program has this many seeds, one for each torch.Generator; those of two generators are that far apart
 
@@ -182,26 +183,51 @@ class _Export:
         self._trace(least)
         with jax.enable_x64(True), compiling.correctly():
             proofs, small = list(self.proofs), []
+            large = {name: max(_LARGE, 2 * self.dims.example.get(name, 0)) for name in self.dims.names}
+            if large and self.dims.allowed(large):
+                with contextlib.suppress(Exception):  # the function need not take such sizes
+                    proofs.append((large, self._traced(large)))
             for name in self.dims.names:
                 sizes, trace = self._least(name)
                 if self.dims.allowed({**sizes, name: sizes[name] - 1}):  # the function refuses smaller ones
                     self.dims.require(f"{name} >= {sizes[name]}")
                 small.append((name, sizes, trace))
             weights = self._weights()
-            doubtful = [] if self._same([*proofs, *[(s, p) for _, s, p in small]], weights) else small
-            proofs = [t for t in proofs if not self._same([t], weights)] if doubtful else []
-            program = self._lowered(platforms)
+            program, wrong = self._lowered(platforms), set[str]()
             mine = program if jax.default_backend() in program.platforms else self._lowered([jax.default_backend()])
-            for sizes, trace in [self.traces[0], *proofs]:
+            for name, sizes, trace in [("", *self.traces[0]), *self._doubtful([*[("", *t) for t in proofs], *small], weights, wrong)]:
                 if not self._agrees(mine, weights, sizes, trace):
-                    raise Differs(f"the program made of the sizes {[s for s, _ in self.traces]} gives other results at {sizes}")
-            wrong = [name for name, s, p in doubtful if not self._same([(s, p)], weights) and not self._agrees(mine, weights, s, p)]
-            for name in wrong:  # the least size is a case of its own: 1 broadcasts, and squeeze removes it
-                self.dims.require(f"{name} >= {next(s for n, s, _ in small if n == name)[name] + 1}")
+                    if not name:
+                        raise Differs(f"the program made of the sizes {[s for s, _ in self.traces]} gives other results at {sizes}")
+                    wrong.add(name)
+            for name, sizes, _ in small:  # the least size is a case of its own: 1 broadcasts, and squeeze removes it
+                if name in wrong:
+                    self.dims.require(f"{name} >= {sizes[name] + 1}")
             if wrong:
                 program = self._lowered(platforms)
         beside = None if self.format == "inside" else weights
         return Exported(program, beside, self.format, tuple(self._written()), self.random, tuple(self.dims.constraints))
+
+    def _doubtful(
+        self, proofs: Sequence[tuple[str, Sizes, Program]], weights: Mapping[str, Any], wrong: set[str]
+    ) -> list[tuple[str, Sizes, Program]]:
+        """The further traces that are not the same program with other sizes, so that only results can be compared.
+
+        Each comes with the name of the symbol of which it has the least size, or "". Names for which a number is wrong go into ``wrong``.
+        """
+        with contextlib.suppress(NoFormula):
+            if self._same([(s, p) for _, s, p in proofs], weights):
+                return []
+        found = []
+        for name, sizes, program in proofs:
+            try:
+                if not self._same([(sizes, program)], weights):
+                    found.append((name, sizes, program))
+            except NoFormula:
+                if not name:
+                    raise
+                wrong.add(name)
+        return found
 
     def _least(self, name: str) -> Trace:
         """The trace at the least size of a symbol at which the function can be traced."""
@@ -228,11 +254,13 @@ class _Export:
         return found
 
     def _same(self, more: Sequence[Trace], weights: Mapping[str, Any]) -> bool:
-        """Whether further traces are the same program with other sizes."""
+        """Whether further traces are the same program with other sizes; raises NoFormula if their numbers are others."""
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
         seed = kwargs.pop("seed", None)
         try:
             jax.eval_shape(lambda args, kwargs, seed: self._run([*self.traces, *more], weights, (args, kwargs), seed), args, kwargs, seed)
+        except NoFormula:
+            raise
         except Differs:
             return False
         return True
@@ -274,8 +302,11 @@ def _little_folded() -> Iterator[None]:
 def _blamed(closed: ClosedJaxpr, platforms: Sequence[str] | None, error: Exception) -> Differs:
     """The error that names the first equation of a program that JAX cannot export; error: JAX's for the whole program."""
     for eqn in closed.jaxpr.eqns:
-        avals = {v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if not isinstance(v, Literal)}
-        given = [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else avals[v] for v in eqn.invars]
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        given = [
+            np.asarray(v.val, a.dtype) if isinstance(v, Literal) else jax.ShapeDtypeStruct(a.shape, a.dtype)
+            for v, a in zip(eqn.invars, avals, strict=True)
+        ]
         try:
             jax.export.export(jax.jit(alone(closed.jaxpr, eqn)), platforms=platforms)(*given)
         except Exception as found:

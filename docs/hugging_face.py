@@ -5,9 +5,9 @@
     python docs/hugging_face.py llama vit       these, printed
     python docs/hugging_face.py --json llama    as JSON
 
-Each model is small and random, and in evaluation mode; nothing is downloaded.  Its outputs, and the gradients of all its parameters with respect
-to the mean of their squares, are computed by PyTorch, by the model under torchfunc_jax.jit, and by PyTorch in float64, which says how large the rounding
-errors of float32 are.
+Each model is small and random, and in evaluation mode; nothing is downloaded.  Its outputs, and the gradients of the mean of their squares
+with respect to all its parameters, are computed by PyTorch, by the model under torchfunc_jax.jit, and by PyTorch in float64, which says how
+large the rounding errors of float32 are.
 """
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from torchfunc_jax import jit  # noqa: E402
 PAGE = Path(__file__).with_suffix(".md")
 DECODERS = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_bigcode",
-    "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "cohere", "granite", "codegen",
+    "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "cohere", "granite",
+    "codegen",
 )  # fmt: skip
 ENCODERS = (
     "bert", "roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "mpnet", "xlm-roberta", "camembert", "modernbert",
@@ -49,33 +50,38 @@ VISION = (
 #: what makes a model small, under the names that its configuration may have for it
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "ffn_dim", "n_inner"), 64),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
-    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "rotary_dim": 4, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "rotary_dim": 4, "vocab_size": 99,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "cls_token_id": 1,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "image_size": 32, "patch_size": 8, "num_channels": 3, "sep_token_id": 2, "cls_token_id": 1,
+    "image_size": 32, "patch_size": 8, "num_channels": 3,
 }  # fmt: skip
-#: what SMALL does not fit
+_STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "image_size": 64}
+_WINDOWS = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4, "num_attention_heads": None,
+            "num_hidden_layers": None, "hidden_size": None}  # fmt: skip
+_CONVNEXT = {**_STAGES, "hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "patch_size": 4, "image_size": 32}
+#: what SMALL does not fit; None: the configuration's default
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "vit": {}, "swin": {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4},
-    "swinv2": {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4},
-    "focalnet": {"embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "hidden_sizes": [16, 32], "patch_size": 4},
-    "convnext": {"hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "patch_size": 4},
-    "convnextv2": {"hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "patch_size": 4},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, "bit": {"num_groups": 8, "embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "gemma3_text": {"sliding_window": 8}, "codegen": {"n_ctx": 64},
+    "mpt": {"expansion_ratio": 2}, "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8},
+    "swin": _WINDOWS, "swinv2": _WINDOWS, "convnext": _CONVNEXT, "convnextv2": _CONVNEXT,
+    "focalnet": {"embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "hidden_sizes": [16, 32],
+                 "patch_size": 4},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 8},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-    "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32], "num_attention_heads": 4},
-    "segformer": {"num_attention_heads": [1, 1, 2, 2], "depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "image_size": 64},
-    "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 7, "image_size": 64},
-    "pvt": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2], "image_size": 64},
-    "levit": {"hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "image_size": 64, "patch_size": 16},
+    "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32]},
+    "segformer": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]}, "pvt": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]},
+    "poolformer": {**_STAGES, "patch_size": 7},
+    "levit": {"hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "image_size": 64,
+              "patch_size": 16},
     "hiera": {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "image_size": [64, 64], "patch_size": [7, 7]},
-    "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.25, "min_depth": 8}, "mobilenet_v2": {"image_size": 64, "depth_multiplier": 0.25},
-    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8}, "gemma3_text": {"sliding_window": 8}, "codegen": {"n_ctx": 64},
-    "pegasus": {}, "mpt": {"expansion_ratio": 2}, "convbert": {"embedding_size": 32},
+    "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.25, "min_depth": 8},
+    "mobilenet_v2": {"image_size": 64, "depth_multiplier": 0.25},
 }  # fmt: skip
 
 
@@ -85,7 +91,7 @@ class Row(NamedTuple):
     Attributes:
         kind: decoder, encoder or vision.
         parameters: how many numbers.
-        outputs, gradients: the largest difference to PyTorch, as a multiple of what float32 allows (1 is as far as float32 may be from float64).
+        outputs, gradients: the largest difference to float64, as a multiple of what float32 allows (``distance``).
         seconds: the first call, and its backward pass.
         problem: why there are no numbers; "" if there are.
     """
@@ -166,23 +172,27 @@ def row_of(architecture: str) -> Row:
     except Exception as error:
         if os.environ.get("TRACEBACK"):
             traceback.print_exc()
-        return Row(architecture, kind, problem=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200])
+        return Row(architecture, kind, problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200])
 
 
 def page(rows: list[Row]) -> str:
     """The page as Markdown."""
     lines = [
         "# Models of transformers", "",
-        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and random, give PyTorch's outputs and gradients of all",
-        "parameters under `torchfunc_jax.jit`. A difference of 1 is what float32 allows: 1e-5 of the largest value, or ten times PyTorch's own distance from",
-        "float64. Outputs and caches come back as the library's own classes. Written by [hugging_face.py](hugging_face.py), which says what is compared.", "",
+        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and random, have PyTorch's outputs, and",
+        "PyTorch's gradients of all parameters, under `torchfunc_jax.jit`. The numbers are differences: 1 is what float32 allows, which is 1e-5",
+        "of the largest value, or ten times PyTorch's own distance from float64 if that is more. Outputs and caches come back as the library's",
+        "own classes. Written by [hugging_face.py](hugging_face.py).", "",
         "| architecture | kind | parameters | outputs | gradients | first call and backward |", "| --- | --- | ---: | ---: | ---: | ---: |",
-        *(f"| {r.architecture} | {r.kind} | {r.parameters:,} | {r.outputs:.2f} | {r.gradients:.2f} | {r.seconds:.1f} s |" for r in rows if not r.problem),
-        "", f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}.", "",
     ]  # fmt: skip
-    wrong = [r for r in rows if not r.right]
+    for row in rows:
+        if not row.problem:
+            numbers = f"{row.parameters:,} | {row.outputs:.2f} | {row.gradients:.2f} | {row.seconds:.1f} s"
+            lines.append(f"| {row.architecture} | {row.kind} | {numbers} |")
+    lines += ["", f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}.", ""]
+    wrong = [(row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows") for row in rows if not row.right]
     if wrong:
-        lines += ["## What is not right", "", *(f"- {r.architecture}: {r.problem or f'differs {max(r.outputs, r.gradients):.1f} times as far as float32 allows'}" for r in wrong), ""]
+        lines += ["## What is not right", "", *(f"- {row.architecture}: {why}" for row, why in wrong), ""]
     return "\n".join(lines)
 
 

@@ -727,7 +727,7 @@ def size_at(dim: Any, sizes: Mapping[str, int]) -> int:
 
 def as_traced(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     """While entered, what is traced comes from the lines that an equation of a jaxpr comes from, as in ``jax.core.eval_jaxpr``."""
-    info = _jax("source_info_util")
+    info = jax._src.source_info_util
     return info.user_context(eqn.source_info.traceback, name_stack=info.current_name_stack() + eqn.source_info.name_stack)
 
 

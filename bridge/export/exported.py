@@ -63,7 +63,7 @@ class Exported:
             ['program.stablehlo', 'weights.npz']
         """
         target = Path(path).absolute()
-        if not checkpoint_files.empty(target) and not (target / PROGRAM).is_file():
+        if target.exists() and not (target / PROGRAM).is_file() and not (target.is_dir() and not any(target.iterdir())):
             raise FileExistsError(f"path: {target} exists, and save did not write it; give another path")
         with checkpoint_files.staging(target) as folder:
             new = folder / "new"

@@ -106,8 +106,8 @@ class _Export:
                     "sizes, and say in `constraints` which sizes they may have."
                 )
             raise
-        for kind, i in program.strided:
-            if kind == "captured" and not Geometry.of(program.places[i].get()).plain:
+        for i in program.strided:
+            if i >= len(self.arrays) and not Geometry.of(program.places[i - len(self.arrays)].get()).plain:
                 raise RuntimeError("export: as_strided counts from where the memory of a captured tensor begins, and the tensor is a view")
         return program
 
@@ -124,9 +124,9 @@ class _Export:
         operands: list[Any] = [None] * len(first.jaxpr.jaxpr.invars)
         for k, value in zip(jax.tree_util.tree_leaves(self.tree), jax.tree_util.tree_leaves(args), strict=True):
             operands[k] = value
-        for position, name, t in zip(first.used, self.names, self.captured, strict=True):
+        for position, (name, t) in enumerate(zip(self.names, self.captured, strict=True), len(self.arrays)):
             value, dtype = weights[name], dtypes.to_jax(t.dtype)
-            operands[len(self.arrays) + position] = value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
+            operands[position] = value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
         operands[-1] = np.zeros(_SLOTS, np.int64) if seed is None else seed.astype(np.int64) + np.arange(_SLOTS) * _APART
         values = replay([p.jaxpr for p in programs], operands)
         static = [_static(replay, found) for found in zip(*[p.static for p in programs], strict=True)]
@@ -143,7 +143,7 @@ class _Export:
         return (out, dict(zip(self._written(), values[first.count :], strict=True))) if first.written else out
 
     def _written(self) -> list[str]:
-        return [self.names[i] if kind == "captured" else self.paths[i] for kind, i in self.first.written]
+        return [[*self.paths, *self.names][i] for i in self.first.written]
 
     def _weights(self) -> dict[str, Any]:
         arrays = [np.asarray(tensors.to_jax(t.detach())) for t in self.captured]
@@ -277,7 +277,7 @@ class _Export:
             return False
         captured = [tensors.to_jax(t.detach()) for t in self.captured]
         seeds = np.arange(_SLOTS) * _APART
-        expected = jax.jit(lambda arrays, captured: program.run(arrays, captured, (seeds, [])))(arrays, captured)
+        expected = jax.jit(lambda inputs: program.run(inputs, (seeds, [])))([*arrays, *captured])
         leaves = [jax.tree_util.tree_leaves(tree) for tree in (found, self._tree(expected, program.static))]
         eps = _coarsest(program.jaxpr.jaxpr)
         return all(np.shape(a) == np.shape(b) and close(np.asarray(a), np.asarray(b), eps) for a, b in zip(*leaves, strict=True))

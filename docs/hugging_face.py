@@ -180,8 +180,8 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Models of transformers", "",
         f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and random, have PyTorch's",
-        "outputs, and PyTorch's gradients of all parameters, under `torchfunc_jax.jit`. The numbers are differences: 1 is what float32",
-        "allows, which is 1e-5 of the largest value, or ten times PyTorch's own distance from float64. Outputs and caches are the library's",
+        "outputs, and its gradients of all parameters, under `torchfunc_jax.jit`. The numbers are differences: 1 is what float32 allows,",
+        "which is 1e-5 of the largest value, or ten times PyTorch's own distance from float64. Outputs and caches are the library's",
         "own classes. Written by [hugging_face.py](hugging_face.py).", "",
         "| architecture | kind | parameters | outputs | gradients | first call and backward |", "| --- | --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip

@@ -59,8 +59,6 @@ class Operator:
 
 #: OpOverload -> what is known of it.
 LOWERINGS: dict[Any, Operator] = {}
-#: the same by "namespace.operator.overload", for operators that another library registers when it is imported
-OF_LIBRARIES: dict[str, Operator] = {}
 #: operators whose lowering a user has registered, which takes the dtypes that it takes
 OVERRIDDEN: set[Any] = set()
 
@@ -137,14 +135,11 @@ def aten_lowering(name: str) -> Lowering:
 def lowering(*names: str, **facts: Any) -> Callable[[Lowering], Lowering]:
     """Register the decorated function as the lowering of each named overload; facts: the other attributes of its ``Operator``.
 
-    Names that this version of torch does not have are passed over, so that one table serves every supported version.  Operators of other
-    libraries may be registered with torch later.
+    Names that this version of torch does not have are passed over, so that one table serves every supported version.
     """
 
     def register(fn: Lowering) -> Lowering:
-        rows = dict.fromkeys(names, Operator(fn, **facts))
-        LOWERINGS.update(of_this_torch(rows))
-        OF_LIBRARIES.update({name: row for name, row in rows.items() if not name.startswith("aten.")})
+        LOWERINGS.update(of_this_torch(dict.fromkeys(names, Operator(fn, **facts))))
         return fn
 
     return register

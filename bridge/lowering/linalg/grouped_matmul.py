@@ -29,14 +29,6 @@ def aten__grouped_mm(
     return _product(x, mat2, offs, precision(x.dtype))
 
 
-@lowering("transformers.grouped_mm_fallback.default")
-def transformers_grouped_mm_fallback(input: Array, weight: Array, offs: Array) -> Array:
-    """grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor
-
-    What transformers calls in the place of _grouped_mm in a function that is being compiled."""
-    return _product(input, weight, offs, precision(input.dtype))
-
-
 def _refuse(x: Array, y: Array, offs: Array | None, bias: Array | None, out_dtype: torch.dtype | None) -> None:
     """Raise PyTorch's errors."""
     for name, mat in (("mat_a", x), ("mat_b", y)):

@@ -45,7 +45,7 @@ ENCODERS = (
 )  # fmt: skip
 VISION = (
     "vit", "deit", "beit", "dinov2", "convnext", "convnextv2", "resnet", "regnet", "swin", "swinv2", "mobilenet_v1", "mobilenet_v2",
-    "mobilevit", "segformer", "poolformer", "pvt", "levit", "focalnet", "bit", "ijepa", "hiera", "data2vec-vision",
+    "mobilevit", "segformer", "poolformer", "pvt", "focalnet", "bit", "ijepa", "hiera", "data2vec-vision",
 )  # fmt: skip
 #: what makes a model small, under the names that its configuration may have for it
 SMALL: dict[str, Any] = {
@@ -63,7 +63,8 @@ SMALL: dict[str, Any] = {
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "image_size": 64}
 _WINDOWS = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4, "num_attention_heads": None,
             "num_hidden_layers": None, "hidden_size": None}  # fmt: skip
-_CONVNEXT = {**_STAGES, "hidden_size": None, "hidden_sizes": [8, 16, 24, 32], "patch_size": 4, "image_size": 32}
+_CONVNEXT = {**_STAGES, "hidden_size": None, "num_layers": None, "num_hidden_layers": None, "hidden_sizes": [8, 16, 24, 32],
+             "patch_size": 4, "image_size": 32}
 #: what SMALL does not fit; None: the configuration's default
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "gemma3_text": {"sliding_window": 8}, "codegen": {"n_ctx": 64},
@@ -77,8 +78,6 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32]},
     "segformer": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]}, "pvt": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]},
     "poolformer": {**_STAGES, "patch_size": 7},
-    "levit": {"hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "image_size": 64,
-              "patch_size": 16},
     "hiera": {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "image_size": [64, 64], "patch_size": [7, 7]},
     "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.25, "min_depth": 8},
     "mobilenet_v2": {"image_size": 64, "depth_multiplier": 0.25},

@@ -16,6 +16,7 @@ import pytest
 import torch
 from agreement import same
 from autograd_functions import ContextInForward, Cubed, Function, SavesItsOutput, SetupContext
+from jax.experimental.compilation_cache import compilation_cache
 from torch import nn
 
 import torchfunc_jax
@@ -656,10 +657,12 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
     monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # JAX looks at the setting once; what comes from its cache cannot be stored
     try:
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 def test_random_numbers_are_others_in_each_step() -> None:

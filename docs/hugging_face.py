@@ -32,6 +32,7 @@ import transformers  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
 from torchfunc_jax import jit  # noqa: E402
+from torchfunc_jax._machine import machine  # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
 DECODERS = (
@@ -174,7 +175,46 @@ def row_of(architecture: str) -> Row:
         return Row(architecture, kind, problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200])
 
 
-def page(rows: list[Row]) -> str:
+class Generation(NamedTuple):
+    """Tokens per second of greedy generation, with a static cache that is written in place; equal: whether the tokens are PyTorch's."""
+
+    architecture: str
+    equal: bool
+    pytorch: float
+    compiled: float
+    ours: float
+
+
+def generation_of(architecture: str, count: int = 64) -> Generation:
+    """Generate tokens for a batch of two with a model of four layers, one token at a time, as it is and compiled by both compilers."""
+    cls = transformers.CONFIG_MAPPING[architecture]
+    larger = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(cls(**{**SMALL, **larger, "max_position_embeddings": 128})).eval()
+    prompt = torch.randint(3, 99, (2, 8))
+
+    def tokens(compiler: Any) -> tuple[torch.Tensor, float]:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=8 + count)
+        token = model(prompt, past_key_values=cache, cache_position=torch.arange(8)).logits[:, -1].argmax(-1)
+
+        def next_token(token: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+            return model(token[:, None], past_key_values=cache, cache_position=place).logits[:, -1].argmax(-1)
+
+        step, found, seconds = compiler(next_token), [token], []
+        for k in range(count - 1):
+            start = time.perf_counter()
+            token = step(token, torch.tensor([8 + k])).clone()
+            seconds.append(time.perf_counter() - start)
+            found.append(token)
+        return torch.stack(found, 1), len(prompt) / sorted(seconds)[len(seconds) // 2]
+
+    with torch.no_grad():
+        expected = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)[:, 8:]
+        (plain, pytorch), (_, compiled), (found, ours) = tokens(lambda f: f), tokens(torch.compile), tokens(jit)
+    return Generation(architecture, torch.equal(found, expected) and torch.equal(plain, expected), pytorch, compiled, ours)
+
+
+def page(rows: list[Row], generations: list[Generation]) -> str:
     """The page as Markdown."""
     lines = [
         "# Models of transformers", "",
@@ -189,6 +229,15 @@ def page(rows: list[Row]) -> str:
             numbers = f"{row.parameters:,} | {row.outputs:.2f} | {row.gradients:.2f} | {row.seconds:.1f} s"
             lines.append(f"| {row.architecture} | {row.kind} | {numbers} |")
     lines += ["", f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}.", ""]
+    here = machine()
+    lines += [
+        "## Generation", "",
+        "64 tokens, one at a time, for a batch of two, by models of four layers of 256: the function captures transformers' static",
+        "cache, and `jit` writes to it what the function writes. The tokens are compared with those of `model.generate`.", "",
+        "| architecture | PyTorch | torch.compile | torchfunc_jax.jit | equal tokens |", "| --- | ---: | ---: | ---: | --- |",
+        *(f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s | {g.ours:,.0f}/s | {g.equal} |" for g in generations), "",
+        f"Median step, {here['cpu']}, {here['cores']} cores.", "",
+    ]  # fmt: skip
     wrong = [(row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows") for row in rows if not row.right]
     if wrong:
         lines += ["## What is not right", "", *(f"- {row.architecture}: {why}" for row, why in wrong), ""]
@@ -209,7 +258,7 @@ def main() -> int:
         for row in rows:
             print(row)
     else:
-        PAGE.write_text(page(rows))
+        PAGE.write_text(page(rows, [generation_of(name) for name in ("llama", "qwen3")]))
     return 0 if all(row.right for row in rows) else 1
 
 

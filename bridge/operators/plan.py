@@ -10,7 +10,8 @@ import re
 import torch
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
-from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, overload
+from bridge.lowering.linalg.grouped_matmul import OF_TRANSFORMERS
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.operators import special_cases as _own_rules  # noqa: F401  fills OWN_RULES
 from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
@@ -20,9 +21,6 @@ from bridge.operators.operands import alike, drawn, pure
 from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
-
-#: operators of other libraries that compute what an operator of ATen computes
-_SAME = {"transformers.grouped_mm_fallback.default": "aten._grouped_mm"}  # called in a function that is being compiled
 
 
 def plan(func: torch._ops.OpOverload) -> Plan:
@@ -37,7 +35,7 @@ def _plan(func: torch._ops.OpOverload) -> Plan:
     special = OWN_RULES.get(func) or opaque_plan(func)
     if special is not None:
         return special
-    row = LOWERINGS.get(overload(_SAME[str(func)]) if str(func) in _SAME else func)
+    row = LOWERINGS.get(func) or OF_TRANSFORMERS.get(str(func))
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)
     if row is not None:

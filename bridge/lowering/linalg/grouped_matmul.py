@@ -13,7 +13,7 @@ from jax import lax
 from bridge.convert import dtypes
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.linalg.matmul import precision
-from bridge.lowering.registry import lowering
+from bridge.lowering.registry import Operator, lowering
 
 Array = jax.Array
 
@@ -74,3 +74,21 @@ def _product(x: Array, y: Array, offs: Array | None, precise: lax.Precision | No
     # operands and results are both masked, so that a NaN stays in its group, also in derivatives
     out = each(jnp.where(kept, x, 0), y) if x.ndim == 2 else each(x, jnp.where(kept, y, 0))
     return cast(jnp.sum(jnp.where(kept, out, 0), 0), x.dtype)
+
+
+def _grouped_mm_fallback(input: Array, weight: Array, offs: Array) -> Array:
+    """grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor"""
+    return _product(input, weight, offs, precision(input.dtype))
+
+
+def _grouped_mm_fallback_backward(input: Array, weight: Array, offs: Array, grad_output: Array) -> tuple[Array, Array]:
+    """grouped_mm_fallback_backward(Tensor input, Tensor weight, Tensor offs, Tensor grad_output) -> (Tensor, Tensor)"""
+    precise = precision(input.dtype)
+    return _product(grad_output, weight.swapaxes(1, 2), offs, precise), _product(input.T, grad_output, offs, precise)
+
+
+#: operators that transformers registers when it is imported, and calls in functions that are being compiled
+OF_TRANSFORMERS = {
+    "transformers.grouped_mm_fallback.default": Operator(_grouped_mm_fallback),
+    "transformers.grouped_mm_fallback_backward.default": Operator(_grouped_mm_fallback_backward),
+}

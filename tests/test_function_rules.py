@@ -112,7 +112,8 @@ def test_a_rule_is_told_what_torch_tells_it(name: str, way: str) -> None:
 def test_a_wrong_rule_raises_torchs_error(name: str, way: str) -> None:
     theirs, _, ours, _ = _both(ERRORS[name], way)
     assert isinstance(theirs, Exception), theirs
-    assert type(ours) is type(theirs) and str(ours) == str(theirs), (ours, theirs)
+    text = str(theirs).replace("A input that", "An input that")  # torch before 2.13
+    assert type(ours) is type(theirs) and str(ours) == text, (ours, theirs)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -334,3 +334,24 @@ REFUSED = [
 def test_what_cannot_be_exported_says_why(name: str, fn: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         export(fn, torch.randn(4, 3), **options)
+
+
+@pytest.mark.parametrize("weights", ["npz", "inside"])
+def test_what_is_exported_does_not_change_with_the_module(weights: str) -> None:
+    model, x = torch.nn.Linear(4, 3), torch.randn(3, 4)
+    expected = model(x).detach().numpy()
+    exported = export(model, x, weights=weights)
+    with torch.no_grad():
+        model.weight.zero_()
+    given = () if exported.weights is None else (exported.weights,)
+    np.testing.assert_allclose(exported.program.call(*given, x.numpy()), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [vmap, grad, jit])
+def test_a_captured_tensor_of_a_transform_is_refused(transform: Callable[..., Any]) -> None:
+    def inside(row: torch.Tensor) -> torch.Tensor:
+        export(lambda y: y * row, torch.ones(3, 4))
+        return row.sum()
+
+    with pytest.raises(RuntimeError, match="export"):
+        transform(inside)(torch.ones(4) if transform is grad else torch.ones(2, 4))

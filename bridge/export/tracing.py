@@ -43,6 +43,8 @@ def export(
     """Implements ``torchfunc_jax.export``."""
     if weights not in FORMATS:
         raise ValueError(f"weights: expected one of {', '.join(map(repr, FORMATS))}, got {weights!r}")
+    if state.level is not None:
+        raise RuntimeError("export: it is called inside of a transform or a jitted function; call it outside")
     if "seed" in kwargs:
         raise ValueError("kwargs: 'seed' is an argument of the exported program itself; pass the function's by position")
     found = _Export(fn, Call.of(args, dict(kwargs)), batch, constraints, weights)
@@ -146,7 +148,8 @@ class _Export:
         return [[*self.paths, *self.names][i] for i in self.first.written]
 
     def _weights(self) -> dict[str, Any]:
-        arrays = [np.asarray(tensors.to_jax(t.detach())) for t in self.captured]
+        # copies: an array that shares a parameter's memory would change with it
+        arrays = [np.array(tensors.to_jax(t.detach())) for t in self.captured]
         return {name: stored(a, self.format) for name, a in zip(self.names, arrays, strict=True)}
 
     def _given(self, array: Callable[[int], Any], seed: Any) -> tuple[Any, Any]:

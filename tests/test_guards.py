@@ -238,7 +238,7 @@ _PACKAGE = """
 import torch
 TABLE = torch.ones(2)
 class Base:
-    def of(self, x): return x * self.scale
+    def of(self, x): return x * (self.gain if hasattr(self, 'gain') else 1.0) * self.scale
 """ + "".join(
     f"""
 class C{i}(Base):
@@ -264,6 +264,9 @@ def test_an_installed_package_is_not_searched(tmp_path: Path, monkeypatch: pytes
     for scale in (1.0, 3.0):  # an attribute that the package's code reads
         kept.scale = scale
         assert torch.equal(f(torch.ones(2)), torch.full((2,), scale + 1))
+    kept.gain = 2.0  # one that was not there
+    assert torch.equal(f(torch.ones(2)), torch.full((2,), 7.0))
+    del kept.gain
     package.TABLE.fill_(5.0)  # and a tensor of the package
     assert torch.equal(f(torch.ones(2)), torch.full((2,), 8.0))
 

@@ -193,6 +193,7 @@ class Found:
             if function.__code__ not in self._codes:
                 self._codes.add(function.__code__)
                 self._names.update(set(read.names) - _ANY_NAME if library else read.names)
+                self._optional.update(() if library else read.optional)
                 called = () if library else (function.__globals__.get(name) for name in read.globals)
                 waiting += [f for f in called if isinstance(f, types.FunctionType)]
 

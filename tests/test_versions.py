@@ -190,7 +190,7 @@ PRIVATE = (
     "torch._C._functorch.peek_interpreter_stack", "torch._C._len_torch_dispatch_stack", "torch._C._is_any_autocast_enabled",
     "torch._C._len_torch_function_stack",
 )  # fmt: skip
-IMPORTS = "import bridge, bridge.flax, bridge.operators.plan, torchfunc_jax, torchfunc_jax.ensemble, torchfunc_jax.doctor; hidden.clear()"
+IMPORTS = "import bridge.flax, bridge.operators.plan, torchfunc_jax, torchfunc_jax.examples.digits, torchfunc_jax.doctor; hidden.clear()"
 
 
 def run_without(*lines: str) -> str:

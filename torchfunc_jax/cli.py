@@ -19,7 +19,7 @@ from torchfunc_jax import parity_cli
 
 if TYPE_CHECKING:
     from torchfunc_jax.doctor import Checked, Report
-    from torchfunc_jax.ensemble import Training
+    from torchfunc_jax.examples.digits import Training
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +50,7 @@ ENSEMBLE_EXAMPLES = """
 
 [cyan]python -c "import torch; print(len(torch.load('runs/ensemble/members.pt')))"[/cyan]
 
-    Load the trained members: a list with one state dict for each, which torchfunc_jax.ensemble.DigitNet takes.
+    Load the trained members: a list with one state dict for each, which torchfunc_jax.examples.digits.DigitNet takes.
 """
 
 DOCTOR_EXAMPLES = """
@@ -106,8 +106,8 @@ def ensemble(
     try:
         import sklearn  # noqa: F401  # it has the digits; imported where they are read
 
-        from torchfunc_jax import plots
-        from torchfunc_jax.ensemble import Settings, Training, report
+        from torchfunc_jax.examples import digits_plots as plots
+        from torchfunc_jax.examples.digits import Settings, Training, report
     except ModuleNotFoundError as missing:
         raise SystemExit(f"torchfunc-jax ensemble: {missing.name} is not installed; pip install 'torchfunc-jax[demo]' brings it") from None
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchfunc_jax import plots
-from torchfunc_jax.ensemble import DigitNet, Settings, Training, batches, calibration, jitter, load_digits, report
+from torchfunc_jax.examples import digits_plots as plots
+from torchfunc_jax.examples.digits import DigitNet, Settings, Training, batches, calibration, jitter, load_digits, report
 
 SMALL = Settings(members=3, epochs=3, batch_size=256)
 

@@ -18,7 +18,7 @@ def page(report: dict[str, Any]) -> Figure:
     """All plots on one page.
 
     Args:
-        report: the result of `torchfunc_jax.ensemble.report`.
+        report: the result of `torchfunc_jax.examples.digits.report`.
 
     Returns:
         matplotlib.figure.Figure: to show or to save.

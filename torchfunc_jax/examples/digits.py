@@ -1,6 +1,6 @@
 """Deep ensembles of small torch CNNs on scikit-learn's handwritten digits: one XLA program, and torch.func beside it.
 
-`torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run this. The command line is in `cli`, the figures are in `plots`.
+`torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run this; `torchfunc_jax.cli` has the command line, `digits_plots` the figures.
 It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
 """
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_digits(seed: int = 0) -> Digits:
     Source: https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits
 
     Example:
-        >>> from torchfunc_jax.ensemble import load_digits
+        >>> from torchfunc_jax.examples.digits import load_digits
         >>> load_digits(seed=0).test_images.shape
         torch.Size([360, 1, 8, 8])
     """
@@ -279,7 +279,7 @@ class Training:
         interrupted: whether `run` was stopped before the last step.
 
     Example:
-        >>> from torchfunc_jax.ensemble import Settings, Training
+        >>> from torchfunc_jax.examples.digits import Settings, Training
         >>> training = Training(Settings(members=2, epochs=1, batch_size=512))
         >>> training.run()
         >>> len(training.losses["torchfunc_jax"])
@@ -433,7 +433,7 @@ def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -
 
     Example:
         >>> import numpy as np
-        >>> from torchfunc_jax.ensemble import calibration
+        >>> from torchfunc_jax.examples.digits import calibration
         >>> round(calibration(np.array([[0.75, 0.25], [0.25, 0.75]]), np.array([0, 0]))["error"], 2)
         0.25
     """

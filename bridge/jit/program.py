@@ -24,7 +24,7 @@ from bridge.boundary import shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
-from bridge.jit import outer_products
+from bridge.jit import products
 from bridge.jit.simplify import simplified
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
@@ -331,7 +331,8 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
 
     The ``ends`` of the checked operands come last.
     """
-    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer_products.in_order(program.jaxpr.jaxpr)))
+    jaxpr = products.rearranged(products.in_order(program.jaxpr.jaxpr), products.on_cpu())
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=jaxpr))
     count = len(program.sources)
     seen = set(map(id, program.jaxpr.jaxpr.invars))
     copy = []
@@ -352,6 +353,8 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
 
     The ``ends`` of the checked operands come last among the others.
     """
+    written = products.rearranged(program.jaxpr.jaxpr, products.on_cpu(), final=False)
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=written))
     count = len(program.sources)
     kinds = program.kinds_for(active)
 
@@ -366,7 +369,7 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
         outs, pull, rest = jax.vjp(pure, [inputs[i] for i in active], has_aux=True)
         return outs, rest, pull
 
-    return run
+    return run if products.rearranged(written, products.on_cpu()) is written else products.rearranging(run)
 
 
 def in_two(

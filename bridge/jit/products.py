@@ -85,7 +85,7 @@ def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
     eqns = []
     for e in jaxpr.eqns:
         if (view := _view(e, final)) is not None and isinstance(e.invars[0], Var):
-            source, dims = sources.get(e.invars[0], (e.invars[0], tuple(range(e.invars[0].aval.ndim))))
+            source, dims = sources.get(e.invars[0], _itself(e.invars[0]))
             sources[e.outvars[0]] = source, tuple([None if d is None else dims[d] for d in view])
         if e.primitive is lax.dot_general_p and (written := _rearranged(e, sources, cpu and final)) is not None:
             eqns.extend(written)
@@ -108,6 +108,10 @@ def rearranging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
+
+
+def _itself(v: Any) -> tuple[Any, tuple[int | None, ...]]:
+    return v, tuple(range(v.aval.ndim))
 
 
 def _is_program(param: Any) -> bool:
@@ -143,25 +147,23 @@ def _rearranged(e: Any, sources: dict[Any, Any], cpu: bool) -> list[Any] | None:
     free = [[d for d in range(v.aval.ndim) if d not in (*c, *b)] for v, c, b in zip(e.invars, contracted, batched, strict=True)]
     rows = [math.prod([v.aval.shape[d] for d in dims]) for v, dims in zip(e.invars, free, strict=True)]
     w = int(rows[1] >= rows[0])  # which operand is the weight
-    v, x = e.invars[w], e.invars[1 - w]
-    out = e.outvars[0].aval
+    out, v, x = e.outvars[0].aval, e.invars[w], e.invars[1 - w]
     if not isinstance(v, Var) or len(contracted[w]) != 1 or not jnp.issubdtype(out.dtype, jnp.floating) or not out.sharding.mesh.empty:
         return None
-    source, dims = sources.get(v, (v, tuple(range(v.aval.ndim))))
+    source, dims = sources.get(v, _itself(v))
     repeated = [k for k, d in enumerate(batched[w]) if dims[d] is None]
-    if sorted([d for d in dims if d is not None]) != list(range(source.aval.ndim)) or len(repeated) != sum(d is None for d in dims):
+    if sorted(d for d in dims if d is not None) != [*range(source.aval.ndim)] or len(repeated) != sum(d is None for d in dims):
         return None
-    length = v.aval.shape[contracted[w][0]]
+    length = x.aval.shape[contracted[1 - w][0]]
     few = 4 * rows[1 - w] * math.prod([x.aval.shape[batched[1 - w][k]] for k in repeated]) <= length
     first = cpu and few and rows[w] * length >= _SMALL and dims[contracted[w][0]] == source.aval.ndim - 1
     if not first and not repeated:
         return None
     kept = [k for k in range(len(batched[w])) if k not in repeated]
-    # names of the dimensions of the result: a batch, or a free one of an operand
-    names = [("batch", k) for k in range(len(batched[w]))] + [(i, d) for i in (0, 1) for d in free[i]]
-    of_x = {d: ("batch", k) for k, d in enumerate(batched[1 - w])} | {d: (1 - w, d) for d in free[1 - w]}
+    names: list[Any] = [*[("batch", k) for k in range(len(batched[w]))], *[(i, d) for i in (0, 1) for d in free[i]]]  # the result's
+    of_x: dict[Any, Any] = {d: ("batch", k) for k, d in enumerate(batched[1 - w])} | {d: (1 - w, d) for d in free[1 - w]}
     of_w = {dims[d]: (w, d) for d in free[w]}
-    both = [  # the operand, what is contracted, what is batched, the names of what remains
+    both: list[Any] = [  # the operand, what is contracted, what is batched, the names of all other dimensions
         (source, dims[contracted[w][0]], [dims[batched[w][k]] for k in kept], of_w),
         (x, contracted[1 - w][0], [batched[1 - w][k] for k in kept], of_x),
     ]

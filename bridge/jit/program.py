@@ -125,6 +125,10 @@ class Program:
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
+    def whole(self) -> Program:
+        """This program, also if another process has stored it without its jaxpr."""
+        return self
+
     def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values.  random: what ``random`` or ``any_random`` gives."""
         seeds, numbers = (_ANY_SEEDS, []) if random is None else random
@@ -353,6 +357,7 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
 
     The ``ends`` of the checked operands come last among the others.
     """
+    program = program.whole()
     written = products.rearranged(program.jaxpr.jaxpr, products.on_cpu(), final=False)
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=written))
     count = len(program.sources)

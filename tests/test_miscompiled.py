@@ -325,7 +325,8 @@ def test_products_are_right(batch, left, right, summed, large, data, dtype, then
     contracted = tuple([(dims.index(("summed", 0, summed)),) for dims in names])
     batched = tuple([tuple([dims.index(("batch", k, n)) for k, n in enumerate(batch)]) for dims in names])
     after = {
-        "nothing": lambda y: y, "a sum of squares": lambda y: (y * y).sum(), "a maximum": lambda y: y.clip(0), "a transpose": lambda y: y.T * 2,
+        "nothing": lambda y: y, "a sum of squares": lambda y: (y * y).sum(), "a maximum": lambda y: y.clip(0),
+        "a transpose": lambda y: y.T * 2,
     }  # fmt: skip
     product = lambda a, b: jax.lax.dot_general(a, b, (contracted, batched), preferred_element_type="float32")
     found = jax.jit(lambda a, b: after[then](product(a, b)), compiler_options=compiling.options())(*sides)

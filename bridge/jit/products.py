@@ -3,8 +3,8 @@
 JAX writes the gradient of a weight as an outer product and a transpose. If dimensions of lanes and Jacobian rows come before it, XLA stores
 the product in the order of its computation and copies it into the order of the result, which takes a sixth of a small program's time.
 
-On CPUs a few rows times a transposed weight, as in each ``nn.Linear``, take XLA up to 19 times as long as the weight times the transposed
-rows, if its YNNPACK fusions are off (``bridge.compiling``). XLA turns the fast form into the slow one by itself, and
+On CPUs a few rows times a transposed weight, as in each ``nn.Linear``, take XLA longer than the weight times the transposed rows: up to
+19 times if it computes them itself, and twice if it hands them to YNNPACK. XLA turns the fast form into the slow one by itself, and
 ``lax.optimization_barrier`` keeps it from that.
 """
 from __future__ import annotations

@@ -177,8 +177,57 @@ def test_products_inside_of_loops_branches_and_calls():
     assert every_name(written).count("optimization_barrier") == 3
     np.testing.assert_allclose(jax.core.eval_jaxpr(written, made.consts, x, w)[0], function(x, w), rtol=1e-4, atol=1e-5)
     for k, gradient in enumerate(jax.grad(lambda *a: function(*a).sum(), (0, 1))(x, w)):
-        again = rearranging(jax.grad(lambda *a: function(*a).sum(), k))
+        again = rearranging(jax.grad(lambda *a: function(*a).sum(), k), made.jaxpr)
         np.testing.assert_allclose(jax.jit(again)(x, w), gradient, rtol=1e-4, atol=1e-4)
+
+
+def in_loops(jaxpr):
+    """The primitives in the loops of a jaxpr, with the shapes of their results."""
+    loops = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive is lax.scan_p]
+    return [(e.primitive.name, e.outvars[0].aval.shape) for loop in loops for e in loop.eqns]
+
+
+STEPS = {  # of a state [2, 3], a weight [3, 3], and an input [2, 3]: the new state
+    "a product": lambda h, w, x: jnp.tanh(h @ w + x),
+    "the transposed weight": lambda h, w, x: jnp.tanh(h @ w.T + x),
+    "two products of one weight": lambda h, w, x: jnp.tanh((h + x) @ w) @ w,
+    "an einsum": lambda h, w, x: jnp.tanh(jnp.einsum("bi,oi->bo", x, w) + h),
+    "the weight itself": lambda h, w, x: jnp.tanh(h @ w + x) * w.sum(),
+    "a product of the input with itself": lambda h, w, x: h + (x.T @ x)[:2] @ w,
+}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize("case", STEPS)
+def test_sums_of_products_in_loops(case, vmapped, reverse):
+    rng = np.random.default_rng(0)
+    h, w, xs = (jnp.asarray(rng.normal(size=s) / 2) for s in ((1, 3), (3, 3), (5, 1, 3)))
+
+    def loss(w, h, xs):
+        last, every = lax.scan(lambda h, x: (h := STEPS[case](h, w, x), h.sum(0)), h, xs, reverse=reverse)
+        return (last**2).sum() + jnp.cos(every).sum()
+
+    if case == "a product of the input with itself":
+        h, xs = jnp.concatenate([h, h]), jnp.concatenate([xs, xs], 1)
+    gradient = jax.grad(loss, (0, 1, 2))
+    if vmapped:
+        gradient, w, h = jax.vmap(gradient, (0, 0, None)), jnp.stack([w, w.T]), jnp.stack([h, 2 * h])
+    made = jax.make_jaxpr(gradient)(w, h, xs)
+    written = rearranged(made.jaxpr, True)
+    expected = gradient(w, h, xs)
+    for found, e in zip(jax.core.eval_jaxpr(written, made.consts, w, h, xs), expected, strict=True):
+        np.testing.assert_allclose(found, e, rtol=1e-4, atol=1e-5)
+    if case in ("a product", "the transposed weight", "an einsum"):
+        assert ("dot_general", w.shape) in in_loops(made.jaxpr) and ("dot_general", w.shape) not in in_loops(written)
+
+
+def test_a_sum_that_the_loop_reads_stays_in_it():
+    def function(w, xs):
+        return lax.scan(lambda total, x: (total + x.T @ x, total.sum()), w, xs)
+
+    made = jax.make_jaxpr(function)(jnp.ones((3, 3)), jnp.ones((5, 1, 3))).jaxpr
+    assert rearranged(made, True) is made
 
 
 LAYERS = {

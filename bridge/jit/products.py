@@ -6,10 +6,14 @@ the product in the order of its computation and copies it into the order of the 
 On CPUs a few rows times a transposed weight, as in each ``nn.Linear``, take XLA longer than the weight times the transposed rows: up to
 19 times if it computes them itself, and twice if it hands them to YNNPACK. XLA turns the fast form into the slow one by itself, and
 ``lax.optimization_barrier`` keeps it from that.
+
+The gradient of a weight that a loop uses in each step is a sum of products, to which JAX adds one in each step.  One product after the
+loop, of all steps' operands, reads and writes the weight's size once.
 """
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import operator
@@ -21,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from bridge import private
 
 _SMALL = 2**14  # elements of a weight: below it both forms take the same time
 
@@ -68,7 +74,7 @@ def _written(e: Any, order: tuple[int, ...], out: Any) -> list[Any]:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.mul(spread(a, batch_a, len(batch_a)), spread(b, batch_b, a.ndim))
 
-    return _equations(product, e.invars, out)
+    return _equations(product, e.invars, [out])
 
 
 def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
@@ -84,7 +90,10 @@ def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
     """
     sources: dict[Any, tuple[Any, tuple[int | None, ...]]] = {}  # of a transposed or repeated variable: the original, and its dimensions
     eqns = []
-    for e in jaxpr.eqns:
+    given = jaxpr.eqns
+    if final:
+        given = [q for e in given for q in (_summed_after(e) or [e])]
+    for e in given:
         if (view := _view(e, final)) is not None and isinstance(e.invars[0], Var):
             source, dims = sources.get(e.invars[0], _itself(e.invars[0]))
             sources[e.outvars[0]] = source, tuple([None if d is None else dims[d] for d in view])
@@ -96,8 +105,13 @@ def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
     return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) and len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
 
 
-def rearranging(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of arrays, to be jitted, with its program ``rearranged``."""
+def rearranging(function: Callable[..., Any], program: Any) -> Callable[..., Any]:
+    """A new function like this one, which a program (a jaxpr) or its derivative is a part of; its own jaxpr is ``rearranged``.
+
+    It is to be jitted, and not differentiated.
+    """
+    if rearranged(program, on_cpu()) is program and not any(e.primitive is lax.scan_p for e in program.eqns):
+        return lambda *args: function(*args)
 
     def run(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -176,13 +190,75 @@ def _rearranged(e: Any, sources: dict[Any, Any], cpu: bool) -> list[Any] | None:
         out = lax.dot_general_p.bind(*operands, **e.params | {"dimension_numbers": numbers})
         return lax.transpose(lax.optimization_barrier(out) if first else out, [found.index(name) for name in names])
 
-    return _equations(product, [operand for operand, *_ in both], e.outvars[0])
+    return _equations(product, [operand for operand, *_ in both], [e.outvars[0]])
 
 
-def _equations(function: Callable[..., jax.Array], operands: Sequence[Any], out: Any) -> list[Any]:
-    """Equations that compute the function of these variables and constants into the variable out."""
+def _summed_after(e: Any) -> list[Any] | None:
+    """The equations of a loop that adds a product to a sum in each step, with one product after it; None if it adds none."""
+    if e.primitive is not lax.scan_p:
+        return None
+    step, n, m = private.scanned(e)
+    uses = collections.Counter(v for v in itertools.chain(*[q.invars for q in step.eqns], step.outvars) if not isinstance(v, Literal))
+    made = {v: q for q in step.eqns for v in q.outvars}
+    sums: dict[int, tuple[Any, list[tuple[int, ...]]]] = {}  # by the place of the carried sum: the product, and what transposes it
+    gone = set()
+    for k in range(m):
+        total, last = step.invars[n + k], step.outvars[k]
+        add = made.get(last)
+        if add is None or add.primitive.name not in ("add", "add_any") or total not in add.invars or not uses[total] == uses[last] == 1:
+            continue
+        (v,) = [v for v in add.invars if v is not total] or [total]
+        way, turns = [add], list[tuple[int, ...]]()
+        while v in made and uses[v] == 1 and made[v].primitive is lax.transpose_p:
+            way.append(made[v])
+            turns.insert(0, made[v].params["permutation"])
+            v = made[v].invars[0]
+        if v in made and uses[v] == 1 and made[v].primitive is lax.dot_general_p and _is_larger(v, made[v].invars, step.invars[:n]):
+            sums[k] = made[v], turns
+            gone |= set(map(id, [*way, made[v]]))
+    if not sums:
+        return None
+    xs = {v: k for k, v in enumerate(step.invars[n + m :])}
+    more = list(dict.fromkeys([v for product, _ in sums.values() for v in product.invars if v not in xs]))
+    carried = [k for k in range(m) if k not in sums]
+    small = step.replace(
+        invars=[*step.invars[:n], *[step.invars[n + k] for k in carried], *step.invars[n + m :]],
+        outvars=[*[step.outvars[k] for k in carried], *step.outvars[m:], *more], eqns=[q for q in step.eqns if id(q) not in gone],
+        debug_info=step.debug_info._replace(arg_names=None, result_paths=None),
+    )
+
+    def loop(*operands: jax.Array) -> list[jax.Array]:
+        first, each = operands[n : n + m], operands[n + m :]
+
+        def run(carry: list[jax.Array], x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            outs = jax.core.eval_jaxpr(small, getattr(e.params["jaxpr"], "consts", ()), *operands[:n], *carry, *x)
+            return outs[: len(carry)], outs[len(carry) :]
+
+        settings = {name: e.params[name] for name in ("length", "reverse", "unroll")}
+        last, outs = lax.scan(run, [first[k] for k in carried], list(each), **settings)
+        stacked = dict(zip(more, outs[len(outs) - len(more) :], strict=True)) | {v: each[k] for v, k in xs.items()}
+        found = dict(zip(carried, last, strict=True))
+        for k, (product, turns) in sums.items():
+            summed, batched = [[tuple([d + 1 for d in dims]) for dims in both] for both in product.params["dimension_numbers"]]
+            numbers = tuple([(0, *dims) for dims in summed]), tuple(batched)
+            value = lax.dot_general_p.bind(*[stacked[v] for v in product.invars], **product.params | {"dimension_numbers": numbers})
+            found[k] = first[k] + functools.reduce(lax.transpose, turns, value)
+        return [*[found[k] for k in range(m)], *outs[: len(outs) - len(more)]]
+
+    return _equations(loop, e.invars, e.outvars)
+
+
+def _is_larger(product: Any, operands: Sequence[Any], consts: Sequence[Any]) -> bool:
+    """Whether a product has more elements than its operands, of which none is the same in each step."""
+    if any(isinstance(v, Literal) or v in consts for v in operands) or not product.aval.sharding.mesh.empty:
+        return False
+    return product.aval.size >= sum(v.aval.size for v in operands)
+
+
+def _equations(function: Callable[..., Any], operands: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """Equations that compute the function of these variables and constants into the variables outs."""
     small = jax.make_jaxpr(function)(*[v.aval for v in operands]).jaxpr
-    known = dict(zip(small.invars, operands, strict=True)) | {small.outvars[0]: out}
+    known = dict(zip(small.invars, operands, strict=True)) | dict(zip(small.outvars, outs, strict=True))
     return [
         q.replace(invars=[v if isinstance(v, Literal) else known.get(v, v) for v in q.invars], outvars=[known.get(v, v) for v in q.outvars])
         for q in small.eqns

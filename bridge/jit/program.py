@@ -374,7 +374,7 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
         outs, pull, rest = jax.vjp(pure, [inputs[i] for i in active], has_aux=True)
         return outs, rest, pull
 
-    return run if products.rearranged(written, products.on_cpu()) is written else products.rearranging(run)
+    return run
 
 
 def in_two(
@@ -385,22 +385,23 @@ def in_two(
     The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of the program's
     inputs the pullback holds, perhaps in another shape.
     """
-    both = differentiated(program, active)
+    jaxpr = program.whole().jaxpr.jaxpr
+    both, pull = products.rearranging(differentiated(program, active), jaxpr), products.rearranging(pull_back, jaxpr)
     tree: list[Any] = []
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
-        outs, rest, pull = both(inputs, random)
-        held, tree[:] = (found := jax.tree_util.tree_flatten(pull))[0], [found[1]]
+        outs, rest, pullback = both(inputs, random)
+        held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
         return outs, rest, held
 
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return pull_back(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
+        return pull(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
 
     def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
         outs, _, held = traced.out_info
-        jaxpr = traced.jaxpr.jaxpr
-        given = range(len(jaxpr.invars) - 1 - len(program.numbers) if program.is_random else len(jaxpr.invars))
-        found = moved(jaxpr, [*given, *[None] * (len(jaxpr.invars) - len(given))])
+        whole = traced.jaxpr.jaxpr
+        given = range(len(whole.invars) - 1 - len(program.numbers) if program.is_random else len(whole.invars))
+        found = moved(whole, [*given, *[None] * (len(whole.invars) - len(given))])
         return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
 
     return run, back, passed

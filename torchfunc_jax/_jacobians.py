@@ -12,6 +12,7 @@ from bridge.boundary import handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result
 from bridge.convert import trees
+from bridge.lowering.common import varying
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
@@ -89,7 +90,7 @@ def jacrev(
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-            outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+            outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
             return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
 

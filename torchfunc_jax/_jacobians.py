@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge.boundary import handing_over
+from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result
 from bridge.convert import trees
@@ -215,7 +215,8 @@ def along_units(
 
     lane.transforms = func  # type: ignore[attr-defined]  # whether a call can be recorded depends on it (bridge/record/transforms.py)
     count, first = cuts[-1].stop if cuts else 0, primals[0] if primals else None
-    numbers = jnp.arange(count) if isinstance(first, jax.Array) else torch.arange(count, device=getattr(first, "device", None))
+    device = getattr(first, "device", None)
+    numbers = meshes.beside(jnp.arange(count), primals) if isinstance(first, jax.Array) else torch.arange(count, device=device)
     return vmap(lane, randomness=randomness, chunk_size=chunk_size)(numbers)
 
 

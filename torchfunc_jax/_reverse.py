@@ -193,7 +193,9 @@ def gradients_and_value(
             grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
         else:
             grads = [jnp.zeros_like(v) for v in target.split(values)]
-        return found[0].after([*grads, out, *rest], len(grads))
+        done = found[0].after([*grads, out, *rest], len(grads))
+        done.like = target.split(target.call.arrays)
+        return done
 
     return build(target, *apply(compute, target.call.arrays, func))
 
@@ -298,7 +300,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         def back(values: list[Any]) -> Result:
             if not recorded:
-                return Result([conj(g) for g in pull([conj(c) for c in values])])
+                return Result([conj(g) for g in pull([conj(c) for c in values])], like=target.split(target.call.arrays))
             # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
             inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
             _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)

@@ -400,6 +400,13 @@ def compiled_later(values: Iterable[Any]) -> bool:
     return any(batched_value(tracer) is None for value in values for tracer in _nested(value))
 
 
+def staged(values: Iterable[Any]) -> bool:
+    """Whether JAX records the operations on any of the values, and computes none (jit), also inside of vmap and grad."""
+    return any(
+        not hasattr(tracer, "val") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value)
+    )
+
+
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:
     """The backward inside ``@once_differentiable``; None if the decorator, which leaves no other mark, was not used."""
     inner = getattr(method, "__wrapped__", None)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bridge import compiling
+from bridge.boundary import meshes
 from bridge.boundary.calls import Call
 from bridge.boundary.results import inexact_dtype, is_local, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
@@ -208,7 +209,7 @@ class Compiled:
                 if not self.torch_out:
                     first = len(values) - len(captured)
                     values = [*values[:first], *jax.device_put(values[first:])]
-                outs = self.forward(values, random)
+                outs = meshes.run(lambda given: self.forward(given, random), values, tuple, False)
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)

@@ -26,6 +26,7 @@ from bridge.boundary.results import Output, conj, inexact, is_array, pick, place
 from bridge.convert import dtypes, tensors
 from bridge.jit import products
 from bridge.jit.simplify import simplified
+from bridge.lowering.common import varying
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.trace import random_keys, tracing
@@ -371,7 +372,7 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
             values = program.run(every, random)
             return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
 
-        outs, pull, rest = jax.vjp(pure, [inputs[i] for i in active], has_aux=True)
+        outs, pull, rest = varying.vjp(pure, [inputs[i] for i in active], has_aux=True)
         return outs, rest, pull
 
     return run

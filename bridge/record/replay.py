@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 
 from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
+from bridge.lowering.common import varying
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
 from bridge.record.tensor import Unrecordable
@@ -117,7 +117,7 @@ class Run:
                     raise NotInLoopError("a write, in a loop")
                 return [tracing.value_of(inner.env[ref]) for _, ref in loop.carried], None
 
-        outs, _ = lax.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))
+        outs, _ = varying.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))
         self.used += loop.numbers * loop.times
         for ref, value, t in zip(loop.last, outs, given, strict=True):
             out = tracing.wrap(value, t.device)

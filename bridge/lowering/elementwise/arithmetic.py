@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import align, binary, choose, define_slopes, fused, like, number
 from bridge.lowering.common.promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
 from bridge.lowering.common.provided import refuse
@@ -204,7 +205,7 @@ def _int_pow(base: Array, exponent: Array) -> Array:
         return lax.shift_right_logical(left, one), lax.mul(square, square), lax.select_n(odd, result, lax.mul(result, square))
 
     power = exponent if base.dtype.kind == "u" else lax.max(exponent, like(0, base))
-    result = lax.while_loop(lambda s: jnp.any(lax.gt(s[0], zero)), step, (power, base, one))[2]
+    result = varying.while_loop(lambda s: jnp.any(lax.gt(s[0], zero)), step, (power, base, one))[2]
     return result if base.dtype.kind == "u" else lax.select_n(lax.lt(exponent, zero), result, inverse)
 
 

@@ -12,6 +12,7 @@ import torch
 from jax import Array, lax
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
 from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range
@@ -178,7 +179,7 @@ def aten_multi_margin_loss_backward(
 ) -> Array:
     """multi_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, Scalar p, Scalar margin, Tensor? weight=None,
     int reduction=Mean) -> Tensor"""
-    return jax.vjp(lambda x: aten_multi_margin_loss(x, target, p, margin, weight, reduction), x)[1](grad_output)[0]
+    return varying.vjp(lambda x: aten_multi_margin_loss(x, target, p, margin, weight, reduction), x)[1](grad_output)[0]
 
 
 @lowering("aten.multilabel_margin_loss_forward")
@@ -207,7 +208,7 @@ def _multilabel_margin(x: Array, target: Array, reduction: int) -> tuple[Array, 
 @lowering("aten.multilabel_margin_loss_backward")
 def aten_multilabel_margin_loss_backward(grad_output: Array, x: Array, target: Array, reduction: int, is_target: Array) -> Array:
     """multilabel_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, Tensor is_target) -> Tensor"""
-    return jax.vjp(lambda x: aten_multilabel_margin_loss_forward(x, target, reduction)[0], x)[1](grad_output)[0]
+    return varying.vjp(lambda x: aten_multilabel_margin_loss_forward(x, target, reduction)[0], x)[1](grad_output)[0]
 
 
 # -- negative log likelihood --------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def torch_nn__linear_cross_entropy_batch_chunked(
     def loss(x: Array, linear_weight: Array, linear_bias: Array | None = None) -> Array:
         return _linear_cross_entropy(x, linear_weight, linear_bias, target, weight, _REDUCTIONS[reduction], ignore_index)
 
-    value, pull = jax.vjp(loss, *sources)
+    value, pull = varying.vjp(loss, *sources)
     wanted = (compute_input_grad, compute_linear_weight_grad, compute_linear_bias_grad)
     grads = pull(jnp.ones_like(value)) if any(wanted) else ()
     empty = [jnp.zeros((0,) * rank, x.dtype) for rank in (2, 2, 1)]

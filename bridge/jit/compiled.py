@@ -17,7 +17,7 @@ from bridge.boundary.results import inexact_dtype, is_local, put_together, write
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit.autograd import ProgramNode
-from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back
+from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.programs.cache_keys import Same
 from bridge.programs.guards import GONE_ERRORS
 from bridge.record.tiers import Tiered
@@ -81,7 +81,7 @@ class Compiled:
         self.changed: list[Callable[[], None]] = []  # these are called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
-        self.packing = Packing.of(avals) if torch_out and len(avals) >= 8 else None
+        self.packing = Packing.of(program.jaxpr.jaxpr) if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
@@ -286,7 +286,8 @@ class Compiled:
                 run = self._kept(run, traced=meanwhile)
             else:
                 run = self._kept(differentiated(self.checked, active))
-                back = self._kept(functools.partial(pull_back))  # a new function, because JAX caches compiled programs per function
+                pull = pull_back_packed if self.checked.stacks else pull_back
+                back = self._kept(functools.partial(pull))  # a new function, because JAX caches compiled programs per function
             self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
         return self.recorded[active]
 

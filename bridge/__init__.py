@@ -3,6 +3,7 @@
 Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``.  Flax modules are in ``bridge.flax``, files in
 ``bridge.checkpoints``.
 """
+from bridge.blocks import scan_blocks
 from bridge.convert.tensors import to_jax, to_torch
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 from bridge.intercepted import checkpointing as _checkpointing  # noqa: F401  these files register what runs in a trace
@@ -15,4 +16,4 @@ from bridge.modules import buffers, call, load, params
 from bridge.operators import plan as _operators  # noqa: F401
 from bridge.operators.register import register_lowering
 
-__all__ = ["buffers", "call", "from_jax", "load", "params", "register_lowering", "to_jax", "to_torch"]
+__all__ = ["buffers", "call", "from_jax", "load", "params", "register_lowering", "scan_blocks", "to_jax", "to_torch"]

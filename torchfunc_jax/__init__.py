@@ -1,4 +1,5 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
+from bridge.blocks import scan_blocks
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 from bridge.record import functions as _functions  # noqa: F401  lets records contain autograd.Function and torch.utils.checkpoint
@@ -43,7 +44,7 @@ __all__ = [
     "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
     "hvp", "jacfwd", "jacobian_diagonal", "jacrev", "jet", "jit", "jvp", "laplacian", "linearize", "make_functional",
     "make_functional_deprecated_v1", "make_functional_with_buffers", "make_functional_with_buffers_deprecated_v1", "patch",
-    "random_numbers", "rearrange", "replace_all_batch_norm_modules_", "stack_module_state", "testing", "vjp", "vmap",
+    "random_numbers", "rearrange", "replace_all_batch_norm_modules_", "scan_blocks", "stack_module_state", "testing", "vjp", "vmap",
 ]
 
 vars(OURS).update({name: globals()[name] for name in __all__})

@@ -13,7 +13,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_local
 from bridge.convert import tensors
 from bridge.errors import rewording
-from bridge.jit.program import differentiated, pull_back
+from bridge.jit.program import differentiated, pull_back, unpacked
 from bridge.private import opaque
 from bridge.trace.tracing import Traced
 
@@ -64,7 +64,8 @@ class ProgramNode(torch.autograd.Function):
             with rewording(), jax.enable_x64(True), compiling.at_call():
                 found = back(ctx.pull, [tensors.to_jax(c) for c in cts])
             need = [n and d for n, d in zip(ctx.needs_input_grad[3:], direct, strict=True)]
-            grads = [tensors.to_torch(g, t.device) if n else None for g, t, n in zip(found, diff, need, strict=True)]
+            made = unpacked(found, need)
+            grads = [made[k].to(t.device) if n else None for k, (t, n) in enumerate(zip(diff, need, strict=True))]
         return (None, None, None, *grads)
 
 

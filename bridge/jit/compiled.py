@@ -18,7 +18,7 @@ from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
-from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back
+from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.programs.cache_keys import Same
 from bridge.programs.guards import GONE_ERRORS
 from bridge.record.tiers import Tiered
@@ -82,7 +82,7 @@ class Compiled:
         self.changed: list[Callable[[], None]] = []  # these are called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
-        self.packing = Packing.of(avals) if torch_out and len(avals) >= 8 else None
+        self.packing = Packing.of(program.jaxpr.jaxpr) if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
@@ -288,7 +288,8 @@ class Compiled:
             else:
                 jaxpr = self.checked.jaxpr.jaxpr
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
-                back = self._kept(products.rearranging(pull_back, jaxpr))  # a new function: JAX caches compiled programs per function
+                pull = pull_back_packed if self.checked.stacks else pull_back
+                back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
             self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
         return self.recorded[active]
 

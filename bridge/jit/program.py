@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
@@ -33,6 +33,7 @@ from bridge.trace import random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
+from bridge.trace.stacks import stack_p, unstack_p
 from bridge.trace.torch_numbers import AtEachCall, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 
@@ -120,6 +121,11 @@ class Program:
         """``kinds`` if only these inputs require grad; a written tensor that requires grad keeps a history."""
         wanted = sum(1 << i for i in inputs)
         return [k and bool(s & wanted) for k, s in zip(self.kinds, self.sources, strict=True)]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether it has loops over blocks, whose gradients are computed as stacks."""
+        return any(eqn.primitive is stack_p for eqn in self.jaxpr.jaxpr.eqns)
 
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
@@ -299,36 +305,58 @@ class _ValuesFromOutside(TorchFunctionMode):
 _TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 
-# -- outputs: small ones are packed together --------------------------------------------------------------------------------------
+# -- outputs: those of one shape, or of one stack, are packed together --------------------------------------------------------------
 @dataclasses.dataclass(slots=True)
 class Packing:
-    """The results that are stacked into one array before their conversion to torch, and those that are not."""
+    """The results that are stacked into one array before their conversion to torch, and those that are not.
+
+    Attributes:
+        groups: the results that are stacked.
+        stacks: by a variable of the jaxpr that holds results as a stack already: the results.
+    """
 
     singles: list[int]
     groups: list[list[int]]
+    stacks: dict[Any, list[int]]
 
     @classmethod
-    def of(cls, avals: Sequence[Any]) -> Packing:
+    def of(cls, jaxpr: Jaxpr) -> Packing | None:
+        """The packing of a jaxpr's outputs; None if each is returned by itself."""
+        stacks = _stacks(jaxpr)
+        done = {i for places in stacks.values() for i in places}
         by_shape: dict[Any, list[int]] = {}
+        avals: list[Any] = [v.aval for v in jaxpr.outvars]
         for i, a in enumerate(avals):
-            if 0 < a.size <= _PACK_SIZE:
+            if i not in done and 0 < a.size <= _PACK_SIZE:
                 by_shape.setdefault((a.shape, a.dtype), []).append(i)
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
-        grouped = {i for g in groups for i in g}
-        return cls([i for i in range(len(avals)) if i not in grouped], groups)
+        done.update(i for g in groups for i in g)
+        return cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks) if stacks or len(jaxpr.outvars) >= 8 else None
 
-    def pack(self, values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups]
+    def pack(self, values: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups] + [*stacks]
 
     def unpack(self, arrays: Sequence[Any], device: torch.device | None, count: int) -> list[torch.Tensor]:
         """The results as separate tensors; the caller waits for the arrays."""
         out: list[Any] = [None] * count
         for i, a in zip(self.singles, arrays, strict=False):
             out[i] = tensors.to_torch(a, device, wait=False)
-        for g, a in zip(self.groups, arrays[len(self.singles) :], strict=True):
+        for g, a in zip([*self.groups, *self.stacks.values()], arrays[len(self.singles) :], strict=True):
             for i, t in zip(g, tensors.to_torch(a, device, wait=False).unbind(0), strict=True):
                 out[i] = t
         return out
+
+
+def _stacks(jaxpr: Jaxpr) -> dict[Any, list[int]]:
+    """By a variable whose parts are all returned, each once: where."""
+    places: dict[Any, list[int]] = {}
+    for i, v in enumerate(jaxpr.outvars):
+        if not isinstance(v, Literal):
+            places.setdefault(v, []).append(i)
+    apart = [eqn for eqn in jaxpr.eqns if eqn.primitive is unstack_p]
+    return {
+        eqn.invars[0]: [places[v][0] for v in eqn.outvars] for eqn in apart if all(len(places.get(v, ())) == 1 for v in eqn.outvars)
+    }
 
 
 def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any]]:
@@ -336,9 +364,12 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
 
     The ``ends`` of the checked operands come last.
     """
-    jaxpr = products.rearranged(products.in_order(program.jaxpr.jaxpr), products.on_cpu())
-    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=jaxpr))
-    count = len(program.sources)
+    ordered = products.in_order(program.jaxpr.jaxpr)
+    count, last = len(program.sources), len(ordered.outvars)
+    if packing is not None:
+        ordered = ordered.replace(outvars=[*ordered.outvars, *packing.stacks], debug_info=ordered.debug_info.with_unknown_names())
+    ordered = products.rearranged(ordered, products.on_cpu())
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=ordered))
     seen = set(map(id, program.jaxpr.jaxpr.invars))
     copy = []
     for v in program.jaxpr.jaxpr.outvars[:count]:
@@ -348,7 +379,7 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
     def run(inputs: Sequence[Any], random: Any) -> list[Any]:
         values = program.run(inputs, random)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
-        return (results if packing is None else packing.pack(results)) + ends(values[count:])
+        return (results if packing is None else packing.pack(results, values[last:])) + ends(values[count:last])
 
     return run
 
@@ -409,6 +440,29 @@ def in_two(
 
 
 def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-    """Cotangents of the inputs in torch's convention, to be jitted."""
+    """Cotangents of the inputs in torch's convention."""
     (grads,) = pull([conj(c) for c in cotangents])
     return [conj(g) for g in grads]
+
+
+def pull_back_packed(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> dict[tuple[int, ...], jax.Array]:
+    """``pull_back`` to be jitted: by the places of some of its results, an array of these results; ``unpacked`` takes it apart."""
+    closed = jax.make_jaxpr(pull_back)(pull, cotangents)
+    stacks = _stacks(closed.jaxpr)
+    done = {i for places in stacks.values() for i in places}
+    singles = [i for i in range(len(closed.jaxpr.outvars)) if i not in done]
+    wanted = closed.jaxpr.replace(
+        outvars=[*[closed.jaxpr.outvars[i] for i in singles], *stacks], debug_info=closed.jaxpr.debug_info.with_unknown_names()
+    )
+    outs = jax.core.eval_jaxpr(wanted, closed.consts, *jax.tree_util.tree_leaves((pull, cotangents)))
+    return dict(zip([*[(i,) for i in singles], *map(tuple, stacks.values())], outs, strict=True))
+
+
+def unpacked(found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array], needed: Sequence[bool]) -> dict[int, torch.Tensor]:
+    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places."""
+    out: dict[int, torch.Tensor] = {}
+    for places, array in found.items() if isinstance(found, Mapping) else zip([(i,) for i in range(len(found))], found, strict=True):
+        if any(needed[i] for i in places):
+            t = tensors.to_torch(array)
+            out.update(zip(places, [t] if len(places) == 1 else t.unbind(0), strict=True))
+    return out

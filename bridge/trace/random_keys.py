@@ -166,14 +166,15 @@ def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.A
     return jax.random.fold_in(key, draw)
 
 
-def key_of_lane(parent: Level, lane: jax.Array) -> Callable[[], jax.Array]:
+def key_of_lane(parent: Level, lane: jax.Array, first: list[int] | None = None) -> Callable[[], jax.Array]:
     """A function that gives a lane's own key under vmap(randomness="different").
 
     It is the key that comes next in the parent when the lane first draws, with the lane's number folded in.  It is computed at each draw,
-    because a draw may stand in a trace of JAX's inside of the lane's, as in jet.
+    because a draw may stand in a trace of JAX's inside of the lane's, as in jet.  first: an empty list that keeps which key of the parent's
+    this is, for lanes that are traced again.
     """
     level = source(parent)
-    first: list[int] = []
+    first = [] if first is None else first
 
     def key() -> jax.Array:
         if not first:

@@ -1,0 +1,479 @@
+"""The programs of equal blocks: what a block consists of, how two differ, and the loop over the trace of one of them.
+
+bridge/blocks.py decides when the loop runs, and checks the calls.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from torch import nn
+
+from bridge.boundary.calls import Traceable
+from bridge.boundary.results import Output, Result, inexact, split_arrays, take_apart
+from bridge.convert import trees
+from bridge.errors import at_line
+from bridge.programs.cache_keys import identical
+from bridge.programs.closure_scan import HOOKS
+from bridge.trace.levels import push, state
+from bridge.trace.random_keys import key_of_lane, source
+from bridge.trace.stacks import stacked, unstacked
+from bridge.trace.torch_numbers import Draw
+
+_Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
+#: Attributes that are compared in ways of their own, or that an RNN makes anew of parameters that have been replaced.
+_FLAT = ("_flat_weights", "_flat_weight_refs")
+_STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *_FLAT})
+
+
+class Differ(Exception):
+    """Blocks differ; the text says which and in what."""
+
+
+def refused(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"scan_blocks: {reason}. Blocks that are compiled once must be equal and be called one after the other, with the same arguments "
+        f"or with what the block before returned; name other lists, or do without scan_blocks{at_line()}"
+    )
+
+
+# -- what a block consists of -----------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(slots=True)
+class Parts:
+    """A block's modules by their paths, and the places of its tensors; those that hold one tensor are together in one of ``slots``."""
+
+    modules: dict[str, nn.Module]
+    slots: list[list[_Slot]]
+    missing: list[str]  # the names of parameters and buffers that are None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [container[key] for (_, container, key), *_ in self.slots]
+
+    @contextlib.contextmanager
+    def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While entered, the places hold these tensors; the block may write to them, but replace none and set no attribute."""
+        places = [(place, t) for slot, t in zip(self.slots, tensors, strict=True) for place in slot]
+        before = [container[key] for (_, container, key), _ in places]
+        for (_, container, key), t in places:
+            container[key] = t
+        attributes = {path: _snapshot(m) for path, m in self.modules.items()}
+        flat = [(m.__dict__, key, m.__dict__[key]) for m in self.modules.values() for key in _FLAT if key in m.__dict__]
+        try:
+            yield
+            for (name, container, key), t in places:
+                if container.get(key) is not t if isinstance(container, dict) else container[key] is not t:
+                    raise Differ(f"replaces its {name}")
+            for path, m in self.modules.items():
+                if (changed := _first_change(attributes[path], _snapshot(m))) is not None:
+                    raise Differ(f"changes its attribute {_joined(path, changed)}, and a loop runs its Python only once")
+        finally:
+            for ((_, container, key), _), t in zip(places, before, strict=True):
+                container[key] = t
+            for container, key, value in flat:
+                container[key] = value
+
+
+def parts(block: nn.Module) -> Parts:
+    """The parts of a block as they are now."""
+    modules = dict(block.named_modules())
+    slots: dict[int, list[_Slot]] = {}
+    missing = []
+    for path, m in modules.items():
+        for kind in ("_parameters", "_buffers"):
+            for key, t in m.__dict__[kind].items():
+                if t is None:
+                    missing.append(_joined(path, key))
+                else:
+                    slots.setdefault(id(t), []).append((_joined(path, key), m.__dict__[kind], key))
+        for key, value in m.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                slots.setdefault(id(value), []).append((_joined(path, key), m.__dict__, key))
+            elif isinstance(value, list) and key not in _FLAT:
+                for k, t in enumerate(value):
+                    if isinstance(t, torch.Tensor):
+                        slots.setdefault(id(t), []).append((_joined(path, f"{key}[{k}]"), value, k))
+    return Parts(modules, list(slots.values()), missing)
+
+
+def unlike(a: Parts, b: Parts) -> str | None:
+    """What differs between two blocks apart from the values of tensors and of Python attributes; None if nothing does."""
+    if [*a.modules] != [*b.modules]:
+        return f"it has the submodules {[*b.modules]}, not {[*a.modules]}"
+    for path, m in a.modules.items():
+        other = b.modules[path]
+        if type(m) is not type(other):
+            return f"{path or 'it'} is a {type(other).__name__}, not a {type(m).__name__}"
+        for kind in HOOKS:
+            hooks, others = ([*x.__dict__.get(kind, {}).values()] for x in (m, other))
+            if path and (len(hooks) != len(others) or any(h is not o for h, o in zip(hooks, others, strict=True))):
+                return f"{path} has other hooks"
+    if a.missing != b.missing:
+        return f"of its parameters and buffers {b.missing} are None, not {a.missing}"
+    names, others = ([[name for name, *_ in slot] for slot in x.slots] for x in (a, b))
+    if names != others:
+        return "it has other tensors, or ties others together"
+    for slot, t, u in zip(a.slots, a.tensors(), b.tensors(), strict=True):
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            x, y = getattr(t, what), getattr(u, what)
+            if x != y:
+                return f"the {what} of {slot[0][0]} is {list(y) if what == 'shape' else y}, not {list(x) if what == 'shape' else x}"
+    return None
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _attributes(a: Parts, b: Parts) -> set[tuple[str, str]]:
+    """The attributes (path, name) that differ between two blocks."""
+    found = set()
+    for path, m in a.modules.items():
+        mine, theirs = m.__dict__, b.modules[path].__dict__
+        if mine is not theirs:
+            names = {*mine, *theirs} - _STATE - ({"forward"} if not path else set())
+            found |= {(path, k) for k in names if not _equal(mine.get(k, _equal), theirs.get(k, _equal), slots=True)}
+    return found
+
+
+def _equal(a: Any, b: Any, slots: bool = False) -> bool:
+    """Whether two attributes hold the same; slots: tensors in them are among the blocks' ``Parts.slots``, where they may differ."""
+    if a is b or (slots and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.Tensor | weakref.ref):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(_equal(x, y, slots and type(a) is list and isinstance(x, torch.Tensor)) for x, y in zip(a, b))
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(_equal(x, b[k]) for k, x in a.items())
+    try:
+        return identical(a) == identical(b)
+    except TypeError:
+        return False
+
+
+def _snapshot(m: nn.Module) -> dict[str, list[Any]]:
+    """By an attribute's name: its value, and what that contains if it is a list, set or dict."""
+    found = {k: [v] for k, v in m.__dict__.items() if k not in _STATE}
+    for value in found.values():
+        inside = value[0]
+        value += [*inside, *inside.values()] if isinstance(inside, dict) else inside if type(inside) in (list, set) else []
+    return found
+
+
+def _first_change(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> str | None:
+    for key in {**before, **now}:
+        a, b = before.get(key, ()), now.get(key, ())
+        if len(a) != len(b) or any(x is not y for x, y in zip(a, b, strict=True)):
+            return key
+    return None
+
+
+# -- the trace of a block ------------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tuple[str, str]]]:
+    """While entered, those of these attributes that are read are added to the set."""
+    read: set[tuple[str, str]] = set()
+    before = []
+
+    def noting(path: str, key: str) -> property:
+        def get(m: Any) -> Any:
+            read.add((path, key))
+            try:
+                return m.__dict__[key]
+            except KeyError:
+                raise AttributeError(key) from None
+
+        return property(get, lambda m, value: m.__dict__.__setitem__(key, value), lambda m: m.__dict__.__delitem__(key))
+
+    try:
+        for path in sorted({path for path, _ in attributes}):
+            m, kind = block.modules[path], type(block.modules[path])
+            members = {key: noting(path, key) for p, key in attributes if p == path}
+            m.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+            before.append((m, kind))
+        yield read
+    finally:
+        for m, kind in before:
+            m.__class__ = kind
+
+
+class _Draws:
+    """Takes the place of what makes the draws of torch's random numbers: each draw of the first trace is made, later traces get the same."""
+
+    def __init__(self, drawn: Any) -> None:
+        self.drawn, self.trace, self.made, self.at = drawn, drawn.trace, list[tuple[Draw, jax.Array, Any]](), 0
+        self.first = True
+
+    def __call__(self, draw: Draw) -> tuple[jax.Array, Any]:
+        if self.first:
+            self.made.append((draw, *self.drawn(draw)))
+        elif self.at >= len(self.made) or self.made[self.at][0] != draw:
+            raise Differ("draws other random numbers")
+        self.at += 1
+        return self.made[self.at - 1][1:]
+
+    def mark(self) -> int:
+        return self.at
+
+    def rewind(self, mark: int) -> None:
+        raise Differ("draws the same random numbers again")
+
+
+@dataclasses.dataclass(slots=True)
+class _Traced:
+    """A block's trace: (number of the block, arguments, tensors of the block) -> outputs, then written values."""
+
+    jaxpr: ClosedJaxpr
+    result: Result
+    read: set[tuple[str, str]]
+
+
+class Loop:
+    """A loop over equal blocks.
+
+    Args:
+        blocks, forwards, titles: the modules, their forwards, and their names in messages.
+        leaves, spec: the arguments of the first block.
+        feeds: by the place of an argument that changes from block to block, the place of the block's output that the next block takes.
+
+    Attributes:
+        operands: of ``compute``: the arguments that are tensors, at the places ``where`` of the leaves, then each block's tensors.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], titles: Sequence[str], leaves: list[Any], spec: Any,
+        feeds: dict[int, int], remat: bool,
+    ) -> None:  # fmt: skip
+        self.forwards, self.titles, self.leaves, self.spec, self.remat = forwards, titles, leaves, spec, remat
+        self.parts = [parts(block) for block in blocks]
+        for title, other in zip(titles[1:], self.parts[1:], strict=True):
+            if (reason := unlike(self.parts[0], other)) is not None:
+                raise refused(f"{title} differs from {titles[0]}: {reason}")
+        self.where = split_arrays(leaves)
+        self.feeds = {self.where.index(k): out for k, out in feeds.items()}
+        tensors = [part.tensors() for part in self.parts]
+        self.shared = [all(t is row[0] for t in row) for row in zip(*tensors, strict=True)]  # one tensor in all blocks
+        self.operands = [leaves[k] for k in self.where] + [t for row in tensors for t in row]
+        self.differing = [set[tuple[str, str]](), *[_attributes(self.parts[0], part) for part in self.parts[1:]]]
+        self.draws: Any = None
+        self.rows: list[list[jax.Array]] = []  # of each draw, the numbers for each block
+        self.first_key: list[int] = []
+
+    def compute(self, values: list[Any]) -> Result:
+        """Run all blocks; the Result has the values of one after the other, and its meta is (that of one block's outputs, their number)."""
+        count, (given, own) = len(self.parts), (values[: len(self.where)], values[len(self.where) :])
+        size = len(self.shared)
+        rows = [own[k::size] for k in range(size)]
+        one = self._verified(given, [row[0] for row in rows])
+        number, wanted = len(one.result.values) - len(one.result.written), one.jaxpr.jaxpr
+        self._check_feeds(given, one)
+        targets = self._targets(one.result)
+        consts = one.jaxpr.consts
+        drawn = [next((d for d, row in enumerate(self.rows) if row[0] is c), None) for c in consts]
+        places = list(self.feeds)
+
+        def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
+            index, own, numbers = x
+            arguments, own = list(given), iter(own)
+            for place, v in zip(places, carry, strict=True):
+                arguments[place] = v
+            tensors = [row[0] if shared else next(own) for row, shared in zip(rows, self.shared, strict=True)]
+            found = [c if d is None else numbers[d] for c, d in zip(consts, drawn, strict=True)]
+            outs = jax.core.eval_jaxpr(wanted, found, index, *arguments, *tensors)
+            return [outs[self.feeds[place]] for place in places], outs
+
+        own = [stacked(row) for row, shared in zip(rows, self.shared, strict=True) if not shared]
+        xs = (jnp.arange(count, dtype=np.int32), own, [stacked(row) for row in self.rows])
+        last, every = lax.scan(jax.checkpoint(step, prevent_cse=False) if self.remat else step, [given[p] for p in places], xs, count)
+        every = [unstacked(v) for v in every]
+        end = {self.feeds[place]: v for place, v in zip(places, last, strict=True)}
+        outs = [end[k] if k in end and n == count - 1 else every[k][n] for n in range(count) for k in range(number)]
+        result = Result(outs, (one.result.meta, number))
+        for slot, index, detached in targets:
+            for n in range(count):
+                result.written.append((len(given) + n * size + slot, len(result.values), detached))
+                result.values.append(every[index][n])
+        for index, (of, views) in one.result.shared.items():
+            for n in range(count):
+                result.shared[n * number + index] = self._source(of, n, number, len(given)), views
+        return result
+
+    def _source(self, of: Any, n: int, number: int, given: int) -> Any:
+        """What an output of block n shares memory with, in terms of all blocks, given that of the first block."""
+        if isinstance(of, Output):
+            return Output(n * number + of.index)
+        if not isinstance(of, int):
+            return of
+        if of >= given:
+            return of + n * len(self.shared)
+        return Output((n - 1) * number + self.feeds[of]) if n and of in self.feeds else of
+
+    def _targets(self, result: Result) -> list[tuple[int, int, bool]]:
+        """(slot, index into the values, detached) of each tensor of its own that a block writes to."""
+        found = []
+        for target, index, detached in result.written:
+            slot = target - len(self.where) if isinstance(target, int) else -1
+            if slot < 0:
+                raise Differ(f"{self.titles[0]} writes to a tensor that is not its own")
+            if self.shared[slot]:
+                raise Differ(f"{self.titles[0]} writes to {self.parts[0].slots[slot][0][0]}, which all blocks share")
+            found.append((slot, index, detached))
+        return found
+
+    def _check_feeds(self, given: Sequence[Any], one: _Traced) -> None:
+        avals = one.jaxpr.out_avals
+        for place, out in self.feeds.items():
+            taken, made = jax.typeof(given[place]), avals[out]
+            if (taken.shape, taken.dtype) != (made.shape, made.dtype):
+                raise Differ(
+                    f"{self.titles[0]} takes {taken.dtype}{list(taken.shape)} and returns {made.dtype}{list(made.shape)} for the next block"
+                )
+
+    # -- traces -----------------------------------------------------------------------------------------------------------------------
+    def _verified(self, given: list[Any], own: list[Any]) -> _Traced:
+        """The trace of the first block; raises Differ if a block that has another attribute that is read has another program."""
+        root = state.level.root
+        before = root.drawn
+        if before is not None:
+            self.draws = self.draws or _Draws(before)
+            root.drawn = self.draws
+        try:
+            one = self._trace(0, given, own, set().union(*self.differing))
+            for n, attributes in enumerate(self.differing):
+                read = attributes & one.read
+                if read and (reason := self._other(n, one, given, own)):
+                    shown = ", ".join(sorted(_joined(*a) for a in read))
+                    raise Differ(f"{self.titles[n]} has another program than {self.titles[0]}, which reads {shown}: {reason}")
+        finally:
+            root.drawn = before
+        if before is not None and not self.rows:
+            others = [[before(draw)[0] for draw, *_ in self.draws.made] for _ in self.parts[1:]]
+            self.rows = [[v, *[row[k] for row in others]] for k, (_, v, _) in enumerate(self.draws.made)]
+        return one
+
+    def _other(self, n: int, one: _Traced, given: list[Any], own: list[Any]) -> str | None:
+        """How the program of block n differs from that of the first one, whose tensors it is given here."""
+        try:
+            other = self._trace(n, given, own, set())
+        except Differ as error:
+            return f"it {error}"
+        if (other.result.shared, other.result.written) != (one.result.shared, one.result.written):
+            return "it writes to other tensors, or returns others"
+        if not _equal_meta(other.result.meta, one.result.meta):
+            return "it returns another structure, or other numbers"
+        found = _difference(one.jaxpr, other.jaxpr)
+        return found or _difference(_pullback(one.jaxpr), _pullback(other.jaxpr))
+
+    def _trace(self, n: int, given: list[Any], own: list[Any], attributes: set[tuple[str, str]]) -> _Traced:
+        part, parent, results = self.parts[n], state.level, []
+        draws = source(parent)
+
+        def run(tensors: list[torch.Tensor], leaves: list[Any]) -> Any:
+            args, kwargs = trees.unflatten(self.spec, leaves)
+            with part.holding(tensors):
+                return self.forwards[n](*args, **kwargs)
+
+        def body(index: Any, given: list[Any], own: list[Any]) -> list[Any]:
+            operands = [*self.operands[: len(given)], *part.tensors()]
+            leaves, spec = trees.flatten(([None] * len(own), self.leaves))
+            for k, t in zip(range(len(own)), operands[len(given) :], strict=True):
+                leaves[k] = t
+            where = [*[len(own) + k for k in self.where], *range(len(own))]
+            traceable = Traceable(run, leaves, trees.joined(spec, trees.flatten({})[1]), where)
+            traceable.as_given(operands)
+            with push("plain", key=key_of_lane(parent, index, self.first_key)) as level:
+                level.lane, level.draws = index, draws.draws
+                result = traceable.run(level, [*given, *own], take_apart)
+                after.append(level.draws)
+            results.append(result)
+            return result.values
+
+        after: list[int] = []
+        if self.draws is not None:
+            self.draws.at = 0
+        with _watched(part, attributes) as read:
+            closed = jax.make_jaxpr(body)(np.int32(0), given, own)
+        draws.draws = max(draws.draws, *after)
+        if self.draws is not None:
+            self.draws.first = False
+        result = results[0]
+        result.values = [None] * len(result.values)  # tracers of a trace that has ended
+        return _Traced(closed, result, read)
+
+
+def _equal_meta(a: Any, b: Any) -> bool:
+    (spec, static, is_tensor), (other_spec, other_static, other_is_tensor) = a, b
+    return spec == other_spec and is_tensor == other_is_tensor and _equal(static, other_static)
+
+
+def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The derivative of a program, in which the user's and JAX's rules of derivatives are written out."""
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+
+    def pull(*values: Any) -> Any:
+        active = [k for k, v in enumerate(values) if inexact(v)]
+
+        def pure(*diff: Any) -> list[Any]:
+            every = list(values)
+            for k, v in zip(active, diff, strict=True):
+                every[k] = v
+            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *every)
+            return [v for v in outs if inexact(v)]
+
+        outs, back = jax.vjp(pure, *[values[k] for k in active])
+        return back([jnp.ones_like(v) for v in outs])
+
+    return jax.make_jaxpr(pull)(*avals)
+
+
+def _difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
+    """How two programs differ; None if they are one. Functions among the parameters are not compared."""
+    if len(a.consts) != len(b.consts):
+        return "it uses other tensors from outside"
+    for x, y in zip(a.consts, b.consts, strict=True):
+        if x is not y and (isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer) or not np.array_equal(x, y)):
+            return "it uses another tensor from outside"
+    return _difference_inside(a.jaxpr, b.jaxpr)
+
+
+def _difference_inside(a: Jaxpr, b: Jaxpr) -> str | None:
+    numbers: list[dict[Any, int]] = [{v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in (a, b)]
+
+    def atoms(variables: Sequence[Any], known: dict[Any, int]) -> list[Any]:
+        return [(v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else known[v] for v in variables]
+
+    if len(a.eqns) != len(b.eqns):
+        return f"it has {len(b.eqns)} operations, not {len(a.eqns)}"
+    for e, f in zip(a.eqns, b.eqns, strict=True):
+        if e.primitive is not f.primitive or [v.aval for v in e.outvars] != [v.aval for v in f.outvars]:
+            return f"it computes {f.primitive}, not {e.primitive}"
+        if atoms(e.invars, numbers[0]) != atoms(f.invars, numbers[1]):
+            return f"{f.primitive} has other operands or constants"
+        if not _same_params(e.params, f.params):
+            return f"{f.primitive} has other parameters"
+        for known, eqn in zip(numbers, (e, f), strict=True):
+            known.update((v, len(known) + k) for k, v in enumerate(eqn.outvars))
+    return None if atoms(a.outvars, numbers[0]) == atoms(b.outvars, numbers[1]) else "it returns other values"
+
+
+def _same_params(a: Any, b: Any) -> bool:
+    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
+        return _difference(a, b) is None
+    if isinstance(a, Jaxpr) and isinstance(b, Jaxpr):
+        return _difference_inside(a, b) is None
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [*a] == [*b] and all(_same_params(x, b[k]) for k, x in a.items())
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same_params, a, b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a == b or (callable(a) and callable(b) and not isinstance(a, type))

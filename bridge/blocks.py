@@ -1,0 +1,238 @@
+"""Equal blocks of a module, such as the layers of a transformer, traced and compiled once: a loop over their stacked parameters.
+
+The module's own forward runs as it is.  What its calls of the blocks hand on from one to the next is learned from the first two of them;
+the second call runs all further blocks as one ``lax.scan``, and each later call only checks that it is the one that the loop has made.
+bridge/block_programs.py compares blocks and traces one of them.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from bridge.block_programs import Differ, Loop, parts, refused, unlike
+from bridge.boundary.calls import apply
+from bridge.boundary.results import put_together
+from bridge.convert import trees
+from bridge.intercepted.checkpointing import rematerialized
+from bridge.modules import SWAPPING
+from bridge.programs.cache_keys import identical
+from bridge.trace.levels import Level, state
+from bridge.trace.tracing import Traced, node_of
+
+_FEWEST = 3  # the first block is traced by itself, so that a loop takes at least two others
+
+
+@contextlib.contextmanager
+def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator[None]:
+    """Compile equal blocks of a module once, as a loop over them, while entered: compile time and program size do not grow with depth.
+
+    It acts in code that is traced as one program: inside of a jitted function (``torchfunc_jax.jit``, ``jax.jit``), or around its first
+    call; with grad, vmap, jvp and ``functional_call`` inside too. Elsewhere the blocks run as without it. The module's forward is not
+    changed: it may loop over the blocks, index them, hand constants to each of them and keep what they return.
+
+    The blocks must be of one class and have the same submodules, shapes and dtypes; they are called one after the other, and each tensor
+    that one takes is the same for all, or was returned by the block before. Blocks may draw random numbers and write to their own buffers.
+    The first block is traced by itself, the others once together. A Python attribute that differs between blocks, such as their number, is
+    watched: if it is read, the blocks that differ are traced too, and their programs must be the first one's.
+
+    Args:
+        module: any nn.Module.
+        names: of nn.ModuleLists and nn.Sequentials in the module, "layers" or "encoder.h"; "" is the module itself. None: each of them with
+            at least three equal members, the outermost if one contains another.
+        remat: compute each block again in the backward pass (``jax.checkpoint``), which keeps only what flows between the blocks.
+
+    Returns:
+        a context manager, which is a decorator too.
+
+    Raises:
+        RuntimeError: the blocks differ, or their calls do; the message names the block and the difference.
+        ValueError: a name is of no such list, or no name is given and there is none.
+
+    Source: https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import jit, scan_blocks
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(24)])
+        >>> fast = jit(scan_blocks(model)(lambda x: model(x).sum()))
+        >>> x = torch.ones(2, 4)
+        >>> torch.allclose(fast(x), model(x).sum())
+        True
+    """
+    found = [(name, _listed(module, name)) for name in names] or list(_alike(module))
+    if not found:
+        raise ValueError(
+            f"scan_blocks: {type(module).__name__} has no nn.ModuleList or nn.Sequential of at least {_FEWEST} equal blocks; name the list "
+            "whose blocks you hold to be equal, and the error says what differs"
+        )
+    with SWAPPING, contextlib.ExitStack() as stack:
+        sequences = [_Sequence(name, list(blocks), remat) for name, blocks in found]
+        for each in sequences:
+            stack.enter_context(each.replaced())
+        yield
+        for each in sequences:
+            each.finish()
+
+
+def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
+    try:
+        found = module.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.ModuleList | nn.Sequential):
+        known = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        raise ValueError(
+            f"scan_blocks: names: expected the name of an nn.ModuleList or nn.Sequential, got {name!r}; {type(module).__name__} has "
+            f"{', '.join(map(repr, known)) or 'none'}"
+        )
+    if len(set(map(id, found))) < len(found):
+        raise ValueError(f"scan_blocks: names: one block is at two places of {name!r}; it is compiled once without a loop")
+    return found
+
+
+def _alike(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and the outermost lists in a module whose members are equal."""
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(set(map(id, module))) == len(module) >= _FEWEST:
+        first, *others = [parts(m) for m in module]
+        if first.slots and all(unlike(first, other) is None for other in others):
+            yield name, module
+            return
+    for key, child in module.named_children():
+        yield from _alike(child, f"{name}.{key}" if name else key)
+
+
+@dataclasses.dataclass(slots=True)
+class _Expected:
+    """The next call of a sequence in progress.
+
+    Attributes:
+        leaves, spec: the arguments that the loop has assumed, and their tree; of the first two calls, those of the call before.
+        outs: what the block before returned.
+        results: what the calls that are left return, with the state of their blocks.
+    """
+
+    index: int
+    level: Level
+    leaves: list[Any]
+    spec: Any
+    outs: list[Any]
+    feeds: dict[int, int] = dataclasses.field(default_factory=dict)  # by the place of an argument, that of the output it comes from
+    versions: list[int] = dataclasses.field(default_factory=list)
+    results: list[Any] = dataclasses.field(default_factory=list)
+
+
+class _Sequence:
+    """The blocks of one list, and how far a run through them has come."""
+
+    def __init__(self, name: str, blocks: list[nn.Module], remat: bool) -> None:
+        self.name, self.blocks, self.remat = name, blocks, remat
+        self.forwards = [block.forward for block in blocks]
+        self.next: _Expected | None = None
+
+    def title(self, index: int) -> str:
+        return f"{self.name}.{index}" if self.name else str(index)
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """While entered, the blocks' forwards are ``called``."""
+        before = [block.__dict__.get("forward") for block in self.blocks]
+        for index, (block, forward) in enumerate(zip(self.blocks, self.forwards, strict=True)):
+            block.forward = functools.wraps(forward)(functools.partial(self.called, index))
+        try:
+            yield
+        finally:
+            for block, own in zip(self.blocks, before, strict=True):
+                block.__dict__.pop("forward", None)
+                if own is not None:
+                    block.forward = own
+
+    def called(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward."""
+        level = state.level
+        if level is None or level.root.once is not None or len(self.blocks) < _FEWEST:
+            return self.forwards[index](*args, **kwargs)
+        if self.next is not None and self.next.level.closed:  # of a trace that was given up
+            self.next = None
+        leaves, spec = trees.flatten((args, kwargs))
+        if self.next is None:
+            if index:
+                raise refused(f"{self.title(index)} is called before {self.title(0)}")
+            forward = self.forwards[0]
+            out = rematerialized(forward, args, kwargs) if self.remat else forward(*args, **kwargs)
+            self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0])
+            return out
+        if index != self.next.index or level is not self.next.level:
+            raise refused(f"{self.title(index)} is called where {self.title(self.next.index)} comes next")
+        if index == 1:
+            self._run(self.next, leaves, spec)
+        else:
+            self._check(self.next, leaves, spec)
+        return self._result(self.next)
+
+    def finish(self) -> None:
+        """Refuse a run through some of the blocks only."""
+        if self.next is not None and not self.next.level.closed:
+            raise refused(f"{self.title(self.next.index)} and the blocks after it are not called, and the loop has run through them")
+
+    def _run(self, expected: _Expected, leaves: list[Any], spec: Any) -> None:
+        """Run the loop from the second call on."""
+        before = {id(x): k for k, x in reversed([*enumerate(expected.outs)]) if type(x) is Traced}
+        constant = {id(x) for x in expected.leaves}
+        feeds = {k: before[id(x)] for k, x in enumerate(leaves) if id(x) in before and id(x) not in constant}
+        titles = [self.title(k) for k in range(1, len(self.blocks))]
+        loop = Loop(self.blocks[1:], self.forwards[1:], titles, leaves, spec, feeds, self.remat)
+        try:
+            outs, (meta, count) = apply(loop.compute, loop.operands)
+        except Differ as error:
+            raise refused(str(error)) from None
+        rows = [outs[k * count : (k + 1) * count] for k in range(len(titles))]
+        expected.feeds, expected.leaves, expected.spec = feeds, leaves, spec
+        expected.versions = [node_of(x).root.version if k in loop.where else 0 for k, x in enumerate(leaves)]
+        kept = [(part.tensors(), [node_of(t).root.version for t in part.tensors()]) for part in loop.parts]
+        expected.results = [(put_together(row, meta), *state) for row, state in zip(rows, kept, strict=True)]
+
+    def _check(self, expected: _Expected, leaves: list[Any], spec: Any) -> None:
+        """Refuse a call whose arguments, or whose block's state, are not those that the loop has assumed."""
+        if spec != expected.spec:
+            raise refused(f"{self.title(expected.index)} takes arguments of another structure than {self.title(expected.index - 1)}")
+        names = trees.paths(spec)
+        for k, (now, before) in enumerate(zip(leaves, expected.leaves, strict=True)):
+            wanted = expected.outs[expected.feeds[k]] if k in expected.feeds else before
+            if not _same(now, wanted) or (isinstance(now, Traced) and node_of(now).root.version != expected.versions[k]):
+                what = f"what {self.title(expected.index - 1)} returned" if k in expected.feeds else "the one that the blocks before took"
+                raise refused(f"{_shown(names[k])} of {self.title(expected.index)} is not {what}")
+        _, tensors, versions = expected.results[0]
+        now = parts(self.blocks[expected.index]).tensors()
+        if any(a is not b for a, b in zip(now, tensors, strict=True)) or [node_of(t).root.version for t in now] != versions:
+            raise refused(f"parameters or buffers of {self.title(expected.index)} are changed between the calls of the blocks")
+
+    def _result(self, expected: _Expected) -> Any:
+        out, *_ = expected.results.pop(0)
+        expected.outs = trees.flatten(out)[0]
+        expected.index += 1
+        for k, source in expected.feeds.items():
+            expected.versions[k] = node_of(expected.outs[source]).root.version
+        if not expected.results:
+            self.next = None
+        return out
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is Traced and type(before) is Traced:
+        return now.node is before.node and now.shape == before.shape and now.stride() == before.stride()
+    try:
+        return identical(now) == identical(before)
+    except TypeError:
+        return False
+
+
+def _shown(path: Sequence[Any]) -> str:
+    """An argument by its path: ``argument 0``, ``argument mask``."""
+    return "argument " + ".".join(map(str, path[1:]))

@@ -1,0 +1,446 @@
+"""scan_blocks: equal blocks compiled once give what they give one by one, and blocks or calls that differ are refused by name."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from agreement import Traces, floats, same
+from torch import nn
+
+import bridge
+from torchfunc_jax import functional_call, grad, jit, jvp, scan_blocks, vmap
+
+DEPTH, WIDTH = 5, 4
+
+
+class Block(nn.Module):
+    """Attention, a residual and a perceptron; ``number`` differs between blocks, and is not read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Calls its blocks one after the other, as ``step`` says."""
+
+    def __init__(self, make: Callable[[int], nn.Module], step: Callable[..., Any], depth: int = DEPTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make(k) for k in range(depth))
+        self.step = step
+        self.double().requires_grad_()
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(k), dtype=p.dtype) / 3)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.step(self.layers, self.first(x), *args)
+
+
+def one_by_one(layers: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, *args)
+    return x
+
+
+def with_states(layers: Any, x: torch.Tensor, mask: Any = None) -> Any:
+    states = [x]
+    for k in range(len(layers)):
+        x = layers[k](x, mask=mask)
+        states.append(x)
+    return x, states
+
+
+def of_tuples(layers: Any, x: torch.Tensor) -> Any:
+    pair, seen = (x, x.sum(-1)), []
+    for layer in layers:
+        *pair, name = layer(*pair)
+        seen.append(name)
+    return pair, seen
+
+
+class Pair(nn.Module):
+    """Carries two tensors, and returns a Python value too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> Any:
+        y = self.lin(x).tanh()
+        return y, total + y.sum(-1), "pair"
+
+
+class Normed(nn.Module):
+    """Writes to its buffers, and is a block in training mode."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.tanh()) + x
+
+
+class Dropped(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.lin(x)) * torch.rand_like(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM notices that its parameters were replaced, and keeps a list of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x)[0]
+
+
+class Reading(nn.Module):
+    """Reads its number, which does not change its program."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.lin, self.scales = number, nn.Linear(WIDTH, WIDTH), [torch.full((), 2.0 + number, dtype=torch.float64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.scales[0] if self.number >= 0 else x
+
+
+TABLE = nn.Parameter(floats(WIDTH, WIDTH))
+
+
+class Sharing(nn.Module):
+    """All blocks have one table; each returns what it was given, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.table, self.scale = TABLE, nn.Parameter(torch.ones(WIDTH))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ self.table * self.scale)
+
+
+X = floats(3, 6, WIDTH)
+MASK = torch.ones(6, 6, dtype=torch.bool).tril()
+#: name -> (model, its further arguments)
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "a transformer with a mask": lambda: (Model(Block, one_by_one), (MASK,)),
+    "hidden states, by index and keyword": lambda: (Model(Block, with_states), (MASK,)),
+    "two tensors and a string": lambda: (Model(Pair, of_tuples), ()),
+    "LSTMs": lambda: (Model(Recurrent, one_by_one), ()),
+    "an attribute that is read": lambda: (Model(Reading, one_by_one), ()),
+    "one parameter of all blocks": lambda: (Model(Sharing, one_by_one), ()),
+    "a Sequential": lambda: (nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]).double(), ()),
+}
+
+
+def loss_of(model: nn.Module) -> Callable[..., Any]:
+    def loss(params: dict[str, Any], x: Any, *args: Any) -> Any:
+        out = functional_call(model, params, (x, *args))
+        leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        return sum((k + 1) * t.square().mean() for k, t in enumerate(leaves)), leaves
+
+    return loss
+
+
+def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients(name: str, remat: bool) -> None:
+    model, args = MODELS[name]()
+    params = params_of(model)
+    found = jit(scan_blocks(model, remat=remat)(grad(loss_of(model), has_aux=True)))(params, X, *args)
+    same(found, torch.func.grad(loss_of(model), has_aux=True)(params, X, *args), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["a transformer with a mask", "one parameter of all blocks"])
+def test_backward_and_double_backward(name: str) -> None:
+    model, args = MODELS[name]()
+
+    def run(f: Any) -> Any:
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(f(x, *args).sin().sum(), x, create_graph=True)
+        grads = torch.autograd.grad(first.square().sum(), [*model.parameters()], allow_unused=True)
+        model.zero_grad()
+        f(x, *args).sin().sum().backward()
+        return first, grads, [p.grad for p in model.parameters()]
+
+    same(run(jit(scan_blocks(model)(lambda *a: model(*a)))), run(model), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "per sample", "ensemble", "eager"])
+def test_under_transforms(transform: str) -> None:
+    model, args = MODELS["a transformer with a mask"]()
+    params = params_of(model)
+    if transform == "ensemble":
+        params = {k: torch.stack([p, 2 * p, p.sin()]) for k, p in params.items()}
+
+    def made(api: Any, scanned: Any) -> Any:
+        f = scanned(lambda p, x: loss_of(model)(p, x, *args)[0])
+        if transform == "vmap":
+            return api.vmap(f, in_dims=(None, 0))(params, X)
+        if transform == "jvp":
+            return api.jvp(lambda x: f(params, x), (X,), (X.cos(),))
+        if transform == "per sample":
+            return api.vmap(api.grad(f), in_dims=(None, 0))(params, X)
+        if transform == "ensemble":
+            return api.vmap(api.grad(f), in_dims=(0, None))(params, X)
+        return f(params, X)
+
+    class Ours:
+        vmap, jvp, grad = staticmethod(vmap), staticmethod(jvp), staticmethod(grad)
+
+    expected = made(torch.func, lambda f: f)
+    same(jit(lambda: made(Ours, scan_blocks(model)))(), expected, rtol=1e-9, atol=1e-9)
+    same(made(Ours, scan_blocks(model)), expected, rtol=1e-9, atol=1e-9)  # un-jitted, the blocks run one by one
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_are_written(training: bool) -> None:
+    models = [Model(Normed, one_by_one).train(training) for _ in range(2)]
+    fast, x = jit(scan_blocks(models[0])(models[0].forward)), floats(6, WIDTH)
+    for scale in (1, 3):
+        same(fast(scale * x), models[1](scale * x), rtol=1e-10, atol=1e-10)
+    same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_random_numbers_are_those_of_torch() -> None:
+    model = Model(Dropped, one_by_one)
+    fast = jit(scan_blocks(model)(model.forward))
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        mine, state = [fast(X), fast(X)], torch.get_rng_state()
+        torch.manual_seed(seed)
+        same(mine, [model(X), model(X)], rtol=1e-10, atol=1e-10)
+        assert torch.equal(state, torch.get_rng_state()) and not torch.equal(mine[0], mine[1])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_keys_differ_between_blocks(remat: bool) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * torch.rand_like(x) + 0 * x
+
+    model = Model(lambda _: Noise(), lambda layers, x: [x := layer(x) for layer in layers]).float()
+    values = bridge.params(model)
+
+    def run(params: Any, key: Any) -> Any:
+        with bridge.compiling.correctly(), scan_blocks(model, "layers", remat=remat):
+            return bridge.call(model, params, {}, (jnp.zeros(WIDTH),), rng=key)[0]
+
+    outs = [jax.jit(run)(values, jax.random.key(seed)) for seed in (0, 0, 1)]
+    same([torch.tensor(x.tolist()) for x in outs[0]], [torch.tensor(x.tolist()) for x in outs[1]])
+    drawn = [tuple(v.tolist()) for v in [*outs[0], *outs[2]]]
+    assert len(set(drawn)) == len(drawn) == 2 * DEPTH
+    slopes = jax.jit(jax.grad(lambda p: sum(v.sum() for v in run(p, jax.random.key(0)))))(values)
+    for k, v in enumerate(outs[0]):  # the backward pass has the same numbers
+        assert jnp.allclose(slopes[f"layers.{k}.scale"] * values[f"layers.{k}.scale"], v.sum())
+
+
+def test_in_a_jax_jit() -> None:
+    model, args = MODELS["a transformer with a mask"]()
+    params = params_of(model)
+    with jax.enable_x64(True), bridge.compiling.correctly():
+        values = {k: bridge.to_jax(v) for k, v in params.items()}
+
+        def loss(p: Any) -> Any:
+            with scan_blocks(model, "layers"):
+                return jnp.square(bridge.call(model, p, {}, (bridge.to_jax(X), bridge.to_jax(args[0])))[0]).mean()
+
+        found = jax.jit(jax.grad(loss))(values)
+    expected = torch.func.grad(lambda p: functional_call(model, p, (X, *args)).square().mean())(params)
+    same({k: bridge.to_torch(found[k]) for k in expected}, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_python_and_programs_do_not_grow() -> None:
+    """Each block but two is only looked at: its Python does not run, and the program is as long as for fewer blocks."""
+    operations = []
+    for depth in (4, 12):
+        calls = Traces(lambda x: x.tanh())
+        model = Model(lambda _, calls=calls: nn.Sequential(nn.Linear(WIDTH, WIDTH), _Called(calls)), one_by_one, depth)
+        fast = jit(scan_blocks(model, "layers")(grad(lambda p, model=model: functional_call(model, p, (X,)).sum())))
+        fast(params_of(model))
+        assert calls.count == 2
+        operations.append(fast.programs()[0].operations)
+    assert operations[0] == operations[1]
+
+
+class _Called(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fn(x)
+
+
+def test_the_module_is_as_before() -> None:
+    model, args = MODELS["a transformer with a mask"]()
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    jit(scan_blocks(model)(model.forward))(X, *args)
+    with pytest.raises(RuntimeError, match="of another structure"):
+        jit(scan_blocks(model)(lambda: [layer(X, *[MASK] * (k > 2)) for k, layer in enumerate(model.layers)]))()
+    after = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    assert before == after and all(type(m).__name__ == "Block" and type(m) is Block for m in model.layers)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------------------------
+class Scaled(nn.Module):
+    def __init__(self, number: int, how: str) -> None:
+        super().__init__()
+        self.number, self.how = number, how
+        self.lin = nn.Linear(WIDTH, WIDTH + 1 if how == "shape" and number == 3 else WIDTH, bias=how != "bias" or number != 3)
+        if how == "class" and number == 3:
+            self.lin = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        if how == "mode" and number == 3:
+            self.lin.eval()
+        self.drop = nn.Dropout(0.1)
+        self.kept = [floats(WIDTH) + number] if how != "tensors" else (floats(WIDTH) + number,)
+        if how == "hooks" and number == 2:
+            self.lin.register_forward_hook(lambda *_: None)
+        if how == "mode":
+            self.drop.train(number != 3)
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        y = self.drop(x) if self.how == "mode" else self.lin(x)
+        if self.how == "constant":
+            return y * (1 + self.number / 10)
+        if self.how == "control":
+            return y.sin() if self.number < 3 else y
+        if self.how == "tensors":
+            return y + self.kept[0]
+        if self.how == "attribute":
+            self.last = y
+        if self.how == "list":
+            self.kept.append(y)
+        if self.how == "argument":
+            x.mul_(2)
+        if self.how == "rule":
+            return _Scaling.apply(y, self.number)
+        if self.how == "outside":
+            OUTSIDE.add_(1)
+        if self.how == "dtype":
+            return y.float().double() if self.number < 0 else y.to(torch.float32)
+        return y
+
+
+OUTSIDE = torch.zeros(())
+
+
+class _Scaling(torch.autograd.Function):
+    """Its forward is the same for all factors, its backward is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        return cotangent * ctx.factor, None
+
+
+def each_with(argument: Callable[[int, torch.Tensor], Any]) -> Callable[..., Any]:
+    def step(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(layers):
+            x = layer(x, argument(k, x))
+        return x
+
+    return step
+
+
+def between(change: Callable[[int, torch.Tensor, Any], torch.Tensor]) -> Callable[..., Any]:
+    def step(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(layers):
+            x = change(k, layer(x), layers)
+        return x
+
+    return step
+
+
+def wrote(k: int, x: torch.Tensor, layers: Any) -> torch.Tensor:
+    if k == 2:
+        with torch.no_grad():
+            layers[3].lin.weight.mul_(2)
+    return x
+
+
+REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "another shape": ("shape", one_by_one, r"layers\.3 differs from layers\.1: the shape of lin\.weight is \[5, 4\], not \[4, 4\]"),
+    "no bias": ("bias", one_by_one, r"layers\.3 differs .* \['lin\.bias'\] are None"),
+    "another class": ("class", one_by_one, r"layers\.3 differs .* submodules"),
+    "another mode": ("mode", one_by_one, r"layers\.3 has another program than layers\.1, which reads .*drop\.training"),
+    "hooks": ("hooks", one_by_one, r"layers\.2 differs .* lin has other hooks"),
+    "a constant": ("constant", one_by_one, r"layers\.2 has another program than layers\.1, which reads number: mul has other operands"),
+    "control flow": ("control", one_by_one, r"layers\.3 has another program than layers\.1, which reads number: it has"),
+    "a rule's constant": ("rule", one_by_one, r"layers\.2 has another program than layers\.1, which reads number"),
+    "tensors in a tuple": ("tensors", one_by_one, r"layers\.2 has another program .* kept: it uses another tensor from outside"),
+    "an attribute is set": ("attribute", one_by_one, r"changes its attribute last"),
+    "a list grows": ("list", one_by_one, r"changes its attribute kept"),
+    "an argument is written": ("argument", one_by_one, r"layers\.1 writes to a tensor that is not its own"),
+    "a tensor from outside is written": ("outside", one_by_one, r"layers\.1 writes to a tensor that is not its own"),
+    "another dtype": ("dtype", one_by_one, r"float32"),
+    "a number that differs": ("", each_with(lambda k, x: k), r"argument 1 of layers\.2 is not the one that the blocks before took"),
+    "a tensor that is made anew": ("", each_with(lambda k, x: torch.ones(3) * k), r"argument 1 of layers\.2 is not the one"),
+    "work between the blocks": ("", between(lambda k, x, _: x + 1), r"argument 0 of layers\.2 is not"),
+    "work after a block": ("", between(lambda k, x, _: x + 1 if k == 2 else x), r"argument 0 of layers\.3 is not what layers\.2 returned"),
+    "a write between the blocks": ("", between(lambda k, x, _: x.mul_(2) if k == 2 else x), r"argument 0 of layers\.3 is not what"),
+    "a write to a later block": ("", between(wrote), r"parameters or buffers of layers\.3 are changed"),
+    "some of the blocks": ("", lambda layers, x: one_by_one(list(layers)[:4], x), r"layers\.4 and the blocks after it are not called"),
+    "another order": ("", lambda layers, x: one_by_one(list(layers)[::-1], x), r"layers\.4 is called before layers\.0"),
+    "a block twice": ("", lambda layers, x: one_by_one([layers[0], layers[1], layers[1]], x), r"layers\.1 is called where layers\.2 comes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_differs_is_refused(name: str) -> None:
+    how, step, message = REFUSED[name]
+    model = Model(lambda k: Scaled(k, how), step)
+    with pytest.raises(RuntimeError, match=message):
+        jit(scan_blocks(model, "layers")(model.forward))(X[0].clone())
+
+
+def test_a_rule_that_differs_and_an_attribute_that_does_not_matter() -> None:
+    model = Model(lambda k: Scaled(k, "none"), one_by_one)
+    same(jit(scan_blocks(model, "layers")(model.forward))(X), model(X), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("module", "names", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)), (), "has no nn.ModuleList or nn.Sequential of at least 3 equal"),
+        (Model(Block, one_by_one), ("first",), "got 'first'; Model has 'layers'"),
+        (Model(Block, one_by_one), ("blocks",), "got 'blocks'; Model has 'layers'"),
+        (nn.Sequential(*[nn.Linear(2, 2)] * 3), ("",), "one block is at two places of ''"),
+    ],
+)
+def test_names_that_are_refused(module: nn.Module, names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message), scan_blocks(module, *names):
+        pass

@@ -525,6 +525,7 @@ _REDIRECTED = {
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
     "is_compiling": ("torch.compiler", "is_compiling"),
+    "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
 }
 
 
@@ -533,7 +534,7 @@ def _redirects() -> dict[str, _Redirect]:
     found = {}
     for name, (module, attribute) in _REDIRECTED.items():
         try:
-            function = getattr(importlib.import_module(module), attribute)
+            function = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):

@@ -37,6 +37,18 @@ class Block:
     results: tuple[int, ...] = ()  # those of its function
     first: int = 0  # its own first result
 
+    @property
+    def numbers(self) -> int:
+        """How many Python numbers its entries take."""
+        found = 0
+        for entry in self.entries:
+            if type(entry) is loops.Loop:
+                found += entry.numbers * entry.times
+            else:
+                what = entry if type(entry) is Block else entry[0]
+                found += 0 if type(what) is Pull else what.numbers
+        return found
+
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
     """The record as a tree, and the numbers of its inputs.  The entries of a transform that has not ended run without the transform.
@@ -154,13 +166,15 @@ class Run:
         start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            self.used = start
+            before, self.used = self.used, start
             self.store(arguments, block.arguments)
             self.run(block.entries)
+            self.used = before
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
             outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
+        self.used = start + block.numbers  # however often body has run: a Function's own vmap may run another forward, and never this one
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)

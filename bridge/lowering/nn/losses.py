@@ -65,7 +65,8 @@ def aten_smooth_l1_loss(x: Array, target: Array, reduction: int = _MEAN, beta: f
 def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
     def loss(x: Array, target: Array) -> Array:
         d = jnp.abs(x - target)
-        return d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta)
+        near = jnp.where(d >= beta, 0, d)  # the square of an infinite difference would have a derivative
+        return d if beta == 0 else jnp.where(d >= beta, d - 0.5 * beta, 0.5 * near * near / beta)
 
     return _pointwise(loss)(x, target, reduction)
 
@@ -79,7 +80,8 @@ def aten_huber_loss(x: Array, target: Array, reduction: int = _MEAN, delta: floa
 
     def loss(x: Array, target: Array) -> Array:
         d = jnp.abs(x - target)
-        return jnp.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta))
+        near = jnp.where(d >= delta, 0, d)
+        return jnp.where(d >= delta, delta * (d - 0.5 * delta), 0.5 * near * near)
 
     return cast(_pointwise(loss)(x, target, reduction), x.dtype)  # whatever the target's dtype is
 

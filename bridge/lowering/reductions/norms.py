@@ -24,7 +24,7 @@ def _power_norm(size: Array, p: float, axes: tuple[int, ...]) -> Array:
     """(sum of size**p)**(1/p) over axes; entries that are 0 and sums that are 0 pass no derivative."""
     zero, at_zero = size == 0, 0.0 if p > 0 else math.inf
     summed = total(jnp.where(zero, at_zero, jnp.where(zero, 1, size) ** p), axes)
-    nothing = summed == 0
+    nothing = (summed == 0) & (p > 0)  # a negative power of infinities sums to 0
     return jnp.where(nothing, at_zero, jnp.where(nothing, 1, summed) ** (1 / p))
 
 

@@ -64,7 +64,8 @@ def _trigamma(x: Array) -> Array:
     value = lax.zeta(like(2, x), y)
     sine = lax.sin(scaled(lax.sub(x, lax.round(x)), math.pi))
     ratio = lax.div(like(math.pi, x), sine)
-    return lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+    value = lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+    return choose(lax.eq(x, number(math.inf, x.dtype)), 0, value)
 
 
 def _slope_of_digamma(x: Array) -> Array:

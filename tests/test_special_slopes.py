@@ -93,7 +93,7 @@ _TWO: dict[str, Callable] = {
 _OPEN: dict[str, tuple[str, str, Callable[..., torch.Tensor]]] = {
     "hardsigmoid": ("grad jvp", "PyTorch's 1/6 is a float32 number", lambda x: x.abs() < 3),
     **dict.fromkeys(
-        ("hardtanh", "relu6", "hardshrink"),
+        ("hardtanh", "relu6", "hardshrink", "softshrink"),
         ("grad jvp", "at NaN 0 or 1, in PyTorch by whether the element is in a vector of the processor's", torch.isnan),
     ),
     "where of a logarithm": ("jvp", "reverse mode multiplies 0 by the infinite slope", lambda x: (x == 0) | x.isnan()),

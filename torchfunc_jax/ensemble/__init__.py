@@ -1,0 +1,9 @@
+"""Ensembles and populations of torch modules that are trained in one program, on one device or on many."""
+from torchfunc_jax.ensemble.members import Ensemble
+from torchfunc_jax.ensemble.training import Trainer, TrainState
+
+__all__ = [
+    "Ensemble",
+    "TrainState",
+    "Trainer",
+]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchfunc_jax.ensemble import Ensemble
 from torchfunc_jax.examples import digits_plots as plots
 from torchfunc_jax.examples.digits import DigitNet, Settings, Training, batches, calibration, jitter, load_digits, report
 
@@ -78,7 +79,8 @@ def test_both_train_the_same_networks(training: Training, result: dict[str, Any]
 def test_members_differ_and_start_as_torch_starts_them(training: Training) -> None:
     weight = training.initial["conv1.weight"]
     assert weight.shape == (3, 16, 1, 3, 3)
-    assert torch.equal(weight[1], training.members[1].conv1.weight) and not torch.equal(weight[0], weight[1])
+    again = Ensemble(DigitNet, 3, seed=0)
+    assert torch.equal(weight[1], again[1].conv1.weight) and not torch.equal(weight[0], weight[1])
 
 
 def test_saved_members_are_the_trained_ones(training: Training, tmp_path: Any) -> None:
@@ -87,13 +89,12 @@ def test_saved_members_are_the_trained_ones(training: Training, tmp_path: Any) -
     member = DigitNet()
     member.load_state_dict(states[2])
     images = training.digits.test_images
-    expected = training.systems["torchfunc_jax"].probabilities(images)[2]
-    np.testing.assert_allclose(member(images).softmax(-1).detach(), expected, atol=1e-5)
+    np.testing.assert_allclose(member(images).detach(), training.ours.logits(images)[2], atol=1e-4)
 
 
 def test_report_is_json_with_everything_the_table_shows(result: dict[str, Any]) -> None:
     read = json.loads(json.dumps(result, allow_nan=False))
-    assert read["speed_up"] > 0 and not read["interrupted"] and read["steps"] == 15
+    assert read["speed_up"] is None and not read["interrupted"] and read["steps"] == 15  # too few steps to tell
     for one in read["systems"].values():
         assert one["first_step_s"] > 0 and one["step_ms"] > 0 and one["final_loss"] > 0
         assert np.array(one["losses"]).shape == (3, 15)
@@ -134,7 +135,7 @@ def test_page_of_plots(result: dict[str, Any], tmp_path: Any) -> None:
     ],
 )
 def test_calibration(probabilities: list[list[float]], labels: list[int], error: float) -> None:
-    table = calibration(np.array(probabilities), np.array(labels))
+    table = calibration(torch.tensor(probabilities), torch.tensor(labels))
     assert table["error"] == pytest.approx(error) and sum(table["count"]) == len(labels)
     assert len(table["accuracy"]) == 10 and table["accuracy"][0] is None
 

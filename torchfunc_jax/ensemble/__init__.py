@@ -1,18 +1,26 @@
 """Ensembles and populations of torch modules that are trained in one program, on one device or on many."""
 from torchfunc_jax.ensemble import metrics
 from torchfunc_jax.ensemble.calibration import fit_joint_temperature, fit_temperature
+from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.prediction import Classification, Regression, predict
+from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
 from torchfunc_jax.ensemble.training import Trainer, TrainState
 
 __all__ = [
+    "Checkpoints",
     "Classification",
     "Ensemble",
+    "LOST",
+    "Preempted",
+    "ProcessError",
     "Regression",
     "TrainState",
     "Trainer",
     "fit_joint_temperature",
     "fit_temperature",
+    "initialize",
+    "launch",
     "metrics",
     "predict",
 ]

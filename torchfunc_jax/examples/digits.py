@@ -5,7 +5,10 @@ It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
 import math
 import os
 import time
@@ -24,7 +27,7 @@ from torch import nn
 import torchfunc_jax
 from bridge import devices
 from torchfunc_jax._machine import machine
-from torchfunc_jax.ensemble import Classification, Ensemble, Trainer, metrics
+from torchfunc_jax.ensemble import Checkpoints, Classification, Ensemble, Trainer, metrics
 from torchfunc_jax.ensemble.meshes import DATA, gathered
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
@@ -329,22 +332,28 @@ class Training:
         self.interrupted = False
         self.first_batch = self.last_batch = next(batches(self.digits, settings))
 
-    def run(self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step."""
-        self.resumed_at = self.ours.trainer.position
-        for number, batch in enumerate(batches(self.digits, self.settings)):
-            if number < self.resumed_at:
-                continue
-            if stop():
-                self.interrupted = True
-                return
-            self.last_batch = batch
-            for name, system in self.systems.items():
-                start = time.perf_counter()
-                losses = system.step(batch)
-                self.seconds[name].append(time.perf_counter() - start)
-                self.losses[name].append(losses)
-            on_step(self)
+    def run(
+        self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False,
+        kept: Checkpoints | None = None,
+    ) -> None:
+        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step.
+
+        With checkpoints, it goes on from the newest. They do not keep the system on torch.func.
+        """
+        with contextlib.nullcontext(lambda: None) if kept is None else kept.training(self.ours.trainer) as stepped:
+            self.resumed_at = self.ours.trainer.position
+            for batch in itertools.islice(batches(self.digits, self.settings), self.resumed_at, None):
+                if stop():
+                    self.interrupted = True
+                    return
+                self.last_batch = batch
+                for name, system in self.systems.items():
+                    start = time.perf_counter()
+                    losses = system.step(batch)
+                    self.seconds[name].append(time.perf_counter() - start)
+                    self.losses[name].append(losses)
+                on_step(self)
+                stepped()
 
     def save(self, folder: Path) -> Path:
         """Write the current members to `members.pt`, a list of state dicts for DigitNet; the file is written as a whole or not at all."""
@@ -372,6 +381,25 @@ def mesh_of(settings: Settings, devices_: list[jax.Device] | None = None) -> jax
     if settings.batch_size % data:
         raise ValueError(f"mesh: expected batches of {settings.batch_size} to divide evenly among the devices of the axis data, got {data}")
     return jax.make_mesh((member, data), ("member", "data"), devices=have)
+
+
+def checkpoints(settings: Settings, folder: Path) -> Checkpoints:
+    """The checkpoints of a run, one at each epoch.
+
+    Raises:
+        ImportError: Orbax is not installed.
+        ValueError: the folder has those of a run with other settings, which this run would not continue.
+    """
+    same = {name: getattr(settings, name) for name in ("members", "epochs", "batch_size", "learning_rate", "seed")}
+    page = folder / "settings.json"
+    if page.exists():
+        for name, before in json.loads(page.read_text()).items():
+            if before != same[name]:
+                raise ValueError(f"resume: {folder} has checkpoints of a run with {name}={before}, got {same[name]}; take another output")
+    kept = Checkpoints(folder, every=steps_per_epoch(load_digits(settings.seed), settings), keep=2)
+    if jax.process_index() == 0:
+        page.write_text(json.dumps(same))
+    return kept
 
 
 def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict[str, Any]]:

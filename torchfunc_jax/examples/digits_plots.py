@@ -1,4 +1,4 @@
-"""A page of plots of an ensemble's report, drawn with matplotlib: losses, calibration, and the digits with the least certain vote."""
+"""A page of plots of an ensemble's report, drawn with matplotlib: losses, metrics by size, calibration, strange inputs, the least sure digits."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,10 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 OURS, THEIRS, INK, FAINT, RIGHT, WRONG = "#1f6fb2", "#e07b39", "#222222", "#c9ced6", "#2f8f5b", "#c0392b"
 COLORS = {"torchfunc_jax": OURS, "torch.func": THEIRS}
+SIZES = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "ece": "Calibration error (ECE)"}
 
 
 def page(report: dict[str, Any]) -> Figure:
@@ -23,16 +24,23 @@ def page(report: dict[str, Any]) -> Figure:
     Returns:
         matplotlib.figure.Figure: to show or to save.
     """
-    figure = Figure(figsize=(13, 9), dpi=130, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    rows = figure.add_gridspec(2, 1, height_ratios=[1, 0.86])
-    top = rows[0].subgridspec(1, 2, width_ratios=[1.45, 1])
+    figure = Figure(figsize=(15, 13.5), dpi=110, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.14))
+    rows = figure.add_gridspec(3, 1, height_ratios=[1, 1.05, 1.05])
+    top = rows[0].subgridspec(1, 4, width_ratios=[1.9, 1, 1, 1])
     losses(figure.add_subplot(top[0]), report)
-    calibration(figure, top[1], report)
-    least_sure(figure, rows[1], report)
+    for place, (name, title) in zip(list(top)[1:], SIZES.items(), strict=True):
+        by_size(figure.add_subplot(place), report, name, title)
+    speeds = "throughput" in report
+    middle = rows[1].subgridspec(1, 3 if speeds else 2, width_ratios=[1, 1.25, 0.8] if speeds else [1, 1.25])
+    calibration(figure, middle[0], report)
+    strange(figure, middle[1], report)
+    if speeds:
+        throughput(figure.add_subplot(middle[2]), report)
+    least_sure(figure, rows[2], report)
     settings, vote = report["settings"], report["systems"]["torchfunc_jax"]["test_accuracy"]["vote"]
     figure.suptitle(
         f"{settings['members']} CNNs on handwritten digits: the vote is right on {vote:.1%} of {report['test_images']} test digits",
-        fontsize=16, fontweight="bold", color=INK,
+        fontsize=17, fontweight="bold", color=INK,
     )
     return figure
 
@@ -45,7 +53,7 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
             continue
         width = max(1, min(15, values.shape[1] // 10))
         smooth = np.stack([np.convolve(member, np.ones(width) / width, "valid") for member in values])
-        steps = np.arange(smooth.shape[1]) + (width + 1) / 2
+        steps = report["resumed_at"] + np.arange(smooth.shape[1]) + (width + 1) / 2
         dashed: dict[str, Any] = {} if name == "torchfunc_jax" else {"linestyle": (0, (4, 4))}
         axes.plot(steps, smooth.T, color=COLORS[name], linewidth=0.7, alpha=0.35, **dashed)
         axes.plot(steps, smooth.mean(0), color=COLORS[name], linewidth=2.4, label=f"{name}, mean member", **dashed)
@@ -55,9 +63,32 @@ def losses(axes: Axes, report: dict[str, Any]) -> None:
     axes.yaxis.set_minor_formatter("")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
-    _title(axes, "Loss of every member", "thin: one member; moving average of 15 steps")
+    _title(axes, "Loss of every member", "thin: one member")
     if axes.lines:
         axes.legend(frameon=False, loc="upper right")
+    _bare(axes)
+
+
+def by_size(axes: Axes, report: dict[str, Any], name: str, title: str) -> None:
+    """A metric of the mean probability of 1, 2, ... members: the mean over draws of members, and the band of most of them."""
+    curve = report["by_size"]
+    sizes, values = curve["members"], curve[name]
+    axes.fill_between(sizes, values["low"], values["high"], color=OURS, alpha=0.15, linewidth=0)
+    axes.plot(sizes, values["mean"], "o-", color=OURS, markersize=4, linewidth=1.8)
+    ends = [(0, "left", 8), (-1, "right", -2)] if len(sizes) > 1 else [(0, "left", 8)]
+    for i, side, shift in ends:
+        text = f"{values['mean'][i]:.3f}" if name == "nll" else f"{values['mean'][i]:.1%}"
+        axes.annotate(text, (sizes[i], values["mean"][i]), (shift, 7), textcoords="offset points", ha=side, fontsize=9, color=INK)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([s for s in sizes if s & (s - 1) == 0] or sizes)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.08, y=0.16)
+    if name != "nll":
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.set_xlabel("members")
+    _title(axes, title, "")
     _bare(axes)
 
 
@@ -97,6 +128,61 @@ def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> N
     _bare(counts)
 
 
+def strange(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
+    """The entropy of digits and of letters, and how well each score tells them apart; above it, a few letters."""
+    found = report["out_of_distribution"]
+    parts = where.subgridspec(2, 1, height_ratios=[1, 3.1], hspace=0.02)
+    pictures = parts[0].subgridspec(1, 5, width_ratios=[1] * 4 + [2.4])
+    for place, letter in zip(list(pictures)[:4], found["examples"], strict=False):
+        image = figure.add_subplot(place)
+        image.imshow(letter["pixels"], cmap="gray_r", vmin=0, vmax=1)
+        image.set(xticks=[], yticks=[])
+        image.set_xlabel(f"{letter['letter']}, read as {letter['vote']}", fontsize=8, color=INK)
+        for spine in image.spines.values():
+            spine.set_color(FAINT)
+    table = figure.add_subplot(pictures[4])
+    table.axis("off")
+    lines = [("score", "AUROC", "FPR95"), ("entropy of one member", *_told(found["mean_member"]))]
+    lines += [(f"{name}", *_told(score)) for name, score in found["scores"].items()]
+    for k, line in enumerate(lines):
+        for x, text, side in zip((0.02, 0.8, 1.0), line, ("left", "right", "right"), strict=True):
+            table.text(x, 0.92 - 0.21 * k, text, ha=side, va="center", fontsize=8.5, color=INK, fontweight="bold" if not k else "normal")
+    axes = figure.add_subplot(parts[1])
+    score = found["scores"]["entropy"]
+    edges = np.linspace(0, max(*score["digits"], *score["letters"]), 25)
+    for name, color in (("digits", OURS), ("letters", THEIRS)):
+        share = np.full(len(score[name]), 1 / len(score[name]))
+        axes.hist(score[name], edges, weights=share, color=color, alpha=0.6, label=f"{len(score[name])} {'test ' * (name == 'digits')}{name}")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    axes.set(xlabel="entropy of the mean probability, in nats", ylabel="part of the images")
+    axes.legend(frameon=False, loc="upper right")
+    figure.add_subplot(where, frameon=False, xticks=[], yticks=[]).set_title(
+        "Letters, which no member has seen", loc="left", fontsize=12, fontweight="bold", color=INK
+    )
+    _bare(axes)
+
+
+def throughput(axes: Axes, report: dict[str, Any]) -> None:
+    """Members trained per second on 1, 2, 4, ... devices, and the FLOPs of each device's program."""
+    rows = report["throughput"]
+    x = np.arange(len(rows))
+    axes.bar(x, [row["members_per_second"] for row in rows], width=0.6, color=OURS, alpha=0.8)
+    axes.set_xticks(x, [str(row["devices"]) for row in rows])
+    axes.set(xlabel="devices that share the members", ylabel="members per second")
+    for i, row in enumerate(rows):
+        work = f"\n{row['flops_per_device'] / 1e6:,.0f} MFLOP\neach" if row["flops_per_device"] else ""
+        axes.annotate(f"{row['members_per_second']:,.0f}{work}", (i, row["members_per_second"]), (0, 3), textcoords="offset points",
+                      ha="center", fontsize=7.5, color=INK)
+    axes.margins(y=0.2)
+    _title(axes, "Members trained per second", f"on {report['machine']['cores']} cores")
+    _bare(axes)
+
+
+def _told(score: dict[str, Any]) -> tuple[str, str]:
+    return f"{score['auroc']:.3f}", f"{score['fpr95']:.0%}"
+
+
 def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     """The twelve test digits on which the vote is least sure, with its probability for each digit."""
     parts = where.subgridspec(2, 1, height_ratios=[0.02, 1], hspace=0.0)
@@ -109,7 +195,7 @@ def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> No
         image = figure.add_subplot(cell[0])
         image.imshow(digit["pixels"], cmap="gray_r", vmin=0, vmax=1)
         image.set(xticks=[], yticks=[])
-        vote = int(np.argmax(digit["probability"]))
+        vote = digit["vote"]
         right = vote == digit["label"]
         image.set_title(f"is {digit['label']}, vote {vote}", fontsize=9, color=RIGHT if right else WRONG, fontweight="bold")
         image.set_xlabel(f"{max(digit['probability']):.0%} sure", fontsize=8, color=INK)

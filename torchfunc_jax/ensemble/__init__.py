@@ -2,10 +2,11 @@
 from torchfunc_jax.ensemble import metrics
 from torchfunc_jax.ensemble.calibration import fit_joint_temperature, fit_temperature
 from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted
+from torchfunc_jax.ensemble.life import early_stop, exploit, halve
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.prediction import Classification, Regression, predict
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
-from torchfunc_jax.ensemble.training import Trainer, TrainState
+from torchfunc_jax.ensemble.training import TrainState, Trainer
 
 __all__ = [
     "Checkpoints",
@@ -17,8 +18,11 @@ __all__ = [
     "Regression",
     "TrainState",
     "Trainer",
+    "early_stop",
+    "exploit",
     "fit_joint_temperature",
     "fit_temperature",
+    "halve",
     "initialize",
     "launch",
     "metrics",

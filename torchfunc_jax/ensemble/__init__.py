@@ -1,17 +1,21 @@
 """Ensembles and populations of torch modules that are trained in one program, on one device or on many."""
 from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted
+from torchfunc_jax.ensemble.dry_run import Collective, Price, dry_run
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
 from torchfunc_jax.ensemble.training import Trainer, TrainState
 
 __all__ = [
     "Checkpoints",
+    "Collective",
     "Ensemble",
     "LOST",
     "Preempted",
+    "Price",
     "ProcessError",
     "TrainState",
     "Trainer",
+    "dry_run",
     "initialize",
     "launch",
 ]

@@ -134,9 +134,13 @@ class Trainer:
     def _arrays(self, batch: Any) -> Any:
         return jax.tree.map(lambda t: self.ensemble.placement.put(t, DATA), batch)
 
+    def traced_step(self, *batch: Any) -> jax.stages.Traced:
+        """The step on such a batch as it is traced, neither compiled nor run."""
+        return self._program(batch).trace(self.state, self._arrays(batch))
+
     def compiled_step(self, *batch: Any) -> jax.stages.Compiled:
         with compiling.correctly():
-            return self._program(batch).lower(self.state, self._arrays(batch)).compile()
+            return self.traced_step(*batch).lower().compile()
 
     def step(self, *batch: Any) -> torch.Tensor:
         """A step on a batch; the members' losses, [n]."""

@@ -2,6 +2,7 @@
 from torchfunc_jax.ensemble import metrics
 from torchfunc_jax.ensemble.calibration import fit_joint_temperature, fit_temperature
 from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted
+from torchfunc_jax.ensemble.dry_run import Collective, Price, dry_run
 from torchfunc_jax.ensemble.life import early_stop, exploit, halve
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.prediction import Classification, Regression, predict
@@ -11,13 +12,16 @@ from torchfunc_jax.ensemble.training import TrainState, Trainer
 __all__ = [
     "Checkpoints",
     "Classification",
+    "Collective",
     "Ensemble",
     "LOST",
     "Preempted",
+    "Price",
     "ProcessError",
     "Regression",
     "TrainState",
     "Trainer",
+    "dry_run",
     "early_stop",
     "exploit",
     "fit_joint_temperature",

@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from bridge import private
-from bridge.checkpoints import CheckpointError
+from bridge.checkpoints import CheckpointError, escaped
 
 __all__ = ["Checkpoints", "Preempted"]
 
@@ -112,7 +112,7 @@ class Checkpoints:
             args = self._orbax.args
             self._manager.save(
                 trainer.position, force=True, args=args.Composite(
-                    state=args.StandardSave({_key(name): x for name, x in named.items() if x.size}),
+                    state=args.StandardSave({escaped(name): x for name, x in named.items() if x.size}),
                     about=args.JsonSave({"position": trainer.position, "leaves": described}),
                 ),
             )
@@ -143,13 +143,13 @@ class Checkpoints:
         try:
             about = self._manager.restore(found, args=args.Composite(about=args.JsonRestore()))["about"]
             _check(about["leaves"], here)
-            like = {_key(name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in here.items() if x.size}
+            like = {escaped(name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in here.items() if x.size}
             arrays = self._manager.restore(found, args=args.Composite(state=args.StandardRestore(like)))["state"]
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}, step {found}: {error}") from None
         except Exception as error:  # Orbax and tensorstore raise classes of many kinds for a damaged file
             raise CheckpointError(f"{self.folder}, step {found}: damaged: {type(error).__name__}: {error}") from error
-        leaves = [arrays[_key(name)] if x.size else x for name, x in here.items()]
+        leaves = [arrays[escaped(name)] if x.size else x for name, x in here.items()]
         trainer.state = jax.tree.unflatten(jax.tree.structure(trainer.state), leaves)
         trainer.position = about["position"]
         return found
@@ -241,10 +241,6 @@ class _Signals:
 def _named(state: Any) -> dict[str, jax.Array]:
     """The leaves by name, in their order."""
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
-
-
-def _key(name: str) -> str:
-    return name.replace("%", "%25").replace("/", "%2F")  # Orbax uses these names for files
 
 
 def _check(saved: dict[str, Any], here: dict[str, jax.Array]) -> None:

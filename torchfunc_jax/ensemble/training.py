@@ -436,6 +436,12 @@ class Trainer:
                     raise
                 self._check_vma = False
 
+    def traced_step(self, *batch: Any, own: bool = False) -> jax.stages.Traced:
+        """The step on such a batch as it is traced, neither compiled nor run."""
+        arrays, wide = self._arrays(batch, own)
+        modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
+        return self._program(("step", own, wide, self.chunk, self._check_vma, modes)).trace(self.state, arrays)
+
     def _arrays(self, batch: tuple[Any, ...], own: bool) -> tuple[Any, tuple[bool, ...]]:
         place = self.ensemble.placement
         leaves, tree = jax.tree.flatten(tuple(batch))

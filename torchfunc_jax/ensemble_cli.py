@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -215,8 +216,17 @@ def train(settings: Settings, output: Path, resume: bool) -> dict[str, Any]:
 
 
 def price(settings: Settings, as_json: bool) -> None:
-    """What a run takes, by the programs that XLA would compile."""
-    raise typer.BadParameter("--dry-run: not there yet")
+    """Print what a step takes, by the program that XLA compiles for one device."""
+    from torchfunc_jax.examples.digits import priced
+
+    try:
+        found = priced(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found) | {"devices": found.devices, "total_flops": found.total_flops, "sent": found.sent}))
+    else:
+        Console().print(found.table())
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------------------
@@ -295,9 +305,10 @@ def _speed_up(result: dict[str, Any]) -> str:
     if found is None:
         return "Speed-up over torch.func: not shown, because so few steps tell nothing of it."
     load = "" if where["load"] is None else f"; load of the machine {where['load']:.1f} on {where['cores']} cores"
+    busy = "; other programs run here: measure again" if where["load"] is not None and where["load"] > 2 * where["cores"] else ""
     return (
         f"Speed-up of a step over torch.func: [bold]{found['median']:.2f}x[/bold] "
-        f"(half of the steps: {found['low']:.2f}x to {found['high']:.2f}x{load})"
+        f"(half of the steps: {found['low']:.2f}x to {found['high']:.2f}x{load}{busy})"
     )
 
 

@@ -424,23 +424,21 @@ class Trainer:
             batch: as in ``step``; its values are not used.
             own: as in ``step``.
         """
+        with compiling.correctly():
+            return self.traced_step(*batch, own=own).lower().compile()
+
+    def traced_step(self, *batch: Any, own: bool = False) -> jax.stages.Traced:
+        """The step on such a batch as it is traced, neither compiled nor run."""
         arrays, wide = self._arrays(batch, own)
         while True:
             modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
             program = self._program(("step", own, wide, self.chunk, self._check_vma, modes))
             try:
-                with compiling.correctly():
-                    return program.lower(self.state, arrays).compile()
+                return program.trace(self.state, arrays)
             except Exception as error:
                 if not (self._check_vma and self.ensemble.mesh is not None and _of_vma(error)):
                     raise
                 self._check_vma = False
-
-    def traced_step(self, *batch: Any, own: bool = False) -> jax.stages.Traced:
-        """The step on such a batch as it is traced, neither compiled nor run."""
-        arrays, wide = self._arrays(batch, own)
-        modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
-        return self._program(("step", own, wide, self.chunk, self._check_vma, modes)).trace(self.state, arrays)
 
     def _arrays(self, batch: tuple[Any, ...], own: bool) -> tuple[Any, tuple[bool, ...]]:
         place = self.ensemble.placement

@@ -27,7 +27,7 @@ from torch import nn
 import torchfunc_jax
 from bridge import devices
 from torchfunc_jax._machine import machine
-from torchfunc_jax.ensemble import Checkpoints, Classification, Ensemble, Trainer, metrics
+from torchfunc_jax.ensemble import Checkpoints, Classification, Ensemble, Price, Trainer, dry_run, metrics
 from torchfunc_jax.ensemble.meshes import DATA, gathered
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
@@ -177,9 +177,9 @@ def members_logits(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
     return func.vmap(lambda weights, images: func.functional_call(model, weights, (images,)), in_dims=(0, None))
 
 
-def learning_rates(settings: Settings, steps: int) -> Callable[[Any], Any]:
-    """A function from the step to the learning rate, which falls along a cosine from the settings' rate to zero."""
-    return optax.cosine_decay_schedule(settings.learning_rate, steps)
+def cosine(steps: int) -> Callable[[Any], Any]:
+    """A function from the step to a factor of the learning rate, which falls along a cosine from one to zero."""
+    return optax.cosine_decay_schedule(1.0, steps)
 
 
 class System(Protocol):
@@ -214,37 +214,32 @@ class OnJax:
 
     name = "torchfunc_jax"
 
-    def __init__(self, settings: Settings, rates: Callable[[Any], Any], mesh: jax.sharding.Mesh | None = None) -> None:
+    def __init__(self, settings: Settings, schedule: Callable[[Any], Any] | None = None, mesh: jax.sharding.Mesh | None = None) -> None:
         with devices.use(settings.device if settings.device is not None else devices.default()):
             self.ensemble = Ensemble(DigitNet, settings.members, seed=settings.seed, mesh=mesh)
-            self.trainer = Trainer(self.ensemble, F.cross_entropy, "adam", lr=settings.learning_rate)
-        self._rates = rates
+            self.trainer = trainer(self.ensemble, settings.learning_rate, schedule)
         self._gradients = torchfunc_jax.jit(members_loss(torchfunc_jax, DigitNet()))
 
     def step(self, batch: Batch) -> np.ndarray:
-        state = self.trainer.state
-        rate = jax.device_put(np.full(len(self.ensemble), self._rates(self.trainer.position), np.float32), state.numbers["lr"].sharding)
-        self.trainer.state = dataclasses.replace(state, numbers={**state.numbers, "lr": rate})
-        losses = self.trainer.step(*(self._whole(x, DATA) for x in batch))
+        place = self.ensemble.placement
+        losses = self.trainer.step(*(x if place.mesh is None else place.put_rows(x, DATA) for x in batch))
         self.trainer.position += 1
         return losses.numpy()
-
-    def _whole(self, x: torch.Tensor, axis: str | None = None) -> Any:
-        """A tensor that every process has whole: on a mesh, each device gets its rows of it, or all."""
-        if self.ensemble.mesh is None:
-            return x
-        values = x.numpy().astype(np.int32) if x.dtype == torch.int64 else x.numpy()
-        return jax.make_array_from_callback(x.shape, self.ensemble.placement.sharding(axis), lambda index: values[index])
 
     def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
         grads, losses = self._gradients(weights, *batch)
         return {k: v.numpy() for k, v in grads.items()}, losses.numpy()
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        return self.ensemble.logits(self._whole(images))
+        return self.ensemble.logits(images)
 
     def weights(self) -> Weights:
         return {k: torch.from_numpy(np.array(gathered(v))) for k, v in self.ensemble.params.items()}
+
+
+def trainer(ensemble: Ensemble, rate: float, schedule: Callable[[Any], Any] | None = None) -> Trainer:
+    """Adam on the members' cross-entropy."""
+    return Trainer(ensemble, F.cross_entropy, "adam", lr=rate, schedule=schedule)
 
 
 class OnTorch:
@@ -319,8 +314,9 @@ class Training:
         self.steps = settings.epochs * steps_per_epoch(self.digits, settings)
         self.device = jax.devices()[0] if settings.device is None else devices.find(settings.device)
         self.mesh = None if settings.mesh is None else mesh_of(settings)
-        rates = learning_rates(settings, self.steps)
-        self.ours = OnJax(settings, rates, self.mesh)
+        schedule = cosine(self.steps)
+        rates = lambda step: settings.learning_rate * schedule(step)
+        self.ours = OnJax(settings, schedule, self.mesh)
         self.initial = self.ours.weights()
         self.systems: dict[str, System] = {"torchfunc_jax": self.ours}
         if settings.compare and jax.process_index() == 0:
@@ -402,6 +398,16 @@ def checkpoints(settings: Settings, folder: Path) -> Checkpoints:
     return kept
 
 
+def priced(settings: Settings) -> Price:
+    """What a step of the settings takes on their mesh, whose devices need not be there: see `torchfunc_jax.ensemble.dry_run`."""
+    member, data = settings.mesh or (1, 1)
+    batch = torch.empty(settings.batch_size, 1, 8, 8), torch.empty(settings.batch_size, dtype=torch.int64)
+    return dry_run(
+        lambda n, mesh: trainer(Ensemble(DigitNet, n, seed=settings.seed, mesh=mesh), settings.learning_rate), settings.members, batch,
+        {"member": member, "data": data},
+    )
+
+
 def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict[str, Any]]:
     """Members trained per second on 1, 2, 4, ... of this process's devices: the members are shared, the batch is not.
 
@@ -414,7 +420,7 @@ def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict
         if settings.members % n or n > len(jax.local_devices()):
             continue
         one = dataclasses.replace(settings, mesh=(n, 1))
-        system = OnJax(one, lambda step: settings.learning_rate, mesh_of(one, jax.local_devices()[:n]))
+        system = OnJax(one, mesh=mesh_of(one, jax.local_devices()[:n]))
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()

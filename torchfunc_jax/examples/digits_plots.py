@@ -1,4 +1,4 @@
-"""A page of plots of an ensemble's report, drawn with matplotlib: losses, metrics by size, calibration, strange inputs, the least sure digits."""
+"""A page of plots of an ensemble's report: losses, metrics by size, calibration, strange inputs, devices, the least sure digits."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentForma
 
 OURS, THEIRS, INK, FAINT, RIGHT, WRONG = "#1f6fb2", "#e07b39", "#222222", "#c9ced6", "#2f8f5b", "#c0392b"
 COLORS = {"torchfunc_jax": OURS, "torch.func": THEIRS}
-SIZES = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "ece": "Calibration error (ECE)"}
+SIZES = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
 
 
 def page(report: dict[str, Any]) -> Figure:
@@ -31,7 +31,7 @@ def page(report: dict[str, Any]) -> Figure:
     for place, (name, title) in zip(list(top)[1:], SIZES.items(), strict=True):
         by_size(figure.add_subplot(place), report, name, title)
     speeds = "throughput" in report
-    middle = rows[1].subgridspec(1, 3 if speeds else 2, width_ratios=[1, 1.25, 0.8] if speeds else [1, 1.25])
+    middle = rows[1].subgridspec(1, 3 if speeds else 2, width_ratios=[1, 1.45, 0.7] if speeds else [1, 1.6])
     calibration(figure, middle[0], report)
     strange(figure, middle[1], report)
     if speeds:
@@ -75,10 +75,7 @@ def by_size(axes: Axes, report: dict[str, Any], name: str, title: str) -> None:
     sizes, values = curve["members"], curve[name]
     axes.fill_between(sizes, values["low"], values["high"], color=OURS, alpha=0.15, linewidth=0)
     axes.plot(sizes, values["mean"], "o-", color=OURS, markersize=4, linewidth=1.8)
-    ends = [(0, "left", 8), (-1, "right", -2)] if len(sizes) > 1 else [(0, "left", 8)]
-    for i, side, shift in ends:
-        text = f"{values['mean'][i]:.3f}" if name == "nll" else f"{values['mean'][i]:.1%}"
-        axes.annotate(text, (sizes[i], values["mean"][i]), (shift, 7), textcoords="offset points", ha=side, fontsize=9, color=INK)
+    one, all_ = (f"{values['mean'][i]:.3f}" if name == "nll" else f"{values['mean'][i]:.1%}" for i in (0, -1))
     axes.set_xscale("log", base=2)
     axes.set_xticks([s for s in sizes if s & (s - 1) == 0] or sizes)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -87,8 +84,8 @@ def by_size(axes: Axes, report: dict[str, Any], name: str, title: str) -> None:
     if name != "nll":
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel("members")
-    _title(axes, title, "")
+    axes.set_xlabel("members in the mean")
+    _title(axes, title, f"{one} to {all_}")
     _bare(axes)
 
 
@@ -118,49 +115,51 @@ def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> N
     counts.yaxis.set_major_formatter("{x:g}")
     counts.tick_params(which="minor", left=False)
     counts.set_ylim(0.5, 4 * max(ours["count"]))
-    counts.set_xlabel("confidence of the vote")
+    counts.set_xlabel("confidence")
     counts.set_ylabel("digits")
     axes.set(xlim=(0, 1.03), ylim=(-0.06, 1.06), ylabel="part that is right")
     axes.tick_params(labelbottom=False)
-    _title(axes, "Calibration of the vote", "error: expected calibration error")
+    _title(axes, "Calibration of the mean probability", "error: ECE")
     axes.legend(frameon=False, loc="lower right", fontsize=8)
     _bare(axes)
     _bare(counts)
 
 
 def strange(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
-    """The entropy of digits and of letters, and how well each score tells them apart; above it, a few letters."""
+    """A few letters, the entropy of digits and of letters, and how well each score tells them apart."""
     found = report["out_of_distribution"]
-    parts = where.subgridspec(2, 1, height_ratios=[1, 3.1], hspace=0.02)
-    pictures = parts[0].subgridspec(1, 5, width_ratios=[1] * 4 + [2.4])
-    for place, letter in zip(list(pictures)[:4], found["examples"], strict=False):
+    parts = where.subgridspec(3, 2, height_ratios=[0.02, 1, 2.6], width_ratios=[1.5, 1])
+    heading = figure.add_subplot(parts[0, :])
+    heading.axis("off")
+    _title(heading, "Letters, which no member has seen", "digits 2, 3, 4 and 7, turned")
+    pictures = parts[1, 0].subgridspec(1, 4)
+    for place, letter in zip(pictures, found["examples"], strict=False):
         image = figure.add_subplot(place)
         image.imshow(letter["pixels"], cmap="gray_r", vmin=0, vmax=1)
         image.set(xticks=[], yticks=[])
         image.set_xlabel(f"{letter['letter']}, read as {letter['vote']}", fontsize=8, color=INK)
-        for spine in image.spines.values():
-            spine.set_color(FAINT)
-    table = figure.add_subplot(pictures[4])
-    table.axis("off")
-    lines = [("score", "AUROC", "FPR95"), ("entropy of one member", *_told(found["mean_member"]))]
-    lines += [(f"{name}", *_told(score)) for name, score in found["scores"].items()]
-    for k, line in enumerate(lines):
-        for x, text, side in zip((0.02, 0.8, 1.0), line, ("left", "right", "right"), strict=True):
-            table.text(x, 0.92 - 0.21 * k, text, ha=side, va="center", fontsize=8.5, color=INK, fontweight="bold" if not k else "normal")
-    axes = figure.add_subplot(parts[1])
+        image.spines[:].set_color(FAINT)
+    axes = figure.add_subplot(parts[2, 0])
     score = found["scores"]["entropy"]
-    edges = np.linspace(0, max(*score["digits"], *score["letters"]), 25)
-    for name, color in (("digits", OURS), ("letters", THEIRS)):
+    edges = np.linspace(0, max(*score["digits"], *score["letters"]), 16)
+    for name, color, text in (("digits", OURS, "test digits"), ("letters", THEIRS, "letters")):
         share = np.full(len(score[name]), 1 / len(score[name]))
-        axes.hist(score[name], edges, weights=share, color=color, alpha=0.6, label=f"{len(score[name])} {'test ' * (name == 'digits')}{name}")
+        axes.hist(score[name], edges, weights=share, color=color, alpha=0.6, label=f"{len(score[name])} {text}")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    axes.set(xlabel="entropy of the mean probability, in nats", ylabel="part of the images")
-    axes.legend(frameon=False, loc="upper right")
-    figure.add_subplot(where, frameon=False, xticks=[], yticks=[]).set_title(
-        "Letters, which no member has seen", loc="left", fontsize=12, fontweight="bold", color=INK
-    )
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="entropy of the mean probability (nats)", ylabel="part of the images")
+    axes.legend(frameon=False, loc="upper right", fontsize=8)
     _bare(axes)
+    told = figure.add_subplot(parts[1:, 1])
+    rows = [("entropy of\none member", found["mean_member"]), *((name.replace(" ", "\n", 1), s) for name, s in found["scores"].items())]
+    told.barh(range(len(rows)), [s["auroc"] for _, s in rows], color=[FAINT] + [OURS] * (len(rows) - 1), height=0.62)
+    for i, (_, s) in enumerate(rows):
+        told.text(0.515, i, f"{s['auroc']:.3f}   FPR95 {s['fpr95']:.0%}", va="center", fontsize=8, color=INK if not i else "white")
+    told.set(xlim=(0.5, 1), ylim=(len(rows) - 0.5, -0.5), xlabel="AUROC, letters against digits")
+    told.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    told.tick_params(axis="y", length=0)
+    _bare(told)
 
 
 def throughput(axes: Axes, report: dict[str, Any]) -> None:
@@ -172,15 +171,11 @@ def throughput(axes: Axes, report: dict[str, Any]) -> None:
     axes.set(xlabel="devices that share the members", ylabel="members per second")
     for i, row in enumerate(rows):
         work = f"\n{row['flops_per_device'] / 1e6:,.0f} MFLOP\neach" if row["flops_per_device"] else ""
-        axes.annotate(f"{row['members_per_second']:,.0f}{work}", (i, row["members_per_second"]), (0, 3), textcoords="offset points",
-                      ha="center", fontsize=7.5, color=INK)
+        text = f"{row['members_per_second']:,.0f}{work}"
+        axes.annotate(text, (i, row["members_per_second"]), (0, 3), textcoords="offset points", ha="center", fontsize=7.5, color=INK)
     axes.margins(y=0.2)
     _title(axes, "Members trained per second", f"on {report['machine']['cores']} cores")
     _bare(axes)
-
-
-def _told(score: dict[str, Any]) -> tuple[str, str]:
-    return f"{score['auroc']:.3f}", f"{score['fpr95']:.0%}"
 
 
 def least_sure(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:

@@ -54,6 +54,13 @@ def test_predictions_are_the_members(ens: Ensemble, batch_size: int | None) -> N
     assert without.logits is None and torch.equal(without.probability, found.probability)
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_members_in_chunks_and_inputs_as_arguments(ens: Ensemble, chunk: int) -> None:
+    expected = predict(ens, INPUTS)
+    for inputs in (INPUTS, (INPUTS,), {"x": INPUTS}):
+        torch.testing.assert_close(predict(ens, inputs, batch_size=4, chunk=chunk).probability, expected.probability)
+
+
 def test_every_number_row_by_row() -> None:
     logits = 2 * torch.randn(6, 9, 4, generator=torch.Generator().manual_seed(1)).double()
     found = Classification.of(logits)
@@ -154,7 +161,7 @@ def test_a_point_beside_gaussians() -> None:
 
 def diverged(ens: Ensemble) -> Any:
     class Some:
-        def logits(self, x: torch.Tensor) -> torch.Tensor:
+        def logits(self, x: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
             out = ens.logits(x)
             out[2, 1] = math.nan
             return out
@@ -165,7 +172,8 @@ def diverged(ens: Ensemble) -> Any:
 WRONG: list[tuple[Callable[[Ensemble], Any], type[Exception], str]] = [
     (lambda e: predict(e, INPUTS, task="ranking"), ValueError, "task: expected 'classification' or 'regression', got 'ranking'"),
     (lambda e: predict(e, INPUTS, batch_size=0), ValueError, "batch_size: expected at least 1"),
-    (lambda e: predict(e, INPUTS[:0]), ValueError, "inputs: expected a tensor .* at least one row"),
+    (lambda e: predict(e, INPUTS[:0]), ValueError, r"inputs: expected tensors \[N, ...\] .* at least one"),
+    (lambda e: predict(e, (INPUTS, INPUTS[:3])), ValueError, "of as many rows each"),
     (lambda e: predict(e, INPUTS, task="regression", temperature=2.0), ValueError, "temperature: it divides logits"),
     (lambda e: predict(e, INPUTS, temperature=torch.ones(4)), ValueError, "each of the 5 members"),
     (lambda e: predict(e, INPUTS, temperature=0.0), ValueError, "temperature: expected positive"),

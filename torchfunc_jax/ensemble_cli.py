@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -187,6 +188,7 @@ def _in_processes(settings: Settings, output: Path, resume: bool, processes: int
 def _work(settings: Settings, output: Path, resume: bool) -> dict[str, Any]:
     """What each process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    os.dup2(2, 1)  # Gloo writes to stdout, which is for the report
     return train(settings, output, resume)
 
 

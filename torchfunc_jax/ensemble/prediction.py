@@ -195,18 +195,19 @@ class Regression:
 
 def predict(
     ens: Ensemble, inputs: Any, *, task: str = "classification", head: Callable[[Any], Outputs] | None = None,
-    batch_size: int | None = None, temperature: torch.Tensor | float | None = None, keep: bool = True,
+    batch_size: int | None = None, chunk: int | None = None, temperature: torch.Tensor | float | None = None, keep: bool = True,
 ) -> Any:
     """What the ensemble predicts for inputs, with all its uncertainties.
 
     Args:
         ens: the ensemble; its members are in evaluation mode.
-        inputs: a tensor [N, ...] that every member takes.
+        inputs: a tensor [N, ...] that every member is called with; a tuple or dict of tensors is taken as the arguments.
         task: "classification", or "regression".
         head: makes of the members' outputs [members, B, ...] what the task needs: logits [members, B, ..., C], or means, or
             (means, variances). None: the outputs are logits, or means. A mean and a logarithm of the variance in the last
             dimension: ``lambda out: (out[..., 0], out[..., 1].exp())``.
         batch_size: how many inputs are run at a time; None: all at once. The last batch is filled up, so that one program serves all.
+        chunk: how many members of a device are run at a time; None: all.
         temperature: what logits are divided by: a number, or one for each member, [members]; see ``fit_temperature``.
         keep: whether the members' logits are kept; without them the memory does not grow with the members.
 
@@ -230,14 +231,17 @@ def predict(
         raise ValueError("temperature: it divides logits, and a regression has none")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    if not isinstance(inputs, torch.Tensor) or not inputs.ndim or not len(inputs):
-        raise ValueError(f"inputs: expected a tensor [N, ...] with at least one row, got {described(inputs)}")
+    tensors = pytree.tree_leaves(inputs)
+    sizes = {len(x) if isinstance(x, torch.Tensor) and x.ndim else 0 for x in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(f"inputs: expected tensors [N, ...] of as many rows each, at least one, got {', '.join(map(described, tensors))}")
+    size = sizes.pop()
     found = []
-    for batch in inputs.split(len(inputs) if batch_size is None else batch_size):
-        missing = 0 if batch_size is None or not found else batch_size - len(batch)
-        outputs = ens.logits(torch.cat([batch, batch[:1].expand(missing, *batch.shape[1:])]) if missing else batch)
+    for start in range(0, size, batch_size or size):
+        rows = torch.arange(start, start + (batch_size or size) if found else min(size, start + (batch_size or size))).clamp(max=size - 1)
+        outputs = ens.logits(pytree.tree_map(lambda x, rows=rows: x[rows], inputs), chunk=chunk)
         outputs = outputs if head is None else head(outputs)
-        outputs = pytree.tree_map(lambda x, rows=len(batch): x[:, :rows], outputs)
+        outputs = pytree.tree_map(lambda x, kept=size - start: x[:, :kept], outputs)
         if task == "classification":
             found.append(Classification.of(outputs, temperature, keep))
         else:

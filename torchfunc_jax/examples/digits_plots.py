@@ -119,7 +119,7 @@ def calibration(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> N
     counts.set_ylabel("digits")
     axes.set(xlim=(0, 1.03), ylim=(-0.06, 1.06), ylabel="part that is right")
     axes.tick_params(labelbottom=False)
-    _title(axes, "Calibration of the mean probability", "error: ECE")
+    _title(axes, "Calibration", "of the mean probability")
     axes.legend(frameon=False, loc="lower right", fontsize=8)
     _bare(axes)
     _bare(counts)
@@ -152,10 +152,10 @@ def strange(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     axes.legend(frameon=False, loc="upper right", fontsize=8)
     _bare(axes)
     told = figure.add_subplot(parts[1:, 1])
-    rows = [("entropy of\none member", found["mean_member"]), *((name.replace(" ", "\n", 1), s) for name, s in found["scores"].items())]
-    told.barh(range(len(rows)), [s["auroc"] for _, s in rows], color=[FAINT] + [OURS] * (len(rows) - 1), height=0.62)
+    rows = [("entropy of\none member", found["mean_member"]), *((name.replace("l i", "l\ni"), s) for name, s in found["scores"].items())]
+    told.barh(range(len(rows)), [s["auroc"] for _, s in rows], color=[FAINT] + [OURS] * (len(rows) - 1), alpha=0.4, height=0.62)
     for i, (_, s) in enumerate(rows):
-        told.text(0.515, i, f"{s['auroc']:.3f}   FPR95 {s['fpr95']:.0%}", va="center", fontsize=8, color=INK if not i else "white")
+        told.text(0.515, i, f"{s['auroc']:.3f}   FPR95 {s['fpr95']:.0%}", va="center", fontsize=8, color=INK)
     told.set(xlim=(0.5, 1), ylim=(len(rows) - 0.5, -0.5), xlabel="AUROC, letters against digits")
     told.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     told.tick_params(axis="y", length=0)
@@ -174,7 +174,7 @@ def throughput(axes: Axes, report: dict[str, Any]) -> None:
         text = f"{row['members_per_second']:,.0f}{work}"
         axes.annotate(text, (i, row["members_per_second"]), (0, 3), textcoords="offset points", ha="center", fontsize=7.5, color=INK)
     axes.margins(y=0.2)
-    _title(axes, "Members trained per second", f"on {report['machine']['cores']} cores")
+    _title(axes, "Members per second", f"{report['machine']['cores']} cores")
     _bare(axes)
 
 

@@ -1,6 +1,7 @@
 """Ensembles and populations of torch modules that are trained in one program, on one device or on many."""
 from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted
 from torchfunc_jax.ensemble.dry_run import Collective, Price, dry_run
+from torchfunc_jax.ensemble.life import early_stop, exploit, halve
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
 from torchfunc_jax.ensemble.training import Trainer, TrainState
@@ -16,6 +17,9 @@ __all__ = [
     "TrainState",
     "Trainer",
     "dry_run",
+    "early_stop",
+    "exploit",
+    "halve",
     "initialize",
     "launch",
 ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from bridge import devices
 from bridge.convert import tensors
 
 MEMBER, DATA = "member", "data"
+Rows = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,14 @@ class Placement:
             return f
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
-    def stacked(self, n: int, member: Callable[[int], dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    def stacked(self, n: int, member: Callable[[int], Rows]) -> Rows:
         """Arrays [n, ...] from the members' arrays; each is asked for one by one, by the processes that keep it, and goes to its devices."""
         lanes: dict[tuple[int, int], list[jax.Device]] = {}
         for device, (rows,) in self.sharding(MEMBER).addressable_devices_indices_map((n,)).items():
             lanes.setdefault(rows.indices(n)[:2], []).append(device)
         parts: dict[str, list[jax.Array]] = {}
         for (start, stop), where in lanes.items():
-            held: list[dict[str, jax.Array]] = []
+            held: list[Rows] = []
             for i in range(start, stop):
                 row = member(i)
                 held = held or [
@@ -89,27 +90,87 @@ class Placement:
             for name, some in parts.items()
         }
 
-    def put(self, value: torch.Tensor | jax.Array | np.ndarray, *axes: str | None) -> jax.Array:
-        """A tensor on the devices; with several processes, each gives those rows that its own devices keep.
+    def from_rows(self, rows: torch.Tensor) -> jax.Array:
+        """A tensor [n, ...] that is on this host, or in a file, over the axis "member"; each device's rows are read by themselves."""
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            return _canonical(tensors.as_numpy(rows[index[0] if index else slice(None)].clone()), "rows")
+
+        return jax.make_array_from_callback(tuple(rows.shape), self.sharding(MEMBER), part)
+
+    def replaced(self, state: Rows, rows: Mapping[int, Rows]) -> Rows:
+        """Copies of arrays [n, ...] with other values in some rows; each process gives the rows that it keeps, and may give others."""
+        parts: dict[jax.Device, dict[str, jax.Array]] = {}
+        for name, x in state.items():
+            for shard in x.addressable_shards:
+                parts.setdefault(shard.device, {})[name] = shard.data.copy()
+        n = next(iter(state.values())).shape[0] if state else 0
+        for device, (lanes,) in self.sharding(MEMBER).addressable_devices_indices_map((n,)).items():
+            start, stop, _ = lanes.indices(n)
+            for i, new in rows.items():
+                if start <= i < stop:
+                    parts[device] = _write(parts[device], jax.device_put(new, device), i - start)
+        return {
+            name: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [parts[s.device][name] for s in x.addressable_shards])
+            for name, x in state.items()
+        }
+
+    def taken(self, state: Any, indices: np.ndarray) -> Any:
+        """Arrays [n, ...] of any tree with these rows of each, [len(indices), ...], as copies, by one program."""
+        rows = self.put_rows(indices.astype(np.int32), MEMBER)
+        return _taken(self, state, rows)
+
+    def put_rows(self, value: torch.Tensor | jax.Array | np.ndarray, *axes: str | None) -> jax.Array:
+        """A whole array that this process has, and all others too, spread over these axes; 64-bit types become 32-bit as JAX says.
 
         Raises:
-            ValueError: an int64 does not fit into JAX's int32.
+            ValueError: an integer does not fit.
         """
-        if isinstance(value, torch.Tensor):
-            value = tensors.as_numpy(tensors.plain(value)) if value.device.type == "cpu" else tensors.to_jax(value)
-        where = self.sharding(*axes)
-        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        if value.dtype != dtype:
-            if value.dtype.kind in "iu" and value.size and not (np.iinfo(dtype).min <= value.min() and value.max() <= np.iinfo(dtype).max):
-                raise ValueError(f"batch: {value.dtype} values do not fit into {dtype}; set jax.config.update('jax_enable_x64', True)")
-            value = value.astype(dtype)
+        value, where = self._crossing(value), self.sharding(*axes)
+        if isinstance(value, jax.Array) or where.is_fully_addressable:
+            return jax.device_put(value, where)
+        return jax.make_array_from_callback(value.shape, where, value.__getitem__)
+
+    def put(self, value: torch.Tensor | jax.Array | np.ndarray, *axes: str | None) -> jax.Array:
+        """As ``put_rows``, but with several processes each of them gives those rows alone that its own devices keep."""
+        value, where = self._crossing(value), self.sharding(*axes)
         if isinstance(value, jax.Array) or where.is_fully_addressable:
             return jax.device_put(value, where)
         return jax.make_array_from_process_local_data(where, value)
 
+    def _crossing(self, value: torch.Tensor | jax.Array | np.ndarray) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = tensors.as_numpy(tensors.plain(value)) if value.device.type == "cpu" else tensors.to_jax(value)
+        return _canonical(value, "batch")
+
+
+def _canonical(value: Any, name: str) -> Any:
+    """An array in a dtype that JAX's configuration allows; ValueError if an integer does not fit."""
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if value.dtype == dtype:
+        return value
+    if np.issubdtype(dtype, np.integer) and value.size:
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        if value.min() < least or value.max() > most:
+            raise ValueError(
+                f"{name}: some {value.dtype} values do not fit into {dtype}; call jax.config.update('jax_enable_x64', True) first"
+            )
+    return value.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _taken(place: Placement, state: Any, indices: jax.Array) -> Any:
+    def local(state: Any, indices: jax.Array) -> Any:
+        def one(x: jax.Array) -> jax.Array:
+            every = x if place.mesh is None else lax.all_gather(x, MEMBER, tiled=True)
+            return jnp.take(every, indices, axis=0, mode="clip")
+
+        return jax.tree.map(one, state)
+
+    return place.over(local, (place.spec(MEMBER), place.spec(MEMBER)), place.spec(MEMBER), False)(state, indices)
+
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(whole: dict[str, jax.Array], row: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
+def _write(whole: Rows, row: Rows, i: Any) -> Rows:
     return {name: lax.dynamic_update_index_in_dim(x, row[name], i, 0) for name, x in whole.items()}
 
 
@@ -129,4 +190,4 @@ def gathered(x: jax.Array) -> np.ndarray:
     return np.asarray(x)
 
 
-__all__: Sequence[str] = ["Placement"]
+__all__ = ["Placement"]

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from torch import nn
 
-from torchfunc_jax.ensemble import Checkpoints, Ensemble, Preempted, Trainer
+from torchfunc_jax.ensemble import Checkpoints, Ensemble, Preempted, Trainer, initialize
 from torchfunc_jax.ensemble.meshes import gathered
 
 MEMBERS, BATCH = 12, 8
@@ -28,9 +29,9 @@ def trainer_of(data: int = 1, devices: Any = None, members: int = MEMBERS) -> Tr
 
 
 def batch(position: int, data: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch at a position; with a data axis over processes, the rows of this process."""
+    """The batch at a position; with a data axis over processes, the rows of this process's device."""
     draw = torch.Generator().manual_seed(position)
-    x = torch.randn(BATCH, 4, generator=draw)
+    x = torch.randn(BATCH, 4, generator=draw).chunk(data)[jax.process_index() % data]
     return x, x.prod(1, keepdim=True)
 
 
@@ -81,3 +82,29 @@ def preempted(steps: int, folder: str, at: int, who: int) -> dict[str, Any]:
     except Preempted as error:
         return {"position": error.position, "code": error.code, "values": values(trainer)}
     return {"position": None}
+
+
+def start(me: int, count: int, port: int, timeout: float, answers: Any) -> None:
+    """What a process hears that waits for the others."""
+    begin = time.monotonic()
+    try:
+        initialize(f"127.0.0.1:{port}", count, me, timeout=timeout)
+    except RuntimeError as error:
+        answers.put((str(error), time.monotonic() - begin))
+
+
+def failing(who: int) -> None:
+    if jax.process_index() == who:
+        raise ValueError("no such number")
+    waiting()
+
+
+def stopping(who: int) -> None:
+    if jax.process_index() == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    waiting()
+
+
+def waiting() -> None:
+    """Wait for all others in a collective, by which a process that does not come is never noticed."""
+    multihost_utils.sync_global_devices("waiting")

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.table import Table
 
 from bridge import compiling
+from bridge.convert import dtypes
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement
 
 __all__ = ["Collective", "Price", "dry_run"]
@@ -123,7 +124,7 @@ class Price:
 
 def dry_run(
     make_trainer: Callable[[int, Mesh], Any], members: int, batch: tuple[Any, ...], mesh: Mapping[str, int] | Mesh | AbstractMesh,
-    *, per_member: bool = False,
+    *, own: bool = False,
 ) -> Price:
     """Price a training step of many members on many devices, which need not be there.
 
@@ -136,7 +137,7 @@ def dry_run(
         members: in all.
         batch: the tensors of one step, all rows of them: [B, ...] each; on any device, "meta" too.
         mesh: the devices along the axes "member" and "data": {"member": 64, "data": 4}, or a mesh.
-        per_member: the tensors of the batch are [members, B, ...].
+        own: each member has a batch of its own: the tensors are [members, B, ...].
 
     Returns:
         Price: print its ``table()`` with rich.
@@ -161,26 +162,21 @@ def dry_run(
         raise ValueError(f'mesh: expected positive numbers of devices along "member" and "data", got {shape}')
     if members < 1 or members % along[MEMBER]:
         raise ValueError(f'members: expected a positive multiple of the {along[MEMBER]} devices along "member", got {members}')
-    rows = {x.shape[int(per_member)] for x in jax.tree.leaves(batch)}
+    rows = {x.shape[int(own)] for x in jax.tree.leaves(batch)}
     if len(rows) != 1 or (total := rows.pop()) % along[DATA]:
         raise ValueError(f'batch: expected tensors of as many rows each, a multiple of the {along[DATA]} devices along "data"')
-    if per_member and any(x.shape[0] != members for x in jax.tree.leaves(batch)):
-        raise ValueError(f"batch: expected tensors [{members}, rows, ...] with per_member=True")
+    if own and any(x.shape[0] != members for x in jax.tree.leaves(batch)):
+        raise ValueError(f"batch: expected tensors [{members}, rows, ...] with own=True")
     lanes, kept = members // along[MEMBER], total // along[DATA]
 
     def shard(x: Any) -> torch.Tensor:
-        x = x if isinstance(x, torch.Tensor) else torch.empty(x.shape, dtype=getattr(torch, np.dtype(x.dtype).name), device="meta")
-        local = (lanes, kept, *x.shape[2:]) if per_member else (kept, *x.shape[1:])
-        return torch.zeros(local, dtype=x.dtype)
+        return torch.zeros((lanes, kept, *x.shape[2:]) if own else (kept, *x.shape[1:]), dtype=dtypes.to_torch(_dtype(x)))
 
-    axes = tuple(shape)
+    axes, auto = tuple(shape), (AxisType.Auto,) * len(shape)
     device = Placement(None).device
-    here = Mesh(np.array([device]).reshape([1] * len(axes)), axes, axis_types=(AxisType.Auto,) * len(axes))
-    trainer = make_trainer(lanes, here)
-    local = jax.tree.map(shard, batch)
+    trainer = make_trainer(lanes, Mesh(np.array([device]).reshape([1] * len(axes)), axes, axis_types=auto))
     with compiling.correctly():
-        traced = trainer.traced_step(*local)
-        lowered = traced.lower()
+        lowered = trainer.traced_step(*jax.tree.map(shard, batch), own=own).lower()
         planned = lowered.compile().memory_analysis()
     state = {field.name: _bytes(getattr(trainer.state, field.name)) for field in dataclasses.fields(trainer.state)}
     inputs = planned.argument_size_in_bytes
@@ -190,8 +186,25 @@ def dry_run(
         state={name: n for name, n in state.items() if n}, batch=inputs - sum(state.values()), temporary=planned.temp_size_in_bytes,
         memory=inputs + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
         flops=float((lowered.cost_analysis() or {}).get("flops", math.nan)),
-        collectives=_collectives(traced.jaxpr.jaxpr, along), platform=device.platform,
+        collectives=_collectives(_whole(trainer, AbstractMesh(tuple(shape.values()), axes, axis_types=auto), batch, members, own), along), platform=device.platform,
     )
+
+
+def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool) -> Any:
+    """The jaxpr of the step on the whole mesh, which uses the trainer up: its state has one shard's members."""
+    def every(x: Any, member: bool = True) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((members, *x.shape[1:]) if member else x.shape, x.dtype)
+
+    state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
+    leaves = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))) for x in jax.tree.leaves(batch)]
+    wide = tuple(_dtype(x) == np.int64 for x in jax.tree.leaves(batch))
+    trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
+    trainer._programs.clear()
+    return trainer._traced(own, wide, state, jax.tree.unflatten(jax.tree.structure(batch), leaves)).jaxpr.jaxpr
+
+
+def _dtype(x: Any) -> Any:
+    return dtypes.to_jax(x.dtype) if isinstance(x, torch.Tensor) else np.dtype(x.dtype)
 
 
 def _bytes(tree: Any) -> int:

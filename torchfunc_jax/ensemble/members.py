@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import bridge
 from bridge import checkpoint_files, compiling
@@ -397,7 +398,7 @@ def _kinds(module: nn.Module) -> dict[str, Any]:
             elif isinstance(value, _PLAIN) and not name.startswith("__"):
                 found[where] = value
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        found[name] = (tuple(t.shape), t.dtype, t.requires_grad)
+        found[name] = t.dtype if is_lazy(t) else (tuple(t.shape), t.dtype, t.requires_grad)
     return found
 
 

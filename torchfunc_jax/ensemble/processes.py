@@ -86,6 +86,8 @@ def initialize(
             raise ValueError(
                 "initialize: JAX finds no cluster around this process; pass coordinator_address, num_processes and process_id, or use launch"
             )
+    if coordinator_address.rpartition(":")[0] in ("", "0.0.0.0", "[::]"):
+        raise ValueError(f"coordinator_address: expected 'host:port' by which the others reach process 0, got {coordinator_address!r}")
     _connected(coordinator_address, num_processes, process_id, timeout, limit, options)
 
 

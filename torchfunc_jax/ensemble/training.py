@@ -187,7 +187,7 @@ class Trainer:
         self.accumulate, self.chunk, self.ema, self.freeze_diverged = accumulate, chunk, ema, freeze_diverged
         self.training, self.position = training, 0
         place, n = ensemble.placement, len(ensemble)
-        self.synced = sync_batch_norm and place.size(DATA) > 1
+        self.sync_batch_norm = sync_batch_norm
         self._objective = _Objective(self)
         self._trained = [name for name, p in ensemble.template.named_parameters() if p.requires_grad]
         if not self._trained:
@@ -268,6 +268,11 @@ class Trainer:
     def _key(self, state: TrainState) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.keys), state.step)
         return key if self._data_axis is None else jax.random.fold_in(key, lax.axis_index(DATA))
+
+    @property
+    def synced(self) -> bool:
+        """Whether BatchNorm asks the other devices of the axis "data"."""
+        return self.sync_batch_norm and self._data_axis is not None
 
     @property
     def _data_axis(self) -> str | None:
@@ -428,13 +433,17 @@ class Trainer:
             return self.traced_step(*batch, own=own).lower().compile()
 
     def traced_step(self, *batch: Any, own: bool = False) -> jax.stages.Traced:
-        """The step on such a batch as it is traced, neither compiled nor run."""
+        """The program of a step on such a batch, traced and neither compiled nor run. As ``compiled_step``."""
         arrays, wide = self._arrays(batch, own)
+        return self._traced(own, wide, self.state, arrays)
+
+    def _traced(self, own: bool, wide: tuple[bool, ...], state: Any, arrays: Any) -> jax.stages.Traced:
         while True:
             modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
             program = self._program(("step", own, wide, self.chunk, self._check_vma, modes))
             try:
-                return program.trace(self.state, arrays)
+                with compiling.correctly():
+                    return program.trace(state, arrays)
             except Exception as error:
                 if not (self._check_vma and self.ensemble.mesh is not None and _of_vma(error)):
                     raise

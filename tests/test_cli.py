@@ -102,8 +102,8 @@ def test_resume_goes_on(tmp_path: Path) -> None:
 
 
 def on_devices(tmp_path: Path, *args: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torchfunc_jax.cli", *SMALL, "--members", "4", "--no-compare", "--json", "--output", str(tmp_path), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    given = [*SMALL, "--members", "4", "--no-compare", "--json", "--output", str(tmp_path), *args]
+    done = subprocess.run([sys.executable, "-m", "torchfunc_jax.cli", *given], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert len(torch.load(tmp_path / "members.pt", weights_only=True)) == 4
     return json.loads(done.stdout)

@@ -14,10 +14,10 @@ from sklearn import metrics as sk
 
 from torchfunc_jax.ensemble import fit_joint_temperature, fit_temperature, metrics
 
-Rows = tuple[np.ndarray, np.ndarray]
+Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def draw(seed: int, n: int = 200, classes: int = 5, members: int = 4, scale: float = 2.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(seed: int, n: int = 200, classes: int = 5, members: int = 4, scale: float = 2.0) -> Drawn:
     """Logits [members, n, classes] that know something of the labels, their probabilities, and labels [n]."""
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (n,), generator=rng)
@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[np.ndarray, np.ndar
     "accuracy": (metrics.accuracy, lambda p, y: sk.accuracy_score(y, p.argmax(-1))),
     "nll": (metrics.categorical_nll, lambda p, y: sk.log_loss(y, p, labels=range(5))),
     "brier": (metrics.brier_score, lambda p, y: sk.brier_score_loss(y, p, labels=range(5), scale_by_half=False)),
-    "brier by rows": (metrics.brier_score, lambda p, y: float(np.mean([((q - np.eye(5)[k]) ** 2).sum() for q, k in zip(p, y, strict=True)]))),
+    "brier by rows": (metrics.brier_score, lambda p, y: float(np.mean([((row - np.eye(5)[k]) ** 2).sum() for row, k in zip(p, y)]))),
     "ece": (metrics.calibration_error, ece),
     "ece l2": (lambda p, y: metrics.calibration_error(p, y, norm="l2"), lambda p, y: ece(p, y, "l2")),
     "ece max": (lambda p, y: metrics.calibration_error(p, y, norm="max"), lambda p, y: ece(p, y, "max")),

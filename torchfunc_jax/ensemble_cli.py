@@ -253,7 +253,7 @@ def tables(result: dict[str, Any]) -> list[Table | str]:
             f"{accuracy['mean_member']:.2%}",
             f"{accuracy['vote']:.2%}",
         )
-    out = [systems, _by_size(result), _strange(result)]
+    out: list[Table | str] = [systems, _by_size(result), _strange(result)]
     if "throughput" in result:
         speed = ", ".join(f"{row['members_per_second']:,.0f} on {row['devices']}" for row in result["throughput"])
         out.append(f"Members trained per second, by devices: [bold]{speed}[/bold] (on {where['cores']} cores)")

@@ -236,7 +236,7 @@ def predict(
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f"inputs: expected tensors [N, ...] of as many rows each, at least one, got {', '.join(map(described, tensors))}")
     size = sizes.pop()
-    found = []
+    found: list[Any] = []
     for start in range(0, size, batch_size or size):
         rows = torch.arange(start, start + (batch_size or size) if found else min(size, start + (batch_size or size))).clamp(max=size - 1)
         outputs = ens.logits(pytree.tree_map(lambda x, rows=rows: x[rows], inputs), chunk=chunk)

@@ -67,6 +67,8 @@ def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_de
 def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
     """A run in which one process gets SIGTERM."""
     def stop(trainer: Trainer, _: Any) -> None:
+        if trainer.position == 1:
+            waiting()  # so that no process is far ahead of the others
         if trainer.position == at and jax.process_index() == who:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)

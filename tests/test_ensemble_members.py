@@ -1,4 +1,4 @@
-"""Ensemble: its members are the modules that were put in, whatever the number of members, and an ensemble changes and is kept as a list is."""
+"""Ensemble: its members are the modules that were put in, however many there are, and it changes and is kept as a list is."""
 from __future__ import annotations
 
 import copy

@@ -4,7 +4,8 @@ from torchfunc_jax.ensemble.dry_run import Collective, Price, dry_run
 from torchfunc_jax.ensemble.life import early_stop, exploit, halve
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
-from torchfunc_jax.ensemble.training import Trainer, TrainState
+from torchfunc_jax.ensemble.state import TrainState
+from torchfunc_jax.ensemble.training import Trainer
 
 __all__ = [
     "Checkpoints",

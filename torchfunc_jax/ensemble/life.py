@@ -25,7 +25,8 @@ class _Trainer(Protocol):
 
 def _scores(trainer: _Trainer, values: Any, name: str) -> np.ndarray:
     """Values [n] on the host; NaN counts as the worst, infinity."""
-    found = gathered(values) if isinstance(values, jax.Array) else np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+    values = values.detach().cpu() if isinstance(values, torch.Tensor) else values
+    found = gathered(values) if isinstance(values, jax.Array) else np.asarray(values)
     if found.shape != (len(trainer.ensemble),):
         raise ValueError(f"{name}: expected {len(trainer.ensemble)} numbers, one for each member, got shape {found.shape}")
     return np.nan_to_num(found.astype(np.float32), nan=np.inf, posinf=np.inf, neginf=-np.inf)
@@ -64,9 +65,11 @@ def early_stop(
     given = place.put_rows(_scores(trainer, values, "values"), MEMBER)
     limit = np.iinfo(np.int32).max if patience is None else patience
     best = (state.best_params or state.params) if keep_best else {}
-    fields = _stopped((state.best, state.waited, state.active), given, limit, min_delta, best, state.params if keep_best else {})
-    trainer.state = dataclasses.replace(state, best=fields[0], waited=fields[1], active=fields[2], best_params=fields[3] or state.best_params)
-    return as_tensor(gathered(fields[2]))
+    counters = state.best, state.waited, state.active
+    *counters, best = _stopped(counters, given, limit, min_delta, best, state.params if keep_best else {})
+    after = dict(zip(("best", "waited", "active"), counters, strict=True))
+    trainer.state = dataclasses.replace(state, **after, best_params=best or state.best_params)
+    return as_tensor(gathered(after["active"]))
 
 
 @jax.jit

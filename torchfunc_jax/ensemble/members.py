@@ -64,8 +64,7 @@ class Ensemble:
             with _seeded(seed, i):
                 return make_member()
 
-        self._build(make, operator.index(n), mesh)
-        self._make_member = make_member
+        self._build(make, operator.index(n), mesh, make_member)
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], mesh: Mesh | None = None) -> Ensemble:
@@ -89,19 +88,19 @@ class Ensemble:
         made._build(given.__getitem__, len(given), mesh)
         return made
 
-    def _build(self, make: Callable[[int], nn.Module], n: int, mesh: Mesh | None) -> None:
+    def _build(self, make: Callable[[int], nn.Module], n: int, mesh: Mesh | None, make_member: Any = None) -> None:
         self.mesh, self.placement = mesh, Placement(mesh)
         self.placement.check(n)
         first = make(0)
         if not isinstance(first, nn.Module):
             raise TypeError(f"expected an nn.Module as member 0, got {type(first).__name__}")
-        self._begin(copy.deepcopy(first))
+        self._begin(copy.deepcopy(first), make_member)
         self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
 
-    def _begin(self, template: nn.Module) -> None:
+    def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
         self.template = template
         self._kinds = _kinds(template)
-        self._make_member: Callable[[], nn.Module] | None = None
+        self._make_member = make_member
         self._programs: dict[Any, Any] = {}
 
     def _set(self, n: int, state: Rows) -> None:
@@ -265,8 +264,7 @@ class Ensemble:
         """An ensemble of this one's architecture and devices with copies of these values."""
         made = Ensemble.__new__(Ensemble)
         made.mesh, made.placement = self.mesh, self.placement
-        made._begin(self.template)
-        made._make_member = self._make_member
+        made._begin(self.template, self._make_member)
         made._set(len(self), _copied({**params, **buffers}))
         return made
 
@@ -317,8 +315,7 @@ class Ensemble:
         made.mesh, made.placement = mesh, Placement(mesh)
         made.placement.check(n)
         with _seeded(0, 0):
-            made._begin(make_member())
-        made._make_member = make_member
+            made._begin(make_member(), make_member)
         own = dict([*made.template.named_parameters(), *made.template.named_buffers()])
         for name in {**own, **state}:
             here, there = (list(some[name].shape) if name in some else "nothing" for some in (own, state))

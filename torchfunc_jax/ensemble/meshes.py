@@ -47,8 +47,8 @@ class Placement:
         return devices.default() or jax.local_devices()[0]
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """A PartitionSpec with those of the axes that the mesh has."""
-        return PartitionSpec(*[axis if self.mesh is not None and axis in self.mesh.axis_names else None for axis in axes])
+        """A PartitionSpec with "member", and with "data" if several devices lie along it."""
+        return PartitionSpec(*[axis if axis == MEMBER or self.size(DATA) > 1 else None for axis in axes])
 
     def sharding(self, *axes: str | None) -> Sharding:
         """How an array lies whose first dimensions are spread over these axes."""
@@ -69,7 +69,7 @@ class Placement:
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
     def stacked(self, n: int, member: Callable[[int], Rows]) -> Rows:
-        """Arrays [n, ...] from the members' arrays; each is asked for one by one, by the processes that keep it, and goes to its devices."""
+        """Arrays [n, ...] of the members' arrays; a process asks for those that it keeps, one by one, and puts each on its devices."""
         lanes: dict[tuple[int, int], list[jax.Device]] = {}
         for device, (rows,) in self.sharding(MEMBER).addressable_devices_indices_map((n,)).items():
             lanes.setdefault(rows.indices(n)[:2], []).append(device)
@@ -125,10 +125,10 @@ class Placement:
         Raises:
             ValueError: an integer does not fit.
         """
-        value, where = self._crossing(value), self.sharding(*axes)
-        if isinstance(value, jax.Array) or where.is_fully_addressable:
-            return jax.device_put(value, where)
-        return jax.make_array_from_callback(value.shape, where, value.__getitem__)
+        whole, where = self._crossing(value), self.sharding(*axes)
+        if isinstance(whole, jax.Array) or where.is_fully_addressable:
+            return jax.device_put(whole, where)
+        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
     def put(self, value: torch.Tensor | jax.Array | np.ndarray, *axes: str | None) -> jax.Array:
         """As ``put_rows``, but with several processes each of them gives those rows alone that its own devices keep."""
@@ -186,7 +186,8 @@ def row(x: jax.Array, i: int) -> jax.Array:
 def gathered(x: jax.Array) -> np.ndarray:
     """The values of an array on this host; if other processes keep parts of it, each of them must call this too."""
     if not x.is_fully_addressable:
-        x = jax.jit(lambda y: y, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x).addressable_data(0)
+        mesh = x.sharding.mesh  # type: ignore[attr-defined]
+        x = jax.jit(lambda y: y, out_shardings=NamedSharding(mesh, PartitionSpec()))(x).addressable_data(0)
     return np.asarray(x)
 
 

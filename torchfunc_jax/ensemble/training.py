@@ -1,4 +1,4 @@
-"""``Trainer``: all members take a step of training in one compiled program; ``TrainState`` is what a checkpoint keeps of it."""
+"""``Trainer``: all members take a step of training in one compiled program."""
 from __future__ import annotations
 
 import contextlib
@@ -12,107 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch import nn
 
 import bridge
 from bridge import compiling
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
-from torchfunc_jax.ensemble.members import Ensemble, arguments, lanes
+from torchfunc_jax.ensemble.members import Ensemble, lanes
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered
-from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
+from torchfunc_jax.ensemble.objective import Objective, Settings
+from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
 _log = logging.getLogger("torchfunc_jax")
 _ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that training changes, a pytree of jax.Arrays: each is [n, ...] but ``order``.
-
-    Attributes:
-        params, buffers: name -> array.
-        optimizer: the optimizer's state, a tree of arrays.
-        numbers: name -> array or tuple of arrays [n]: "lr", "weight_decay", ..., and "clip", "temperature", "loss_weights", "schedule"
-            where they were given.
-        step: int32, how many steps each member has taken.
-        active: bool; a member that is not is frozen.
-        keys: uint32, the random state of each member.
-        order: uint32, the random state of the order of the data that all members share.
-        best, waited: float32 and int32: the best value that early stopping has seen, and how many values came since.
-        best_params: name -> array, the parameters at that value; empty unless they are kept.
-        average: name -> array, an average of the parameters over time; empty without one.
-        averaged: int32, how many parameters it is an average of.
-    """
-
-    params: dict[str, jax.Array]
-    buffers: dict[str, jax.Array]
-    optimizer: Any
-    numbers: dict[str, Any]
-    step: jax.Array
-    active: jax.Array
-    keys: jax.Array
-    order: jax.Array
-    best: jax.Array
-    waited: jax.Array
-    best_params: dict[str, jax.Array]
-    average: dict[str, jax.Array]
-    averaged: jax.Array
-
-
-_FIELDS = [f.name for f in dataclasses.fields(TrainState)]
-
-
-class _Objective(nn.Module):
-    """A member with its loss: a module whose forward is the number to minimize."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self.member = trainer.ensemble.template
-        self.trainer = trainer
-
-    def forward(self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[bool, ...], augmented: bool) -> torch.Tensor:
-        how = self.trainer
-        leaves, tree = jax.tree.flatten(batch)
-        batch = jax.tree.unflatten(tree, [x.long() if w else x for x, w in zip(leaves, wide, strict=True)])
-        with contextlib.ExitStack() as modes:
-            if how.synced:
-                modes.enter_context(SyncedBatchNorm(DATA))
-            if how.dtype is not None:
-                modes.enter_context(torch.autocast("cpu", dtype=how.dtype))
-            if augmented and how.augment is not None:
-                batch = tuple(how.augment(*batch))
-            if how.loss_of == "module":
-                found = how.loss(self.member, *batch)
-            else:
-                args, kwargs = arguments(batch[0])
-                out = self.member(*args, **kwargs)
-                if how.dtype is not None:  # the loss is computed as without mixed precision
-                    modes.close()
-                    out = jax.tree.map(lambda x: x.float() if x.dtype == how.dtype else x, out)
-                found = how.loss(self._tempered(out, numbers), *batch[1:])
-        return self._weighted(found, numbers.get("loss_weights"))
-
-    def _tempered(self, out: Any, numbers: Mapping[str, Any]) -> Any:
-        if "temperature" not in numbers:
-            return out
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"temperature: it divides a member's output, which must be a tensor; got {type(out).__name__}")
-        return out / numbers["temperature"].to(out.dtype)
-
-    def _weighted(self, found: Any, weights: Any) -> torch.Tensor:
-        terms = found if isinstance(found, Mapping) else {"": found}
-        for name, term in terms.items():
-            if not isinstance(term, torch.Tensor) or term.dim():
-                what = f"shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else type(term).__name__
-                raise ValueError(f"loss: expected a tensor without dimensions{f' as {name!r}' if name else ''}, got {what}; take its mean")
-        if weights is None:
-            return sum(terms.values())
-        given = weights if isinstance(weights, Mapping) else {"": weights}
-        if set(given) != set(terms):
-            raise ValueError(f"loss_weights: expected weights of {sorted(terms)}, which the loss returns, got {sorted(given)}")
-        return sum(terms[name] * given[name].to(terms[name].dtype) for name in terms)
 
 
 class Trainer:
@@ -183,12 +94,13 @@ class Trainer:
             raise ValueError(f"ema: expected a number from 0 to below 1, got {ema}")
         if loss_of == "module" and temperature is not None:
             raise ValueError('temperature: with loss_of="module" the loss calls the member; divide there')
-        self.ensemble, self.loss, self.augment, self.loss_of, self.reduction, self.dtype = ensemble, loss, augment, loss_of, reduction, dtype
+        self.ensemble, self.reduction = ensemble, reduction
         self.accumulate, self.chunk, self.ema, self.freeze_diverged = accumulate, chunk, ema, freeze_diverged
         self.training, self.position = training, 0
         place, n = ensemble.placement, len(ensemble)
-        self.sync_batch_norm = sync_batch_norm
-        self._objective = _Objective(self)
+        self._data_axis = DATA if place.size(DATA) > 1 else None
+        self.sync_batch_norm, synced = sync_batch_norm, sync_batch_norm and self._data_axis is not None
+        self._objective = Objective(ensemble.template, Settings(loss, loss_of, augment, dtype, synced))
         self._trained = [name for name, p in ensemble.template.named_parameters() if p.requires_grad]
         if not self._trained:
             raise ValueError("ensemble: no parameter requires grad, so there is nothing to train")
@@ -203,8 +115,8 @@ class Trainer:
         self._functions = {name: f for name, f in numbers.items() if callable(f)}
         self._schedule = schedule
         arrays = {name: _each(name, x, n) for name, x in numbers.items() if name not in self._functions}
-        rows = place.sharding(MEMBER)
-        state = jax.jit(self._start, static_argnums=2, out_shardings=rows)(ensemble.params, place_all(place, arrays), seed)
+        placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
+        state = jax.jit(self._start, static_argnums=2, out_shardings=place.sharding(MEMBER))(ensemble.params, placed, seed)
         self._n, self._rest = n, {**state, "order": place.put_rows(np.asarray(jax.random.key_data(jax.random.key(seed))))}
         self._programs: dict[Any, Any] = {}
         self._check_vma = True
@@ -214,12 +126,13 @@ class Trainer:
         trained = {name: params[name] for name in self._trained}
         every = jnp.arange(n)
         zeros = jnp.zeros(n, jnp.int32)
-        return dict(
-            optimizer=jax.vmap(lambda p, h: self._optimizer.init(p, self._now(h, jnp.int32(0))))(trained, numbers), numbers=numbers,
-            step=zeros, active=jnp.ones(n, bool), best=jnp.full(n, jnp.inf, jnp.float32), waited=zeros, best_params={}, averaged=zeros,
-            keys=jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), i)))(every),
-            average={} if self.ema is None else jax.tree.map(jnp.copy, trained),
-        )
+        return {
+            "optimizer": jax.vmap(lambda p, h: self._optimizer.init(p, self._now(h, jnp.int32(0))))(trained, numbers),
+            "numbers": numbers, "step": zeros, "active": jnp.ones(n, bool),
+            "keys": jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), i)))(every),
+            "best": jnp.full(n, jnp.inf, jnp.float32), "waited": zeros, "best_params": {},
+            "average": {} if self.ema is None else jax.tree.map(jnp.copy, trained), "averaged": zeros,
+        }
 
     # -- the state ---------------------------------------------------------------------------------------------------------------------
     @property
@@ -234,7 +147,7 @@ class Trainer:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        fields = {name: getattr(state, name) for name in _FIELDS}
+        fields = {name: getattr(state, name) for name in FIELDS}
         params, buffers = fields.pop("params"), fields.pop("buffers")
         self._n = state.step.shape[0]
         self.ensemble._set(self._n, {**params, **buffers})
@@ -269,15 +182,6 @@ class Trainer:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.keys), state.step)
         return key if self._data_axis is None else jax.random.fold_in(key, lax.axis_index(DATA))
 
-    @property
-    def synced(self) -> bool:
-        """Whether BatchNorm asks the other devices of the axis "data"."""
-        return self.sync_batch_norm and self._data_axis is not None
-
-    @property
-    def _data_axis(self) -> str | None:
-        return DATA if self.ensemble.placement.size(DATA) > 1 else None
-
     def _gradients(self, state: TrainState, batch: Any, wide: tuple[bool, ...]) -> tuple[jax.Array, Any, Any]:
         """The loss, the gradient and the buffers after it, of the part of the batch on this device."""
         key, trained = self._key(state), {name: state.params[name] for name in self._trained}
@@ -297,21 +201,25 @@ class Trainer:
             (more, buffers), new = of(buffers, batch, jax.random.fold_in(key, i))
             return (jax.tree.map(jnp.add, (loss, grads), (more, new)), buffers), None
 
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, state.buffers, jax.tree.map(lambda x: x[0], parts), key))
+        shapes = jax.eval_shape(of, state.buffers, jax.tree.map(lambda x: x[0], parts), key)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         ((loss, grads), buffers), _ = lax.scan(add, ((zero[0][0], zero[1]), state.buffers), (jnp.arange(self.accumulate), parts))
         if self.reduction == "mean":
             loss, grads = jax.tree.map(lambda x: x / self.accumulate, (loss, grads))
         return loss, grads, buffers
 
+    def _joined(self, parts: Any) -> Any:
+        """Losses and gradients of the devices along the axis "data" as those of the whole batch."""
+        return parts if self._data_axis is None else (lax.pmean if self.reduction == "mean" else lax.psum)(parts, DATA)
+
     def _member_step(self, state: TrainState, batch: Any, wide: tuple[bool, ...]) -> tuple[TrainState, jax.Array]:
         if self._data_axis is None:
             loss, grads, buffers = self._gradients(state, batch, wide)
         else:
-            varying = lambda x: lax.pcast(x, DATA, to="varying")  # noqa: E731  so that JAX leaves the sum over devices to this function
-            local = dataclasses.replace(state, params=jax.tree.map(varying, state.params), buffers=jax.tree.map(varying, state.buffers))
-            loss, grads, buffers = self._gradients(local, batch, wide)
-            join = lax.pmean if self.reduction == "mean" else lax.psum
-            loss, grads = join((loss, grads), DATA)
+            # each device's own copies: else JAX would sum the gradients over the devices itself
+            own = jax.tree.map(lambda x: lax.pcast(x, DATA, to="varying"), {"params": state.params, "buffers": state.buffers})
+            loss, grads, buffers = self._gradients(dataclasses.replace(state, **own), batch, wide)
+            loss, grads = self._joined((loss, grads))
             buffers = jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, DATA), buffers)
         take = state.active
         if self.freeze_diverged or "clip" in state.numbers:
@@ -326,85 +234,88 @@ class Trainer:
         average, averaged = state.average, state.averaged
         if self.ema is not None:
             average, averaged = jax.tree.map(lambda a, p: self.ema * a + (1 - self.ema) * p, average, params), averaged + 1
-        after = dict(
-            params={**state.params, **params}, buffers=buffers, optimizer=optimizer, step=state.step + 1, average=average, averaged=averaged,
-        )
+        after = {
+            "params": {**state.params, **params}, "buffers": buffers, "optimizer": optimizer, "step": state.step + 1, "average": average,
+            "averaged": averaged,
+        }
         before = {name: getattr(state, name) for name in after}
         after = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, before)
         return dataclasses.replace(state, active=take if self.freeze_diverged else state.active, **after), loss
 
     # -- programs ----------------------------------------------------------------------------------------------------------------------
     def _parts(self, order: Any, rest: Any) -> TrainState:
-        return TrainState(**{name: order if name == "order" else rest for name in _FIELDS})
+        return TrainState(**{name: order if name == "order" else rest for name in FIELDS})
 
     def _program(self, key: tuple[Any, ...]) -> Any:
-        """The compiled program of a kind: (kind, where each array of the batch lies, which are wide, chunk, ...)."""
+        """The compiled program of a kind: made by the method of that name, of what follows."""
         if key not in self._programs:
             kind, *how = key
             self._programs[key] = getattr(self, f"_{kind}_program")(*how)
         return self._programs[key]
 
-    def _step_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
-        place = self.ensemble.placement
-        axes = self._parts(None, 0), 0 if own else None
+    def _of_members(self, one: Callable[..., Any], own: bool, chunk: int | None) -> Callable[..., Any]:
+        """A function of one member's state and batch, which returns both its state and a loss, as one of all members of a device."""
+        each = lanes(one, (0, 0 if own else None), chunk)
 
         def every(state: TrainState, batch: Any) -> Any:
-            rest = dataclasses.replace(state, order=None)
-            each = lanes(lambda s, b: self._member_step(s, b, wide), (0, axes[1]), chunk)
-            after, losses = each(rest, batch)
+            after, losses = each(dataclasses.replace(state, order=None), batch)
             return dataclasses.replace(after, order=state.order), losses
 
-        states = self._parts(place.spec(), place.spec(MEMBER))
-        rows = place.spec(MEMBER, DATA) if own else place.spec(DATA)
-        return jax.jit(place.over(every, (states, rows), (states, place.spec(MEMBER)), check_vma), donate_argnums=0)
+        return every
+
+    def _over_devices(self, every: Callable[..., Any], own: bool, check_vma: bool, data: bool = False) -> Any:
+        place = self.ensemble.placement
+        states, losses = self._parts(place.spec(), place.spec(MEMBER)), place.spec(MEMBER)
+        given = (states, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
+        return jax.jit(place.over(every, given, (states, losses), check_vma), donate_argnums=0)
+
+    def _step_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
+        every = self._of_members(lambda state, batch: self._member_step(state, batch, wide), own, chunk)
+        return self._over_devices(every, own, check_vma)
 
     def _epoch_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
-        """A step whose batch is taken out of data that lie on the devices: (state, data, rows of the data, their shape's last is [B])."""
-        place = self.ensemble.placement
-
+        """A step on rows of data that lie on the devices."""
         def every(state: TrainState, data: Any, rows: jax.Array) -> Any:
-            rest = dataclasses.replace(state, order=None)
-            take = lambda rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), data)  # noqa: E731
-            if own:
-                each = lanes(lambda s, r: self._member_step(s, take(r), wide), (0, 0), chunk)
-                after, losses = each(rest, rows)
-            else:
-                after, losses = lanes(lambda s, b: self._member_step(s, b, wide), (0, None), chunk)(rest, take(rows))
-            return dataclasses.replace(after, order=state.order), losses
+            def taken(rows: jax.Array) -> Any:
+                return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), data)
 
-        states = self._parts(place.spec(), place.spec(MEMBER))
-        rows = place.spec(MEMBER, DATA) if own else place.spec(DATA)
-        return jax.jit(place.over(every, (states, place.spec(), rows), (states, place.spec(MEMBER)), check_vma), donate_argnums=0)
+            def one(state: TrainState, batch: Any) -> Any:
+                return self._member_step(state, taken(batch) if own else batch, wide)
+
+            return self._of_members(one, own, chunk)(state, rows if own else taken(rows))
+
+        return self._over_devices(every, own, check_vma, data=True)
 
     def _losses_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
-        place = self.ensemble.placement
-
-        def one(state: TrainState, batch: Any) -> jax.Array:
+        def one(state: TrainState, batch: Any) -> Any:
             loss, _ = self._loss({}, state, batch, self._key(state), wide, False, False)
-            if self._data_axis is None:
-                return loss
-            return (lax.pmean if self.reduction == "mean" else lax.psum)(loss, DATA)
+            return None, self._joined(loss)
 
-        def every(state: TrainState, batch: Any) -> Any:
-            return lanes(one, (0, 0 if own else None), chunk)(dataclasses.replace(state, order=None), batch)
+        place = self.ensemble.placement
+        every = lanes(one, (0, 0 if own else None), chunk)
+        given = self._parts(None, place.spec(MEMBER)), place.spec(MEMBER, DATA) if own else place.spec(DATA)
+        run = jax.jit(place.over(every, given, (None, place.spec(MEMBER)), check_vma))
+        return lambda state, batch: run(dataclasses.replace(state, order=None), batch)
 
-        states = self._parts(place.spec(), place.spec(MEMBER))
-        rows = place.spec(MEMBER, DATA) if own else place.spec(DATA)
-        return jax.jit(place.over(every, (states, rows), place.spec(MEMBER), False))
+    def _attempt(self, kind: str, own: bool, wide: tuple[bool, ...], use: Callable[[Any], Any]) -> Any:
+        """What is done with a program; if shard_map's check stumbles, with one that is not checked."""
+        modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
+        try:
+            with compiling.correctly():
+                return use(self._program((kind, own, wide, self.chunk, self._check_vma, modes)))
+        except Exception as error:
+            if self.ensemble.mesh is None or not self._check_vma or not _of_vma(error):
+                raise
+            _log.info("shard_map cannot check over which axes values vary, because of an operator of the member: %s", error)
+            self._check_vma = False
+        return self._attempt(kind, own, wide, use)
 
     def _run(self, kind: str, own: bool, wide: tuple[bool, ...], *args: Any) -> Any:
-        """Run a program; where memory does not suffice, with half as many members at a time."""
-        modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
+        """Run a program; if memory does not suffice, with half as many members at a time."""
         while True:
-            program = self._program((kind, own, wide, self.chunk, self._check_vma, modes))
             try:
-                with compiling.correctly():
-                    return program(self.state, *args)
+                return self._attempt(kind, own, wide, lambda program: program(self.state, *args))
             except Exception as error:
-                if self._check_vma and self.ensemble.mesh is not None and _of_vma(error):
-                    _log.info("shard_map cannot check which axes values vary over, because of an operator of the member: %s", error)
-                    self._check_vma = False
-                    continue
                 if not self._halve(error):
                     raise
 
@@ -429,25 +340,8 @@ class Trainer:
             batch: as in ``step``; its values are not used.
             own: as in ``step``.
         """
-        with compiling.correctly():
-            return self.traced_step(*batch, own=own).lower().compile()
-
-    def traced_step(self, *batch: Any, own: bool = False) -> jax.stages.Traced:
-        """The program of a step on such a batch, traced and neither compiled nor run. As ``compiled_step``."""
         arrays, wide = self._arrays(batch, own)
-        return self._traced(own, wide, self.state, arrays)
-
-    def _traced(self, own: bool, wide: tuple[bool, ...], state: Any, arrays: Any) -> jax.stages.Traced:
-        while True:
-            modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
-            program = self._program(("step", own, wide, self.chunk, self._check_vma, modes))
-            try:
-                with compiling.correctly():
-                    return program.trace(state, arrays)
-            except Exception as error:
-                if not (self._check_vma and self.ensemble.mesh is not None and _of_vma(error)):
-                    raise
-                self._check_vma = False
+        return self._attempt("step", own, wide, lambda program: program.lower(self.state, arrays).compile())
 
     def _arrays(self, batch: tuple[Any, ...], own: bool) -> tuple[Any, tuple[bool, ...]]:
         place = self.ensemble.placement
@@ -503,10 +397,9 @@ class Trainer:
         return as_tensor(gathered(self._order(size, epoch, own, bootstrap))).long()
 
     def _order(self, size: int, epoch: int, own: bool, bootstrap: bool) -> jax.Array:
-        place = self.ensemble.placement
-        if not (own or bootstrap):
-            return self._program(("shared_order", size))(self.state.order, epoch)
-        return self._program(("own_order", size, bootstrap))(self.state.keys, epoch) if place else None
+        if own or bootstrap:
+            return self._program(("own_order", size, bootstrap))(self.state.keys, epoch)
+        return self._program(("shared_order", size))(self.state.order, epoch)
 
     def _shared_order_program(self, size: int) -> Any:
         place = self.ensemble.placement
@@ -529,7 +422,7 @@ class Trainer:
         return jax.jit(place.over(jax.vmap(one, (0, None)), (place.spec(MEMBER), place.spec()), place.spec(MEMBER), False))
 
     def fit(
-        self, data: tuple[Any, ...] | Iterable[tuple[Any, ...]], *, epochs: int = 1, batch_size: int | None = None, own: bool = False,
+        self, data: tuple[Any, ...], *, epochs: int = 1, batch_size: int | None = None, own: bool = False,
         bootstrap: bool = False, validation: tuple[Any, ...] | None = None, patience: int | None = None, min_delta: float = 0.0,
         keep_best: bool = False, checkpoint: Any = None, on_step: Callable[[Trainer, jax.Array], None] | None = None,
     ) -> torch.Tensor:
@@ -650,7 +543,7 @@ class Trainer:
         state = self.state
         params = {"now": state.params, "average": state.average, "best": state.best_params}.get(what)
         if not params:
-            raise ValueError(f'snapshot: expected "now", "average" (with ema=, or after average()) or "best" (keep_best=True), got {what!r}')
+            raise ValueError(f'what: expected "now", "average" (with ema=, or after average()) or "best" (with keep_best), got {what!r}')
         return self.ensemble.like({**state.params, **params}, state.buffers)
 
     def average(self) -> None:
@@ -690,11 +583,6 @@ def _each(name: str, value: Any, n: int) -> Any:
     return np.broadcast_to(found, (n,))
 
 
-def place_all(place: Any, tree: Any) -> Any:
-    """Arrays [n] over the axis "member"."""
-    return jax.tree.map(lambda x: place.put_rows(x, MEMBER), tree)
-
-
 def _wide(leaves: list[Any]) -> tuple[bool, ...]:
     """Which of the tensors are int64, of which JAX makes int32."""
     return tuple(getattr(x, "dtype", None) == torch.int64 for x in leaves)
@@ -705,4 +593,4 @@ def _of_vma(error: Exception) -> bool:
     return any(words in str(error) for words in ("{V:", "varying", "manual axis types", "check_vma"))
 
 
-__all__ = ["TrainState", "Trainer"]
+__all__ = ["Trainer"]

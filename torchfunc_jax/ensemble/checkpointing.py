@@ -6,6 +6,7 @@ has now, whatever the mesh and the number of processes that wrote it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -35,7 +36,7 @@ class Preempted(SystemExit):
 
 
 class _Trainer(Protocol):
-    """What of a ``Trainer`` is kept: a pytree of jax.Arrays, and how many batches it has taken."""
+    """What of a ``Trainer`` is kept: its ``TrainState``, and how many batches it has taken."""
 
     state: Any
     position: int
@@ -93,8 +94,9 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The positions of the whole checkpoints, in order."""
-        return sorted(self._manager.all_steps(read=True))
+        """The positions of the checkpoints, in order, when those that are being written are whole."""
+        self.wait()
+        return sorted(self._manager.all_steps())
 
     def save(self, trainer: _Trainer, wait: bool = False) -> None:
         """Save the trainer's state at its position; an older checkpoint of that position stays.
@@ -132,16 +134,17 @@ class Checkpoints:
         Raises:
             CheckpointError: (a RuntimeError) there is no such checkpoint, it is damaged, or of an ensemble with other names or shapes.
         """
-        self.wait()
         steps = self.steps
         if step is None and not steps:
             return None
         found = steps[-1] if step is None else step
         if found not in steps:
             raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step}, but of {steps or 'none'}")
-        here, args = _named(trainer.state), self._orbax.args
+        args = self._orbax.args
         try:
             about = self._manager.restore(found, args=args.Composite(about=args.JsonRestore()))["about"]
+            state = _grown(trainer.state, about["leaves"])
+            here = _named(state)
             _check(about["leaves"], here)
             like = {escaped(name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in here.items() if x.size}
             arrays = self._manager.restore(found, args=args.Composite(state=args.StandardRestore(like)))["state"]
@@ -150,7 +153,7 @@ class Checkpoints:
         except Exception as error:  # Orbax and tensorstore raise classes of many kinds for a damaged file
             raise CheckpointError(f"{self.folder}, step {found}: damaged: {type(error).__name__}: {error}") from error
         leaves = [arrays[escaped(name)] if x.size else x for name, x in here.items()]
-        trainer.state = jax.tree.unflatten(jax.tree.structure(trainer.state), leaves)
+        trainer.state = jax.tree.unflatten(jax.tree.structure(state), leaves)
         trainer.position = about["position"]
         return found
 
@@ -241,6 +244,15 @@ class _Signals:
 def _named(state: Any) -> dict[str, jax.Array]:
     """The leaves by name, in their order."""
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+
+def _grown(state: Any, saved: dict[str, Any]) -> Any:
+    """The state with the copies of its parameters that the saved one had, and that a new trainer begins without."""
+    def like(field: str) -> dict[str, jax.Array]:
+        return {name: x for name, x in state.params.items() if f"{field}.{name}" in saved}
+
+    copies = {field: like(field) for field in ("average", "best_params") if not getattr(state, field)}
+    return dataclasses.replace(state, **copies)
 
 
 def _check(saved: dict[str, Any], here: dict[str, jax.Array]) -> None:

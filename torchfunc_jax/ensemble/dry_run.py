@@ -16,7 +16,6 @@ import torch
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.table import Table
 
-from bridge import compiling
 from bridge.convert import dtypes
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement
 
@@ -175,9 +174,14 @@ def dry_run(
     axes, auto = tuple(shape), (AxisType.Auto,) * len(shape)
     device = Placement(None).device
     trainer = make_trainer(lanes, Mesh(np.array([device]).reshape([1] * len(axes)), axes, axis_types=auto))
-    with compiling.correctly():
-        lowered = trainer.traced_step(*jax.tree.map(shard, batch), own=own).lower()
-        planned = lowered.compile().memory_analysis()
+    arrays, wide = trainer._arrays(jax.tree.map(shard, tuple(batch)), own)
+
+    def compiled(program: Any) -> tuple[Any, Any]:
+        lowered = program.lower(trainer.state, arrays)
+        return lowered, lowered.compile().memory_analysis()
+
+    lowered, planned = trainer._attempt("step", own, wide, compiled)
+    whole = AbstractMesh(tuple(shape.values()), axes, axis_types=auto)
     state = {field.name: _bytes(getattr(trainer.state, field.name)) for field in dataclasses.fields(trainer.state)}
     inputs = planned.argument_size_in_bytes
     return Price(
@@ -186,21 +190,23 @@ def dry_run(
         state={name: n for name, n in state.items() if n}, batch=inputs - sum(state.values()), temporary=planned.temp_size_in_bytes,
         memory=inputs + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
         flops=float((lowered.cost_analysis() or {}).get("flops", math.nan)),
-        collectives=_collectives(_whole(trainer, AbstractMesh(tuple(shape.values()), axes, axis_types=auto), batch, members, own), along), platform=device.platform,
+        collectives=_collectives(_whole(trainer, whole, tuple(batch), members, own, wide), along), platform=device.platform,
     )
 
 
-def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool) -> Any:
+def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool, wide: tuple[bool, ...]) -> Any:
     """The jaxpr of the step on the whole mesh, which uses the trainer up: its state has one shard's members."""
     def every(x: Any, member: bool = True) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((members, *x.shape[1:]) if member else x.shape, x.dtype)
 
     state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
-    leaves = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))) for x in jax.tree.leaves(batch)]
-    wide = tuple(_dtype(x) == np.int64 for x in jax.tree.leaves(batch))
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
     trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
+    trainer._data_axis = DATA if trainer.ensemble.placement.size(DATA) > 1 else None
+    objective = trainer._objective
+    objective.settings = dataclasses.replace(objective.settings, synced=trainer.sync_batch_norm and trainer._data_axis is not None)
     trainer._programs.clear()
-    return trainer._traced(own, wide, state, jax.tree.unflatten(jax.tree.structure(batch), leaves)).jaxpr.jaxpr
+    return trainer._attempt("step", own, wide, lambda program: program.trace(state, arrays)).jaxpr.jaxpr
 
 
 def _dtype(x: Any) -> Any:

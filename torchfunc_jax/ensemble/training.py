@@ -99,7 +99,7 @@ class Trainer:
         self.training, self.position = training, 0
         place, n = ensemble.placement, len(ensemble)
         self._data_axis = DATA if place.size(DATA) > 1 else None
-        synced = sync_batch_norm and self._data_axis is not None
+        self.sync_batch_norm, synced = sync_batch_norm, sync_batch_norm and self._data_axis is not None
         self._objective = Objective(ensemble.template, Settings(loss, loss_of, augment, dtype, synced))
         self._trained = [name for name, p in ensemble.template.named_parameters() if p.requires_grad]
         if not self._trained:

@@ -8,7 +8,7 @@ from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.prediction import Classification, Regression, predict
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
 from torchfunc_jax.ensemble.state import TrainState
-from torchfunc_jax.ensemble.training import TrainState, Trainer
+from torchfunc_jax.ensemble.training import Trainer
 
 __all__ = [
     "Checkpoints",

@@ -38,8 +38,8 @@ def explicit(values: Sequence[Any]) -> Any:
 def spec_of(v: Any, mesh: Any) -> Spec:
     """A value's sharding over the explicit axes of a mesh, a part for each dimension; all None if it is on none."""
     sharding = jax.typeof(v).sharding if isinstance(v, jax.core.Tracer) else v.sharding
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-    spec = tuple(spec) + (None,) * (len(v.shape) - len(spec))
+    spec: Spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    spec += (None,) * (len(v.shape) - len(spec))
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     return tuple(_kept(part, free) for part in spec)
 
@@ -147,8 +147,7 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
     if name == "scan":
         consts, carry = params["num_consts"], params["num_carry"]
         rows = [s if i < consts + carry else s[1:] for i, s in enumerate(given)]
-        found = spread(inner.jaxpr, rows, sizes)
-        return [s if i < carry else (None, *s) for i, s in enumerate(found)]
+        return [s if i < carry else (None, *s) for i, s in enumerate(spread(inner.jaxpr, rows, sizes))]
     if name == "while":
         first = params["cond_nconsts"]
         return spread(params["body_jaxpr"].jaxpr, given[first:], sizes)
@@ -159,9 +158,9 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
         if len(inner.invars) == len(given) and len(inner.outvars) == len(eqn.outvars):
             return spread(inner, given, sizes)
     x = given[0] if given else ()
+    found: list[Any] = [None] * len(out)
     match name:
         case "broadcast_in_dim":
-            found = [None] * len(out)
             for i, d in enumerate(params["broadcast_dimensions"]):
                 found[d] = x[i] if shapes[0][i] == out[d] else None
             return [tuple(found)]
@@ -179,14 +178,14 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
             free = [s for d, s in enumerate(x) if d not in left and d not in left_batch]
             return [(*batch, *free, *[s for d, s in enumerate(y) if d not in right and d not in right_batch])]
         case "conv_general_dilated":
-            numbers, found = params["dimension_numbers"], [None] * len(out)
+            numbers = params["dimension_numbers"]
             found[numbers.out_spec[0]], found[numbers.out_spec[1]] = x[numbers.lhs_spec[0]], given[1][numbers.rhs_spec[0]]
             return [tuple(found)]
         case "gather":
-            numbers, batch = params["dimension_numbers"], iter(given[1][:-1])
+            numbers, along = params["dimension_numbers"], iter(given[1][:-1])
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
             whole = iter([s if params["slice_sizes"][d] == shapes[0][d] else None for d, s in enumerate(x) if d not in gone])
-            return [tuple(next(whole) if d in numbers.offset_dims else next(batch) for d in range(len(out)))]
+            return [tuple(next(whole) if d in numbers.offset_dims else next(along) for d in range(len(out)))]
     if "axes" in params and len(out) < len(x):  # reductions
         gone = set(params["axes"])
         return [tuple(s for d, s in enumerate(x) if d not in gone)] * len(eqn.outvars)

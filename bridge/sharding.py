@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from bridge.boundary.meshes import axes_in
 from bridge.checkpoint_trees import as_numpy
 from bridge.checkpoints import CheckpointError
 from bridge.convert import dtypes
@@ -22,13 +23,13 @@ from bridge.modules import converted
 Rules = Mapping[str, PartitionSpec]
 
 
-def shardings(params: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
+def shardings(params: Any, mesh: Mesh | AbstractMesh, rules: Rules | None = None) -> Any:
     """The sharding of each array of a tree over a mesh, by patterns of names.
 
     Args:
         params: a dict of arrays by name, as ``bridge.params`` returns it, or any tree of arrays or abstract values
             (``jax.ShapeDtypeStruct``, tensors on the device "meta"). The name of a leaf is its path, joined by dots.
-        mesh: with Explicit or Auto axes.
+        mesh: with Explicit or Auto axes; an AbstractMesh too.
         rules: pattern of names -> PartitionSpec. ``*`` is any part of a name, also with dots in it, ``?`` one character and ``[012]`` one
             of these. The first pattern that fits a name decides, in the order of the dict; an array that none fits is replicated.
 
@@ -36,9 +37,10 @@ def shardings(params: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
         A tree of ``jax.sharding.NamedSharding``, for ``jax.device_put``, ``jax.jit(in_shardings=)`` or ``checkpoints.load(like=)``.
 
     Raises:
-        ValueError: a pattern fits no name; a PartitionSpec names an axis that the mesh does not have, names one twice, or has more
-            dimensions than the array; the sizes of the axes do not divide the array's.
-        TypeError: a leaf has no shape; a rule is not a PartitionSpec.
+        ValueError: a pattern fits no name, or only names for which earlier patterns decide; a PartitionSpec names an axis that the mesh
+            does not have, names one twice, or has more dimensions than the array; the sizes of the axes do not divide the array's; two
+            leaves have the same name.
+        TypeError: a leaf has no shape; a rule is not a PartitionSpec, or the mesh no mesh.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.sharding.NamedSharding.html
 
@@ -50,20 +52,22 @@ def shardings(params: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
         >>> {name: tuple(sharding.spec) for name, sharding in found.items()}
         {'weight': ('model', None), 'bias': ()}
     """
+    _check_mesh(mesh, Mesh | AbstractMesh)
     rules = dict(rules or {})
     for pattern, spec in rules.items():
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"rules: {pattern!r}: expected a jax.sharding.PartitionSpec, got {type(spec)}")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     named = {".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path): x for path, x in leaves}
-    idle = [pattern for pattern in rules if not any(fnmatch.fnmatchcase(name, pattern) for name in named)]
-    if idle:
-        raise ValueError(f"rules: {', '.join(map(repr, idle))} fit no parameter; there are {', '.join(map(repr, named)) or 'none'}")
+    if len(named) < len(leaves):
+        raise ValueError(f"params: {len(leaves)} leaves, but only {len(named)} different names, as of {{'a': {{'b': x}}, 'a.b': y}}")
+    fitting = {name: [p for p in rules if fnmatch.fnmatchcase(name, p)] for name in named}
+    _check_use(rules, fitting)
     found = []
     for name, x in named.items():
         if not hasattr(x, "shape"):
             raise TypeError(f"params: {name!r}: expected an array or an abstract value, got {type(x)}")
-        pattern = next((p for p in rules if fnmatch.fnmatchcase(name, p)), None)
+        pattern = next(iter(fitting[name]), None)
         spec = PartitionSpec() if pattern is None else rules[pattern]
         _check(spec, tuple(x.shape), mesh, f"rules: {pattern!r} for {name!r}")
         found.append(NamedSharding(mesh, spec))
@@ -95,6 +99,7 @@ def shard(params: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
         >>> tuple(params["1.weight"].sharding.spec)
         (None, 'model')
     """
+    _check_mesh(mesh, Mesh)
     for x in jax.tree.leaves(params):
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(f"params: expected jax.Arrays or numpy arrays, got {type(x)}; bridge.params gives a module's")
@@ -139,6 +144,7 @@ def load_sharded(
         >>> tuple(params["weight"].sharding.spec), params["bias"].shape
         (('model', None), (2,))
     """
+    _check_mesh(mesh, Mesh)
     try:
         import safetensors  # optional
     except ImportError:
@@ -176,16 +182,34 @@ def _in_order(made: Any, like: Any) -> Any:
     return {key: _in_order(made[key], x) for key, x in like.items()} if type(like) is dict else made
 
 
-def _check(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, where: str) -> None:
+def _check_mesh(mesh: Any, kinds: Any) -> None:
+    if not isinstance(mesh, kinds):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh makes it, got {type(mesh)}")
+
+
+def _check_use(rules: Rules, fitting: Mapping[str, list[str]]) -> None:
+    """Each pattern must decide for a name."""
+    for pattern in rules:
+        names = [name for name, fit in fitting.items() if pattern in fit]
+        if not names:
+            raise ValueError(f"rules: {pattern!r} fits no parameter; there are {', '.join(map(repr, fitting)) or 'none'}")
+        if all(fitting[name][0] != pattern for name in names):
+            taken = ", ".join(f"{name!r} by {fitting[name][0]!r}" for name in names)
+            raise ValueError(f"rules: {pattern!r} decides nothing, because the first pattern that fits a name does: {taken}; put it before")
+
+
+def _check(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, where: str) -> None:
     here = f"{spec}, shape {shape}, mesh {dict(mesh.shape)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where}: the PartitionSpec has more dimensions than the parameter: {here}")
-    names = [a for part in spec for a in ((part,) if isinstance(part, str) else part or ())]
+    if PartitionSpec.UNCONSTRAINED in spec:
+        raise ValueError(f"{where}: expected axes of the mesh or None, got PartitionSpec.UNCONSTRAINED: {here}")
+    names = [a for part in spec for a in axes_in(part)]
     wrong = [a for a in names if a not in mesh.shape or names.count(a) > 1]
     if wrong:
         raise ValueError(f"{where}: expected different axes of the mesh, got {wrong[0]!r}: {here}")
     for d, (part, n) in enumerate(zip(spec, shape, strict=False)):
-        size = math.prod(mesh.shape[a] for a in ((part,) if isinstance(part, str) else part or ()))
+        size = math.prod(mesh.shape[a] for a in axes_in(part))
         if n % size:
             raise ValueError(f"{where}: {part!r} of size {size} does not divide dimension {d} of size {n}: {here}")
 

@@ -4,8 +4,11 @@ A job is a way to differentiate times a model times a mesh; its result is the la
 """
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,25 +25,34 @@ from torch import nn
 from torch._higher_order_ops import scan, while_loop
 
 import bridge
-from torchfunc_jax import functional_call, grad, hessian, jacrev, jit, jvp, vjp, vmap
+from bridge import checkpoints
+from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacrev, jit, jvp, vjp, vmap
 
 
 class Block(nn.Module):
-    """A block of a transformer, its attention written out as in GPTs."""
+    """A block of a transformer, its attention written out as in GPTs.
 
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
+    parts, total: it has only one of so many parts of the heads and of the inner units, and total adds up what the parts give.
+    """
+
+    def __init__(
+        self, width: int = 16, heads: int = 4, parts: int = 1, total: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.size, self.total = width // heads, total
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
-        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width // parts) for _ in range(3))
+        self.o_proj = nn.Linear(width // parts, width)
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width // parts), nn.Linear(4 * width // parts, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, d = x.shape
+        b, t, _ = x.shape
         y = self.before(x)
-        q, k, v = (p(y).view(b, t, self.heads, d // self.heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
-        return x + self.down_proj(F.gelu(self.up_proj(self.between(x))))
+        q, k, v = (p(y).view(b, t, -1, self.size).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1)
+        x = x + self.total(F.linear(y, self.o_proj.weight)) + self.o_proj.bias
+        y = F.gelu(self.up_proj(self.between(x)))
+        return x + self.total(F.linear(y, self.down_proj.weight)) + self.down_proj.bias
 
 
 class Of(nn.Module):
@@ -198,39 +210,93 @@ def in_shard_map(f: Callable[..., Any], params: Any, x: Any) -> float:
     return difference(found, jax.tree.map(lambda *p: jnp.stack(p), *parts))
 
 
-def block() -> dict[str, Any]:
-    """A block of a transformer by tensors and by data, on Explicit and Auto axes: differences, shardings, all-gathers of weights."""
-    model = models()["block"][0]
-    params, x = bridge.params(model), np.random.RandomState(0).randn(8, 5, 16).astype("float32")
-    rules = {
-        f"{name}_proj.*": P("model") for name in "qkv"
-    } | {"up_proj.*": P("model"), "o_proj.weight": P(None, "model"), "down_proj.weight": P(None, "model")}
+RULES = {"[qkv]_proj.*": P("model"), "up_proj.*": P("model"), "o_proj.weight": P(None, "model"), "down_proj.weight": P(None, "model")}
 
-    def step(params: Any, x: Any) -> Any:
+
+def steps(model: nn.Module, mean: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
+    """(output, loss, gradients) of (parameters, input), by JAX's transforms and by this library's; mean: of a loss over devices."""
+    torch_mean = bridge.from_jax(mean)
+
+    def by_jax(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
             out = bridge.call(model, params, {}, (x,))[0]
-            return (out**2).mean(), out
+            return mean((out**2).mean()), out
 
         (value, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         return out, value, gradients
 
-    wanted = jax.jit(step)(params, x)
-    found: dict[str, Any] = {}
-    for kind in (AxisType.Explicit, AxisType.Auto):
-        for parallel, shape, used in (("tensors", (1, 8), rules), ("data", (8, 1), {}), ("both", (4, 2), rules)):
-            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
-            given = bridge.shard(params, mesh, used), jax.device_put(x, NamedSharding(mesh, P("data")))
-            compiled = jax.jit(step).lower(*given).compile()
-            out, value, gradients = compiled(*given)
-            found[f"{kind.name} {parallel}"] = {
-                "difference": difference((out, value, gradients), wanted),
-                "all-gathers": compiled.as_text().count("all-gather"),
-                "gradients as parameters": all(
-                    gradients[k].sharding.is_equivalent_to(given[0][k].sharding, gradients[k].ndim) for k in params
+    def by_torch(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            out = functional_call(model, params, (x,))
+            return torch_mean((out**2).mean()), out
+
+        gradients, (value, out) = grad_and_value(loss, has_aux=True)(params, x)
+        return out, value, gradients
+
+    return {"jax": by_jax, "torch": by_torch}
+
+
+def relative(found: Any, wanted: Any) -> float:
+    """The largest difference in an array, relative to the largest number in it; the gradient of k_proj.bias is zero but for rounding."""
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True)
+    return max(float(np.abs(np.asarray(b) - np.asarray(a)).max() / max(1e-4, np.abs(np.asarray(a)).max())) for a, b in pairs)
+
+
+def block(kind: AxisType, shape: tuple[int, int], way: str, manual: bool) -> dict[str, Any]:
+    """Outputs and gradients of a block in float64, by data and by tensors, beside those of one device; and what the program has in it.
+
+    manual: in jax.shard_map, where the code adds up what the devices have itself.
+    """
+    with jax.enable_x64(True):
+        model = Block(32, 8).double()
+        params, x = bridge.params(model), np.random.RandomState(0).randn(8, 5, 32)
+        wanted = jax.jit(steps(model, lambda loss: loss)["jax"])(params, x)
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+        given = bridge.shard(params, mesh, RULES), jax.device_put(x, NamedSharding(mesh, P("data")))
+        step = steps(model, lambda loss: loss)[way]
+        if manual:
+            part = Block(32, 8, shape[1], bridge.from_jax(lambda y: jax.lax.psum(y, "model"))).double()
+            step = steps(part, lambda loss: jax.lax.pmean(loss, "data"))[way]
+            specs = {name: p.sharding.spec for name, p in given[0].items()}
+            step = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P("data"), P(), specs))
+        compiled = jax.jit(step).lower(*given).compile()
+        found = compiled(*given)
+        return {
+            "difference": relative(found, wanted), "shape": found[0].shape,
+            "gathers": sum(compiled.as_text().count(name) for name in ("all-gather", "all-to-all")),
+            "sums": compiled.as_text().count("all-reduce"),
+            "sharded": all(found[2][k].sharding.is_equivalent_to(p.sharding, p.ndim) for k, p in given[0].items()),
+            "output": found[0].sharding.is_equivalent_to(given[1].sharding, 3),
+        }  # fmt: skip
+
+
+KINDS, SHAPES, WAYS = (AxisType.Explicit, AxisType.Auto), ((1, 8), (8, 1), (2, 4)), ("jax", "torch")
+BLOCKS = [case for case in itertools.product(KINDS, SHAPES, WAYS, (False, True)) if not case[3] or case[1] == (2, 4)]
+
+
+def title(case: tuple[AxisType, tuple[int, int], str, bool]) -> str:
+    kind, shape, way, manual = case
+    return f"block, {way}, {kind.name} {shape[0]}x{shape[1]}{', shard_map' * manual}"
+
+
+def files() -> Iterator[dict[str, Any]]:
+    """Weights read onto Explicit and Auto meshes: whether each device has its part, and no more."""
+    model = Block()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints.save(f"{folder}/model.safetensors", model.state_dict())
+        for kind in (AxisType.Explicit, AxisType.Auto):
+            mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+            placed = bridge.shard(bridge.params(model), mesh, RULES)
+            read = bridge.load_sharded(folder, mesh, RULES, like=model)
+            yield {
+                "names": list(read) == list(placed) or sorted(read) == sorted(placed),
+                "sharded": all(read[name].sharding == p.sharding for name, p in placed.items()),
+                "equal": all(
+                    (a.device, a.data.tolist()) == (b.device, b.data.tolist())
+                    for name, p in placed.items() for a, b in zip(read[name].addressable_shards, p.addressable_shards, strict=True)
                 ),
-                "output": str(out.sharding.spec),
-            }
-    return found
+                "rows of a device": read["q_proj.weight"].addressable_shards[0].data.shape,
+            }  # fmt: skip
 
 
 def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -245,7 +311,9 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
             if not thin:
                 yield f"{name}, {way}, Auto", lambda f=f, params=params, x=x: on_mesh(f, params, x, AxisType.Auto)
     if thin:
-        yield "block", block
+        for case in BLOCKS:
+            yield title(case), functools.partial(block, *case)
+        yield "files", lambda: list(files())
 
 
 FAST = {("mlp", "vmap(grad)"), ("mlp", "jit"), ("cnn", "jax.grad"), ("lstm", "grad"), ("cond", "jvp"), ("scan", "vjp"), ("while", "call")}
@@ -254,10 +322,10 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     jax.config.update("jax_num_cpu_devices", 8)
     results: dict[str, Any] = {}
-    for title, job in jobs():
+    for label, job in jobs():
         try:
-            results[title] = job()
+            results[label] = job()
         except Exception:
-            results[title] = traceback.format_exc(limit=-3)
-        print(title, results[title], file=sys.stderr, flush=True)
+            results[label] = traceback.format_exc(limit=-3)
+        print(label, results[label], file=sys.stderr, flush=True)
     print(json.dumps(results))

@@ -35,6 +35,11 @@ def explicit(values: Sequence[Any]) -> Any:
     return found
 
 
+def axes_in(part: Any) -> tuple[str, ...]:
+    """The axes of the mesh in a part of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def spec_of(v: Any, mesh: Any) -> Spec:
     """A value's sharding over the explicit axes of a mesh, a part for each dimension; all None if it is on none."""
     sharding = jax.typeof(v).sharding if isinstance(v, jax.core.Tracer) else v.sharding
@@ -225,7 +230,7 @@ def _valid(spec: Spec, shape: Sequence[int], sizes: dict[str, int]) -> Spec:
     used: set[str] = set()
     found = []
     for part, n in zip(spec, shape, strict=True):
-        names = (part,) if isinstance(part, str) else tuple(part or ())
+        names = axes_in(part)
         if used.intersection(names) or n == 0 or n % math.prod(sizes[a] for a in names):
             names, part = (), None
         used.update(names)
@@ -234,5 +239,5 @@ def _valid(spec: Spec, shape: Sequence[int], sizes: dict[str, int]) -> Spec:
 
 
 def _kept(part: Any, free: set[str]) -> Any:
-    names = tuple(a for a in ((part,) if isinstance(part, str) else part or ()) if a in free)
+    names = tuple(a for a in axes_in(part) if a in free)
     return names[0] if len(names) == 1 else names or None

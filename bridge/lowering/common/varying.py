@@ -42,10 +42,11 @@ def in_shard_map() -> bool:
 
 
 def in_type(x: Any) -> dict[str, Any]:
-    """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as a value does; nothing outside of ``shard_map``."""
+    """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as x does; nothing outside of ``shard_map``."""
     if not in_shard_map():
         return {}
-    return {"sharding": jax.typeof(x).sharding, "manual_axis_type": jax.typeof(x).manual_axis_type}
+    of = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return {"sharding": of.sharding, "manual_axis_type": of.manual_axis_type}
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:

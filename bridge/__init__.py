@@ -15,5 +15,9 @@ from bridge.jax_functions import from_jax
 from bridge.modules import buffers, call, load, params
 from bridge.operators import plan as _operators  # noqa: F401
 from bridge.operators.register import register_lowering
+from bridge.sharding import load_sharded, shard, shardings
 
-__all__ = ["buffers", "call", "from_jax", "load", "params", "register_lowering", "scan_blocks", "to_jax", "to_torch"]
+__all__ = [
+    "buffers", "call", "from_jax", "load", "load_sharded", "params", "register_lowering", "scan_blocks", "shard", "shardings", "to_jax",
+    "to_torch",
+]

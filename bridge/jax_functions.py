@@ -269,7 +269,8 @@ class _Function(Unsearched):
                 x = self._tensor(x, spec, i)
             if isinstance(x, torch.Tensor):
                 given.append(x)
-                key.append((tuple(x.shape), x.dtype))
+                kind = varying.in_type(tracing.value_of(x)) if state.level is not None else {}
+                key.append((tuple(x.shape), x.dtype, *kind.items()))
             elif x is None or type(x) is Same:
                 key.append(x)
             elif isinstance(x, _NUMBERS) or python_numbers.is_input(x):
@@ -360,7 +361,7 @@ def _aval(key: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that JAX gives a tensor of this shape and dtype, or a Python number of this type."""
     if isinstance(key, type):
         return jax.ShapeDtypeStruct((), jnp.result_type(key), weak_type=key is not bool)
-    return jax.ShapeDtypeStruct(key[0], jax.dtypes.canonicalize_dtype(dtypes.to_jax(key[1])))
+    return jax.ShapeDtypeStruct(key[0], jax.dtypes.canonicalize_dtype(dtypes.to_jax(key[1])), **dict(key[2:]))
 
 
 def _where(spec: Any, i: int) -> str:

@@ -402,9 +402,7 @@ def compiled_later(values: Iterable[Any]) -> bool:
 
 def staged(values: Iterable[Any]) -> bool:
     """Whether JAX records the operations on any of the values, and computes none (jit), also inside of vmap and grad."""
-    return any(
-        not hasattr(tracer, "val") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value)
-    )
+    return any(not hasattr(tracer, "batch_dim") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value))
 
 
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -35,11 +35,16 @@ def explicit(values: Sequence[Any]) -> Any:
     return found
 
 
+def axes_in(part: Any) -> tuple[str, ...]:
+    """The axes of the mesh in a part of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def spec_of(v: Any, mesh: Any) -> Spec:
     """A value's sharding over the explicit axes of a mesh, a part for each dimension; all None if it is on none."""
     sharding = jax.typeof(v).sharding if isinstance(v, jax.core.Tracer) else v.sharding
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-    spec = tuple(spec) + (None,) * (len(v.shape) - len(spec))
+    spec: Spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    spec += (None,) * (len(v.shape) - len(spec))
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     return tuple(_kept(part, free) for part in spec)
 
@@ -147,8 +152,7 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
     if name == "scan":
         consts, carry = params["num_consts"], params["num_carry"]
         rows = [s if i < consts + carry else s[1:] for i, s in enumerate(given)]
-        found = spread(inner.jaxpr, rows, sizes)
-        return [s if i < carry else (None, *s) for i, s in enumerate(found)]
+        return [s if i < carry else (None, *s) for i, s in enumerate(spread(inner.jaxpr, rows, sizes))]
     if name == "while":
         first = params["cond_nconsts"]
         return spread(params["body_jaxpr"].jaxpr, given[first:], sizes)
@@ -159,9 +163,9 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
         if len(inner.invars) == len(given) and len(inner.outvars) == len(eqn.outvars):
             return spread(inner, given, sizes)
     x = given[0] if given else ()
+    found: list[Any] = [None] * len(out)
     match name:
         case "broadcast_in_dim":
-            found = [None] * len(out)
             for i, d in enumerate(params["broadcast_dimensions"]):
                 found[d] = x[i] if shapes[0][i] == out[d] else None
             return [tuple(found)]
@@ -179,14 +183,14 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
             free = [s for d, s in enumerate(x) if d not in left and d not in left_batch]
             return [(*batch, *free, *[s for d, s in enumerate(y) if d not in right and d not in right_batch])]
         case "conv_general_dilated":
-            numbers, found = params["dimension_numbers"], [None] * len(out)
+            numbers = params["dimension_numbers"]
             found[numbers.out_spec[0]], found[numbers.out_spec[1]] = x[numbers.lhs_spec[0]], given[1][numbers.rhs_spec[0]]
             return [tuple(found)]
         case "gather":
-            numbers, batch = params["dimension_numbers"], iter(given[1][:-1])
+            numbers, along = params["dimension_numbers"], iter(given[1][:-1])
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
             whole = iter([s if params["slice_sizes"][d] == shapes[0][d] else None for d, s in enumerate(x) if d not in gone])
-            return [tuple(next(whole) if d in numbers.offset_dims else next(batch) for d in range(len(out)))]
+            return [tuple(next(whole) if d in numbers.offset_dims else next(along) for d in range(len(out)))]
     if "axes" in params and len(out) < len(x):  # reductions
         gone = set(params["axes"])
         return [tuple(s for d, s in enumerate(x) if d not in gone)] * len(eqn.outvars)
@@ -226,7 +230,7 @@ def _valid(spec: Spec, shape: Sequence[int], sizes: dict[str, int]) -> Spec:
     used: set[str] = set()
     found = []
     for part, n in zip(spec, shape, strict=True):
-        names = (part,) if isinstance(part, str) else tuple(part or ())
+        names = axes_in(part)
         if used.intersection(names) or n == 0 or n % math.prod(sizes[a] for a in names):
             names, part = (), None
         used.update(names)
@@ -235,5 +239,5 @@ def _valid(spec: Spec, shape: Sequence[int], sizes: dict[str, int]) -> Spec:
 
 
 def _kept(part: Any, free: set[str]) -> Any:
-    names = tuple(a for a in ((part,) if isinstance(part, str) else part or ()) if a in free)
+    names = tuple(a for a in axes_in(part) if a in free)
     return names[0] if len(names) == 1 else names or None

@@ -26,6 +26,7 @@ from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.compiled import Compiled, ProgramInfo
 from bridge.jit.program import aval, forward, stage
+from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.programs import guards
@@ -138,7 +139,7 @@ class Jitted:
                     key.append(-len(inputs))  # signatures are not negative
             elif isinstance(x, jax.Array):
                 inputs.append(x)
-                key.append((x.shape, x.dtype))
+                key.append((x.shape, x.dtype, *(varying.in_type(x).values() if isinstance(x, jax.core.Tracer) else ())))
                 torch_out = False
             elif type(x) is float or type(x) is int:
                 numbers.append(x)

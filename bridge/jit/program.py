@@ -205,7 +205,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
 def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
     if isinstance(x, torch.Tensor):
         return jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, **varying.in_type(x))
 
 
 def trace(

@@ -41,9 +41,17 @@ def in_shard_map() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def in_type(x: Any) -> dict[str, Any]:
+    """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as x does; nothing outside of ``shard_map``."""
+    if not in_shard_map():
+        return {}
+    of = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return {"sharding": of.sharding, "manual_axis_type": of.manual_axis_type}
+
+
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """``jax.vjp``; the pullback takes cotangents that vary over fewer axes than the outputs."""
-    found = jax.vjp(fun, *primals, has_aux=has_aux)
+    found: Any = jax.vjp(fun, *primals, has_aux=has_aux)  # type: ignore[call-overload]
     wanted = tuple(map(axes, jax.tree.leaves(found[0]))) if in_shard_map() else ()
     if not any(wanted):
         return found
@@ -62,7 +70,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """``jax.linearize``; the pushforward takes tangents that vary over fewer axes than the primals."""
-    found = jax.linearize(fun, *primals, has_aux=has_aux)
+    found: Any = jax.linearize(fun, *primals, has_aux=has_aux)  # type: ignore[call-overload]
     if not in_shard_map():
         return found
     wanted = [axes(p) for p in primals]

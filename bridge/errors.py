@@ -62,7 +62,7 @@ def at_this_line(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def rewording() -> Iterator[None]:
-    """While entered, JAX's error about the backward pass of a while loop is raised in torch's terms."""
+    """While entered, JAX's errors about the backward pass of a while loop, and of what is not linear, are raised in torch's terms."""
     try:
         yield
     except ValueError as error:
@@ -72,6 +72,14 @@ def rewording() -> Iterator[None]:
             "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is "
             "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit"
             + at_line()
+        ) from error.__cause__
+    except (AssertionError, NotImplementedError) as error:
+        # one operand too many that is a tangent, or a function of one
+        if "Accum" not in str(error) and not str(error).startswith("Transpose rule"):
+            raise
+        raise RuntimeError(
+            "jvp: a rule for forward mode, such as the jvp of an autograd.Function, is not linear in its tangents, so that its "
+            "backward pass is not defined; expected sums of tangents, each times what does not depend on them" + at_line()
         ) from error.__cause__
 
 

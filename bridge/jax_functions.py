@@ -29,6 +29,7 @@ from bridge.convert import dtypes, tensors, trees
 from bridge.jit.jitted import Jitted
 from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
+from bridge.lowering.common import varying
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Unsearched
 from bridge.record.tensor import Unrecordable
@@ -83,7 +84,7 @@ class _Program(Unsearched):
 
         def held(*values: jax.Array) -> list[jax.Array]:
             function, given = self._of(values, self.active)
-            outs, pull = jax.vjp(function, *given)
+            outs, pull = varying.vjp(function, *given)
             leaves, tree[:] = jax.tree.flatten(pull)[0], [jax.tree.structure(pull)]
             return [*outs, *leaves]
 
@@ -156,7 +157,7 @@ class _Program(Unsearched):
 
         def pull(*values: jax.Array) -> list[jax.Array]:
             function, given = self._of(values[:n], active)
-            _, back = jax.vjp(function, *given)
+            _, back = varying.vjp(function, *given)
             return [conj(g) for g in back(self._among_outs([conj(c) for c in values[n:]]))]
 
         return self._other(("vjp", active), pull, [*self.avals, *pick(self.out_avals, self.kinds)])
@@ -166,7 +167,7 @@ class _Program(Unsearched):
         n = len(self.avals)
 
         def push(*values: jax.Array) -> list[jax.Array]:
-            outs, tangents = jax.jvp(*self._of(values[:n], active), values[n:])
+            outs, tangents = varying.jvp(*self._of(values[:n], active), values[n:])
             return [*outs, *pick(tangents, self.kinds)]
 
         return self._other(("jvp", active), push, [*self.avals, *[self.avals[k] for k in active]])

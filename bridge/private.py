@@ -400,6 +400,13 @@ def compiled_later(values: Iterable[Any]) -> bool:
     return any(batched_value(tracer) is None for value in values for tracer in _nested(value))
 
 
+def staged(values: Iterable[Any]) -> bool:
+    """Whether JAX records the operations on any of the values, and computes none (jit), also inside of vmap and grad."""
+    return any(
+        not hasattr(tracer, "val") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value)
+    )
+
+
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:
     """The backward inside ``@once_differentiable``; None if the decorator, which leaves no other mark, was not used."""
     inner = getattr(method, "__wrapped__", None)
@@ -518,6 +525,7 @@ _REDIRECTED = {
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
     "is_compiling": ("torch.compiler", "is_compiling"),
+    "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
 }
 
 
@@ -526,7 +534,7 @@ def _redirects() -> dict[str, _Redirect]:
     found = {}
     for name, (module, attribute) in _REDIRECTED.items():
         try:
-            function = getattr(importlib.import_module(module), attribute)
+            function = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):
@@ -637,6 +645,15 @@ def processes(group: Any) -> int:
 def coordinator() -> Any:
     """The client of jax.distributed's store and barriers, which take a time limit; None before ``jax.distributed.initialize``."""
     return jax._src.distributed.global_state.client
+
+
+def cluster(address: str | None, count: int | None, me: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
+    """The coordinator's address, the number of processes and this one's index where JAX knows the cluster (Cloud TPU, Slurm, Open MPI).
+
+    ``jax.distributed.initialize`` looks for them too, but keeps them, and who does not come can be named only with the address.
+    """
+    found = jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params(address, count, me, None, None, round(timeout))
+    return found[:3]
 
 
 def state_question() -> Callable[[], bool]:

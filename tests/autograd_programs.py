@@ -254,7 +254,7 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
             if i == kernel.constant or not slopes:
                 pushed.append("None")
                 continue
-            content += [f"terms = [{', '.join(f'(t{a}, lambda t: t * ({e}))' for a, e in slopes.items())}]"]
+            content += [f"terms = [{', '.join(f'(t{a}, lambda d: d * ({e}))' for a, e in slopes.items())}]"]
             content += ["terms = [rule(t) for t, rule in terms if t is not None]", f"p{i} = sum(terms) * {factor} if terms else None"]
             if kernel.dirty:
                 content += [f"p{i} = ta.copy_(p{i})"]

@@ -194,3 +194,55 @@ def test_once_differentiable_under_torchs_autograd() -> None:
         same(g, torch.tensor(12.0))
         with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
             g.backward()
+
+
+def test_numbers_after_a_function_with_its_own_vmap():
+    """Its vmap applies the class itself, so that the forward that was written down, with its numbers, never runs again."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(a, s):
+            return (a * 4).round() / 5
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+        @staticmethod
+        def vmap(info, in_dims, a, s):
+            return Rounded.apply(a.movedim(in_dims[0], 0), s), 0
+
+    def f(x):
+        return Rounded.apply(x * 3, -1.2) * 7 + 2.5
+
+    for k in range(3):
+        x = torch.randn(2 + k, 3)
+        torch.testing.assert_close(torchfunc_jax.vmap(f)(x), torch.func.vmap(f)(x))
+
+
+class Squared(torch.autograd.Function):
+    """Its jvp is not linear in the tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_forward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return g
+
+    @staticmethod
+    def jvp(ctx: Any, d: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return d * d * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["plain", "jit"])
+def test_the_backward_pass_of_a_rule_that_is_not_linear(wrap: Callable[..., Any]) -> None:
+    x = torch.tensor([0.3, -0.8], requires_grad=True)
+    with pytest.raises(RuntimeError, match="not linear in its tangents"):
+        wrap(lambda x: torchfunc_jax.jvp(Squared.apply, (x,), (x,))[1])(x).sum().backward()

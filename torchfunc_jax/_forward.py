@@ -17,6 +17,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Output, Result, inexact, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
+from bridge.lowering.common import varying
 from bridge.lowering.registry import overload
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
@@ -136,7 +137,7 @@ def jvp_with_argnums(
         found: list[Result] = []
         body = target.body(values[:width], "jvp", finish, found, lambda meta: None)
         with forward_mode():
-            outs, pushed = jax.jvp(lambda *diff: body(*diff)[0], tuple(target.split(values)), tuple(values[width:]))
+            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], tuple(target.split(values)), tuple(values[width:]))
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         n = found[0].meta[1]
         pushed[:n] = tie_tangents(pushed[:n], outs[:n]) if tied else pushed[:n]
@@ -250,7 +251,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         found: list[Result] = []
         body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
         with forward_mode():
-            outs, push, rest = jax.linearize(body, *target.split(values), has_aux=True)
+            outs, push, rest = varying.linearize(body, *target.split(values), has_aux=True)
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge.boundary import handing_over
+from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result
 from bridge.convert import trees
+from bridge.lowering.common import varying
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
@@ -89,7 +90,7 @@ def jacrev(
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-            outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+            outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
             blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
             return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
 
@@ -214,7 +215,8 @@ def along_units(
 
     lane.transforms = func  # type: ignore[attr-defined]  # whether a call can be recorded depends on it (bridge/record/transforms.py)
     count, first = cuts[-1].stop if cuts else 0, primals[0] if primals else None
-    numbers = jnp.arange(count) if isinstance(first, jax.Array) else torch.arange(count, device=getattr(first, "device", None))
+    device = getattr(first, "device", None)
+    numbers = meshes.beside(jnp.arange(count), primals) if isinstance(first, jax.Array) else torch.arange(count, device=device)
     return vmap(lane, randomness=randomness, chunk_size=chunk_size)(numbers)
 
 

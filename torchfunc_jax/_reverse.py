@@ -15,6 +15,7 @@ from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.results import Result, conj, is_array, split_arrays
 from bridge.convert import trees
+from bridge.lowering.common import varying
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
@@ -187,12 +188,14 @@ def gradients_and_value(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda _: 1)
-        (out,), pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        (out,), pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         if jnp.issubdtype(out.dtype, jnp.inexact):
             grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
         else:
             grads = [jnp.zeros_like(v) for v in target.split(values)]
-        return found[0].after([*grads, out, *rest], len(grads))
+        done = found[0].after([*grads, out, *rest], len(grads))
+        done.like = target.split(target.call.arrays)
+        return done
 
     return build(target, *apply(compute, target.call.arrays, func))
 
@@ -280,7 +283,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-        outs, pull, rest = jax.vjp(body, *target.split(values), has_aux=True)
+        outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         pulls[:] = [pull]
         return found[0].after([*outs, *rest], 0)
 
@@ -297,10 +300,10 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         def back(values: list[Any]) -> Result:
             if not recorded:
-                return Result([conj(g) for g in pull([conj(c) for c in values])])
+                return Result([conj(g) for g in pull([conj(c) for c in values])], like=target.split(target.call.arrays))
             # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
             inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
-            _, again, _ = jax.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
+            _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
             return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
 
         grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)

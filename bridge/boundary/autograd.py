@@ -17,6 +17,7 @@ from bridge.boundary import shared_memory
 from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick
 from bridge.convert import tensors
 from bridge.errors import rewording
+from bridge.lowering.common import varying
 from bridge.trace import tracing
 from bridge.trace.requires_grad import depends, flow
 from bridge.trace.storage import Node
@@ -126,7 +127,7 @@ class _Border(Untransformed):
     def forward(ctx: Any, recorded: _Recorded, device: torch.device | None, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
-            outs, pull, rest = jax.vjp(recorded, *actives, has_aux=True)
+            outs, pull, rest = varying.vjp(recorded, *actives, has_aux=True)
         floats, others = iter(outs), iter(rest)
         held, seen = addresses(pull), [t for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)]
         avoid = held | {t.data_ptr() for t in seen}
@@ -226,7 +227,7 @@ def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[t
     count = len(inputs)
 
     def backward(values: list[Any]) -> Result:
-        _, pull, _ = jax.vjp(dataclasses.replace(recorded), *values[:count], has_aux=True)
+        _, pull, _ = varying.vjp(dataclasses.replace(recorded), *values[:count], has_aux=True)
         return Result([conj(g) for g in pull([conj(c) for c in values[count:]])])
 
     outs, _ = recorded.apply(backward, [*inputs, *cts])
@@ -275,7 +276,7 @@ class _Attached(Untransformed):
                     result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
                 return pick(result.values[: len(ctx.kinds)], ctx.kinds)
 
-            _, pull = jax.vjp(pure, *values[:n])
+            _, pull = varying.vjp(pure, *values[:n])
             return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
 
         grads, _ = ctx.again(back, [*watched, *cts])

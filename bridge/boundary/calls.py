@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge import compiling, private
-from bridge.boundary import autograd, results, shared_memory
+from bridge.boundary import autograd, meshes, results, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
 from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, split_arrays, write_back
@@ -100,7 +100,7 @@ def apply(
     """
     if state.level is not None:
         level = state.level
-        values = [value_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        values = [value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves]
         met_before, level.met = level.met, {}
         try:
             with rewording():
@@ -123,7 +123,7 @@ def apply(
     if state.recorder is not None:
         raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
-        return _in_jax(compute, leaves)
+        return _in_jax(compute, leaves, lasting)
     return _outermost(compute, leaves, fn, lasting)
 
 
@@ -148,15 +148,24 @@ def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
             tracing.assign(leaves[target], result.values[index], detached)
 
 
-def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple[list[Any], Any]:
     """Run a computation on jax.Arrays, maybe inside a user's own jax.jit or jax.grad; the results are jax.Arrays too."""
-    with tracing.root() as root:
-        result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
-        _carry_out(result, leaves)
-        writes = [(t, node.value) for t, node in root.captured.values() if node.version]
-    write_back([(t, tensors.to_torch(v, t.device)) for t, v in writes if is_local(v)])
-    compiling.warn_of_jit(result.values)
-    return _outputs(result), result.meta
+    found: list[Any] = []
+
+    def body(values: list[Any]) -> list[Any]:
+        with tracing.root() as root:
+            result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in values])
+            _carry_out(result, leaves)
+            writes = [(t, node.value) for t, node in root.captured.values() if node.version]
+        found[:] = [result, [t for t, _ in writes]]
+        return [*_outputs(result), *[v for _, v in writes]]
+
+    outs = meshes.run(body, leaves, lambda: found[0].like, lasting)
+    result, written = found
+    count = len(outs) - len(written)
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if is_local(v)])
+    compiling.warn_of_jit(outs)
+    return outs[:count], result.meta
 
 
 def _outermost(

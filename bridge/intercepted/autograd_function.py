@@ -27,6 +27,7 @@ from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
+from bridge.lowering.common import varying
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import process
@@ -354,7 +355,7 @@ class _Call:
             given = [_materialized(t, kept.materialize) for t in tangents]
             found = rules.jvp(captured, kept, kept.linked(residuals, [*outs, *values]), given)
             return outs, [
-                jnp.zeros(o.shape, o.dtype if inexact(o) else jax.dtypes.float0) if p is None else p
+                varying.no_tangent(o) if p is None else varying.like(p, o)
                 for o, p in zip(outs, found, strict=True)
             ]
 

@@ -17,6 +17,7 @@ from bridge import private
 from bridge.boundary.results import put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
+from bridge.lowering.common import varying
 from bridge.trace.levels import push, state
 from bridge.trace.tracing import Traced, value_of, wrap
 
@@ -92,7 +93,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
         raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of shape {list(pred.shape)}")
     yes, no = _Body(true_fn, tuple(operands), "cond: true_fn"), _Body(false_fn, tuple(operands), "cond: false_fn")
     with _explained("cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes"):
-        outs = lax.cond(value.reshape(()), yes, no, yes.values)
+        outs = varying.cond(value.reshape(()), yes, no, yes.values)
     if yes.out_spec != no.out_spec:
         raise RuntimeError(f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the same structure")
     return _wrapped(outs, yes.out_spec, yes.device)
@@ -112,7 +113,7 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     test = _Body(lambda *xs: cond_fn(*xs, *additional_inputs), carry, "while_loop: cond_fn")
     body = _Body(lambda *xs: body_fn(*xs, *additional_inputs), carry, "while_loop: body_fn")
     with _explained("while_loop: body_fn must return tensors of the shapes and dtypes that it is given"):
-        outs = lax.while_loop(lambda vs: test(vs)[0].reshape(()), body, body.values)
+        outs = varying.while_loop(lambda vs: test(vs)[0].reshape(()), body, body.values)
     return tuple(_wrapped(outs, trees.flatten(carry)[1], body.device))
 
 
@@ -144,7 +145,7 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
 
     moved = [jnp.moveaxis(v, dim, 0) for v in body.values[-len(flat_xs) :]]
     with _explained("scan: combine_fn must return a carry of the structure, shapes and dtypes of init"):
-        carry, ys = lax.scan(step, body.values[: -len(flat_xs)], moved, reverse=reverse)
+        carry, ys = varying.scan(step, body.values[: -len(flat_xs)], moved, reverse=reverse)
     out = _wrapped([*carry, *[jnp.moveaxis(y, 0, dim) for y in ys]], body.out_spec, body.device)
     return out[0], out[1]
 

@@ -169,6 +169,23 @@ def is_compiling() -> bool:
     return state.jitting or private.original("is_compiling")()
 
 
+def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of this one, stays a tensor if unknown."""
+    unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
+    counted = layer.momentum is None and layer.training and layer.track_running_stats and layer.num_batches_tracked is not None
+    if not (unknown and counted and layer.running_mean is not None):
+        return private.original("batch_norm_forward")(layer, input)
+    layer._check_input_dim(input)
+    layer.num_batches_tracked.add_(1)
+    weight = layer.num_batches_tracked.double().reciprocal()
+    mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)  # with momentum 1 they are those of the batch
+    with torch.no_grad():
+        for running, now in ((layer.running_mean, mean), (layer.running_var, var)):
+            running.mul_(1 - weight).add_(now * weight)
+    return out
+
+
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
@@ -181,4 +198,5 @@ PYTHON_RULES |= {
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
+    "batch_norm_forward": batch_norm_forward,
 })  # fmt: skip

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +11,12 @@ import numpy as np
 import torch
 
 from bridge import compiling
+from bridge.boundary import meshes
 from bridge.boundary.calls import Call
 from bridge.boundary.results import inexact_dtype, is_local, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
+from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.programs.cache_keys import Same
@@ -208,7 +209,7 @@ class Compiled:
                 if not self.torch_out:
                     first = len(values) - len(captured)
                     values = [*values[:first], *jax.device_put(values[first:])]
-                outs = self.forward(values, random)
+                outs = meshes.run(lambda given: self.forward(given, random), values, tuple, False)
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
@@ -285,9 +286,10 @@ class Compiled:
 
                 run = self._kept(run, traced=meanwhile)
             else:
-                run = self._kept(differentiated(self.checked, active))
+                jaxpr = self.checked.jaxpr.jaxpr
+                run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
                 pull = pull_back_packed if self.checked.stacks else pull_back
-                back = self._kept(functools.partial(pull))  # a new function, because JAX caches compiled programs per function
+                back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
             self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
         return self.recorded[active]
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 
 from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
+from bridge.lowering.common import varying
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
 from bridge.record.tensor import Unrecordable
@@ -36,6 +36,18 @@ class Block:
     end: End | None = None
     results: tuple[int, ...] = ()  # those of its function
     first: int = 0  # its own first result
+
+    @property
+    def numbers(self) -> int:
+        """How many Python numbers its entries take."""
+        found = 0
+        for entry in self.entries:
+            if type(entry) is loops.Loop:
+                found += entry.numbers * entry.times
+            else:
+                what = entry if type(entry) is Block else entry[0]
+                found += 0 if type(what) is Pull else what.numbers
+        return found
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
@@ -117,7 +129,7 @@ class Run:
                     raise NotInLoopError("a write, in a loop")
                 return [tracing.value_of(inner.env[ref]) for _, ref in loop.carried], None
 
-        outs, _ = lax.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))
+        outs, _ = varying.scan(step, [tracing.value_of(t) for t in given], jnp.arange(loop.times))
         self.used += loop.numbers * loop.times
         for ref, value, t in zip(loop.last, outs, given, strict=True):
             out = tracing.wrap(value, t.device)
@@ -154,13 +166,15 @@ class Run:
         start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            self.used = start
+            before, self.used = self.used, start
             self.store(arguments, block.arguments)
             self.run(block.entries)
+            self.used = before
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
             outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
+        self.used = start + block.numbers  # however often body has run: a Function's own vmap may run another forward, and never this one
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)

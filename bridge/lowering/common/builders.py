@@ -86,6 +86,21 @@ def define_slopes(function: jax.custom_jvp, *slopes: Callable) -> None:
     function.defjvp(jvp, symbolic_zeros=True)
 
 
+@jax.custom_jvp
+def with_slope(value: Array, x: Array, slope: Array) -> Array:
+    """value, whose derivative in x is slope, element by element, where JAX would derive another one; all three have one shape.
+
+    slope may depend on x: its own derivative is then value's second.
+    """
+    return value
+
+
+@functools.partial(with_slope.defjvp, symbolic_zeros=True)
+def _with_slope_jvp(primals: tuple, tangents: tuple) -> tuple:
+    result, dx = with_slope(*primals), tangents[1]
+    return result, like(0, result) if isinstance(dx, SymbolicZero) else lax.mul(primals[2], dx)
+
+
 def unary(fn: Callable, wide: bool = False) -> Callable:
     """A lowering of one floating operand; integers and bools become the default float first.
 

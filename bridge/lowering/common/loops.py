@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
+
+from bridge.lowering.common import varying
 
 
 def kept() -> contextlib.AbstractContextManager[Any]:
@@ -34,13 +36,13 @@ def kept_in(lower: Callable[..., Any]) -> Callable[..., Any]:
 def scan(*args: Any, **kwargs: Any) -> Any:
     """``lax.scan``."""
     with kept():
-        return lax.scan(*args, **kwargs)
+        return varying.scan(*args, **kwargs)
 
 
 def fori_loop(*args: Any) -> Any:
     """``lax.fori_loop``."""
     with kept():
-        return lax.fori_loop(*args)
+        return varying.fori_loop(*args)
 
 
 def searchsorted(sequence: Array, values: Array, side: str) -> Array:

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import align, binary, choose, define_slopes, fused, like, number
 from bridge.lowering.common.promotion import cast, is_array, is_complex, is_floating, opmath, result_dtype
 from bridge.lowering.common.provided import refuse
@@ -204,7 +205,7 @@ def _int_pow(base: Array, exponent: Array) -> Array:
         return lax.shift_right_logical(left, one), lax.mul(square, square), lax.select_n(odd, result, lax.mul(result, square))
 
     power = exponent if base.dtype.kind == "u" else lax.max(exponent, like(0, base))
-    result = lax.while_loop(lambda s: jnp.any(lax.gt(s[0], zero)), step, (power, base, one))[2]
+    result = varying.while_loop(lambda s: jnp.any(lax.gt(s[0], zero)), step, (power, base, one))[2]
     return result if base.dtype.kind == "u" else lax.select_n(lax.lt(exponent, zero), result, inverse)
 
 
@@ -235,14 +236,30 @@ def _pow(base: Array, exponent: Array) -> Array:
 
 
 aten_pow = lowering("aten.pow.Tensor_Tensor")(binary(_pow))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _half_power(x: Array, exponent: float) -> Array:
+    """x**exponent for an odd number of halves, with roots of their own functions in the derivatives too, as in PyTorch: NaN at -inf."""
+    known = {0.5: lax.sqrt, -0.5: lax.rsqrt}.get(exponent)
+    return known(x) if known else lax.pow(x, number(exponent, x.dtype))
+
+
+@_half_power.defjvp
+def _half_power_jvp(exponent: float, primals: tuple, tangents: tuple) -> tuple:
+    slope = lax.mul(_half_power(primals[0], exponent - 1), number(exponent, primals[0].dtype))
+    return _half_power(*primals, exponent), lax.mul(slope, tangents[0])
+
+
 # exponents that have a cheaper function than pow
 _POWERS: dict[float, Callable] = {
     -2.0: lambda x: lax.integer_pow(x, -2),
     -1.0: lax.reciprocal,
-    -0.5: lax.rsqrt,
+    -0.5: lambda x: _half_power(x, -0.5),
     0.0: fused(lambda x: lax.full_like(x, 1)),
-    0.5: lax.sqrt,
+    0.5: lambda x: _half_power(x, 0.5),
     1.0: lambda x: x,
+    1.5: lambda x: _half_power(x, 1.5),
     2.0: lambda x: lax.integer_pow(x, 2),
     3.0: lambda x: lax.integer_pow(x, 3),
 }
@@ -291,8 +308,19 @@ def _fmin(a: Array, b: Array) -> Array:
     return lax.select_n(lax.bitwise_or(lax.le(a, b), lax.ne(b, b)), b, a)
 
 
-aten_maximum = lowering("aten.maximum", "aten.max.other")(binary(lax.max))
-aten_minimum = lowering("aten.minimum", "aten.min.other")(binary(lax.min))
+def _unless_beyond(beyond: Callable) -> Callable:
+    """The derivative in a of maximum or minimum: 0 if the other operand is the result, half at a tie, and 1 in both beside a NaN."""
+    return lambda a, b: choose(beyond(a, b), 0, choose(lax.eq(a, b), 0.5, like(1, a)))
+
+
+def _extremum(fn: Callable, beyond: Callable) -> Callable:
+    function, slope = jax.custom_jvp(fn), _unless_beyond(beyond)
+    define_slopes(function, lambda a, b, y: slope(a, b), lambda a, b, y: slope(b, a))
+    return lambda a, b: fn(a, b) if a.dtype.kind in "iub" else function(a, b)
+
+
+aten_maximum = lowering("aten.maximum", "aten.max.other")(binary(_extremum(lax.max, lax.lt)))
+aten_minimum = lowering("aten.minimum", "aten.min.other")(binary(_extremum(lax.min, lax.gt)))
 lowering("aten.fmax")(binary(_fmax))
 lowering("aten.fmin")(binary(_fmin))
 
@@ -316,9 +344,24 @@ def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan
             tie = lax.bitwise_and(tie, lax.ne(*bounds))
         inside.append(inside_of(given, bound))
         x = lax.select_n(outside, lax.select_n(tie, x, lax.max(x, bound)) if shared else x, bound)
-    if numbers and is_floating(dtype):  # a NaN is not inside
-        x = lax.select_n(functools.reduce(lax.bitwise_and, inside), lax.stop_gradient(x), x)
+    if is_floating(dtype) and (numbers or not BOUNDS_ARE_OUTSIDE):  # a NaN is not inside
+        x = lax.select_n(functools.reduce(lax.bitwise_and, inside), lax.stop_gradient(x), given)
+        if not numbers:
+            x = _with_bounds(given, x, low if low is None else bounds[0], high if high is None else bounds[-1])
     return x
+
+
+def _with_bounds(given: Array, clamped: Array, low: Array | None, high: Array | None) -> Array:
+    """The clamped array; a bound that x is beyond gets the derivative, of two that cross the upper one, even if the other is NaN."""
+    value = lax.stop_gradient(clamped)
+    crossed = None if low is None or high is None else lax.lt(high, low)
+    if low is not None:
+        below = lax.lt(given, low)
+        clamped = lax.select_n(below if high is None else lax.bitwise_and(below, lax.lt(low, high)), clamped, low)
+    if high is not None:
+        above = lax.gt(given, high)
+        clamped = lax.select_n(above if crossed is None else lax.bitwise_or(above, crossed), clamped, high)
+    return lax.select_n(lax.ne(value, value), clamped, lax.add(clamped, value))
 
 
 #: From torch 2.15 on, a number beyond the dtype's range is no bound; before, it was converted to the tensor's dtype.

@@ -27,9 +27,19 @@ def _hypot(a: Array, b: Array) -> Array:
 define_slopes(_hypot, lambda a, b, size: lax.div(a, size), lambda a, b, size: lax.div(b, size))
 
 
+@jax.custom_jvp
 def _copysign(a: Array, b: Array) -> Array:
     size = absolute(a)
     return lax.select_n(signbit(b), size, lax.neg(size))
+
+
+def _flipped(a: Array, b: Array, y: Array) -> Array:
+    """1 or -1; 0 at zeros and NaN at infinities, as in PyTorch."""
+    zero = lax.eq(a, number(0, a.dtype))
+    return lax.stop_gradient(choose(zero, 0, lax.div(y, choose(zero, 1, a))))
+
+
+define_slopes(_copysign, _flipped, lambda a, b, y: like(0, y))
 
 
 def _heaviside(x: Array, at_zero: Array) -> Array:

@@ -93,7 +93,8 @@ cosh, _cosh = _by_parts(lambda a, b: (_led(lax.cosh(a), lax.cos(b), a), _times(l
 tan, _tan = _by_parts(_on_axes(lax.tan), lax.tan)
 tanh, _tanh = _by_parts(_on_axes(lax.tanh), lax.tanh)
 atan, _atan = _by_parts(_in_quadrants(lax.atan), lax.atan)
-atanh, _atanh = _by_parts(_in_quadrants(lax.atanh), lax.atanh)
+_real_atanh = jax.custom_jvp(lax.atanh)
+atanh, _atanh = _by_parts(_in_quadrants(lax.atanh), _real_atanh)
 expm1, _expm1 = _by_parts(_expm1_parts, lax.expm1)
 
 define_slopes(_exp, lambda x, y: y)
@@ -104,7 +105,8 @@ define_slopes(_cosh, lambda x, y: _sinh(x))
 define_slopes(_tan, lambda x, y: lax.add(number(1, y.dtype), lax.mul(y, y)))
 define_slopes(_tanh, lambda x, y: lax.sub(number(1, y.dtype), lax.mul(y, y)))
 define_slopes(_atan, lambda x, y: lax.reciprocal(lax.add(number(1, x.dtype), lax.mul(x, x))))
-define_slopes(_atanh, lambda x, y: lax.reciprocal(lax.sub(number(1, x.dtype), lax.mul(x, x))))
+for _function in (_atanh, _real_atanh):
+    define_slopes(_function, lambda x, y: lax.reciprocal(lax.sub(number(1, x.dtype), lax.mul(x, x))))
 define_slopes(_expm1, lambda x, y: _exp(x))
 
 
@@ -117,6 +119,8 @@ def _exp2_parts(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 exp2, _exp2 = _by_parts(_exp2_parts, _power_of_two)
-rsqrt, _rsqrt = _by_parts(lambda a, b: _parts_of(lax.div(like(1, y := branch_cuts.sqrt(lax.complex(a, b))), y)), lax.rsqrt)
+_real_rsqrt = jax.custom_jvp(lax.rsqrt)
+rsqrt, _rsqrt = _by_parts(lambda a, b: _parts_of(lax.div(like(1, y := branch_cuts.sqrt(lax.complex(a, b))), y)), _real_rsqrt)
 define_slopes(_exp2, lambda x, y: scaled(y, math.log(2)))
 define_slopes(_rsqrt, lambda x, y: scaled(lax.div(y, x), -0.5))
+define_slopes(_real_rsqrt, lambda x, y: scaled(lax.mul(y, lax.mul(y, y)), -0.5))

@@ -4,13 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from bridge.convert import dtypes
-from bridge.lowering.common import promotion
+from bridge.lowering.common import promotion, varying
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.common.value_dependent_shapes import by_lane
@@ -98,7 +97,7 @@ def aten_masked_scatter_backward(grad_output: Array, mask: Array, sizes: Sequenc
     """masked_scatter_backward(Tensor grad_output, Tensor mask, SymInt[] sizes) -> Tensor"""
     source = lax.full(tuple(sizes), 0, grad_output.dtype)
     grad_output, mask = _common(grad_output, mask)
-    return jax.vjp(lambda s: aten_masked_scatter(lax.full_like(grad_output, 0), mask, s), source)[1](grad_output)[0]
+    return varying.vjp(lambda s: aten_masked_scatter(lax.full_like(grad_output, 0), mask, s), source)[1](grad_output)[0]
 
 
 @lowering("aten.masked_select")

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.promotion import cast, fused, is_floating, opmath, wrap_dim
 from bridge.lowering.common.provided import refuse
@@ -136,4 +137,4 @@ def aten_segment_reduce_backward(
     """_segment_reduce_backward(Tensor grad, Tensor output, Tensor data, str reduce, *, Tensor? lengths=None, Tensor? offsets=None,
     int axis=0, Scalar? initial=None) -> Tensor"""
     kwargs = {"lengths": lengths, "offsets": offsets, "axis": axis, "unsafe": True, "initial": initial}
-    return jax.vjp(lambda x: aten_segment_reduce(x, reduce, **kwargs), data)[1](grad)[0]
+    return varying.vjp(lambda x: aten_segment_reduce(x, reduce, **kwargs), data)[1](grad)[0]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, hermitian_part, matmul, mH, report, with_cotangent
 from bridge.lowering.registry import lowering
 
@@ -65,7 +66,7 @@ def _failed_minor(A: Array, L: Array) -> Array:
         definite = jnp.isfinite(diagonal(factor).real).all(-1)
         return jnp.where(definite, mid, low), jnp.where(definite, high, mid)
 
-    low, high = lax.while_loop(lambda state: (state[1] - state[0] > 1).any(), body, (low, high))
+    low, high = varying.while_loop(lambda state: (state[1] - state[0] > 1).any(), body, (low, high))
     return jnp.where(good, 0, high).astype(jnp.int32)
 
 

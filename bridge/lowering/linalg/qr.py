@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.loops import fori_loop
 from bridge.lowering.linalg.matrices import check_matrix, matmul, mH, mT, skew_diagonal
 from bridge.lowering.registry import lowering
@@ -83,7 +84,7 @@ def _householder_product_jvp(primals: tuple[Array, ...], tangents: tuple[Array, 
     def product(a: Array, tau: Array) -> Array:
         return _reflected(True, False, a, tau, jnp.broadcast_to(jnp.eye(a.shape[-2], a.shape[-1], dtype=a.dtype), a.shape))
 
-    return _householder_product(*primals), jax.jvp(product, primals, tangents)[1]
+    return _householder_product(*primals), varying.jvp(product, primals, tangents)[1]
 
 
 @lowering("aten.linalg_householder_product", "aten.orgqr")

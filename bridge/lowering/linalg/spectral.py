@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import concrete
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.linalg.matrices import check_matrix, diagonal, hermitian_part, matmul, mH, mT, skew_diagonal, with_cotangent
@@ -236,15 +236,15 @@ def _pinv(hermitian: bool, A: Array, atol: Array, rtol: Array) -> tuple[Array, .
     return matmul(V * inverse[..., None, :], mH(U)), keep.sum(-1), size
 
 
-@_pinv.defjvp
+@functools.partial(_pinv.defjvp, symbolic_zeros=True)
 def _pinv_jvp(hermitian: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
     # Golub and Pereyra (1973); finite even if two singular values are close
-    A, dA = primals[0], tangents[0]
+    A, dA = primals[0], varying.instantiated(tangents[0])
     P, rank, S = _pinv(hermitian, *primals)
     first = matmul(mH(matmul(P, dA)), P)
     last = matmul(P, mH(matmul(dA, P)))
     dP = -matmul(matmul(P, dA), P) + first - matmul(P, matmul(A, first)) + last - matmul(matmul(last, A), P)
-    return (P, rank, S), (dP, np.zeros(rank.shape, jax.dtypes.float0), jnp.zeros_like(S))
+    return (P, rank, S), (dP, varying.no_tangent(rank), jnp.zeros_like(S))
 
 
 @functools.partial(jax.jit, static_argnames="hermitian")

@@ -15,6 +15,7 @@ import torch
 from jax import Array, lax
 
 from bridge.convert.dtypes import to_jax
+from bridge.lowering.common.builders import with_slope
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
 from bridge.lowering.registry import lowering
@@ -67,17 +68,17 @@ def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
     # the exponential of a large positive input overflows, and so does its derivative: replace such inputs first
     below = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale) * (alpha * scale)
-    return jnp.where(x > 0, x * scale, below)
+    # at 0 the first derivative is that from below, and the second is 0
+    curved = jnp.exp(jnp.where(x >= 0, 0, x) * input_scale) * (alpha * scale * input_scale)
+    return with_slope(jnp.where(x > 0, x * scale, below), x, jnp.where(x > 0, scale, curved))
 
 
 @lowering("aten.celu")
-@fused("alpha")
-@_widened
 def aten_celu(x: Array, alpha: float = 1.0) -> Array:
     """celu(Tensor self, Scalar alpha=1.0) -> Tensor"""
     if alpha == 0:
         raise RuntimeError("alpha: ZeroDivisionError, alpha cannot be 0 for CELU")
-    return jnp.where(x > 0, x, jnp.expm1(jnp.where(x > 0, 0, x) / alpha) * alpha)
+    return aten_elu(x, alpha=alpha, input_scale=1 / alpha)
 
 
 @lowering("aten.selu")
@@ -98,7 +99,8 @@ def aten_leaky_relu(x: Array, negative_slope: float = 0.01) -> Array:
 @fused()
 def aten__prelu_kernel(x: Array, weight: Array) -> Array:
     """_prelu_kernel(Tensor self, Tensor weight) -> Tensor"""
-    return jnp.where(x > 0, x, x * weight)
+    above = x > 0  # nothing of the other branch, whose weight or x may be infinite
+    return jnp.where(above, x, jnp.where(above, 0, x) * jnp.where(above, 0, weight))
 
 
 @lowering("aten.softplus")
@@ -107,7 +109,10 @@ def aten__prelu_kernel(x: Array, weight: Array) -> Array:
 def aten_softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
     """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
     linear = x * beta > threshold
-    return jnp.where(linear, x, jnp.log1p(jnp.exp(jnp.where(linear, 0, x) * beta)) / beta)
+    value = jnp.where(linear, x, jnp.log1p(jnp.exp(jnp.where(linear, 0, x) * beta)) / beta)
+    # at the threshold the second derivative is that from above
+    curved = lax.logistic(jnp.where(x * beta >= threshold, lax.stop_gradient(x), x) * beta)
+    return with_slope(value, x, jnp.where(linear, 1, curved))
 
 
 @lowering("aten.log_sigmoid_forward")
@@ -147,7 +152,8 @@ def aten_relu6(x: Array) -> Array:
 @_widened
 def aten_hardsigmoid(x: Array) -> Array:
     """hardsigmoid(Tensor self) -> Tensor"""
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, (x + 3) / 6))
+    inside = (x > -3) & (x < 3)
+    return jnp.where(inside, (x + 3) / 6, lax.stop_gradient(jnp.clip((x + 3) / 6, 0, 1)))
 
 
 @lowering("aten.hardswish")
@@ -155,7 +161,8 @@ def aten_hardsigmoid(x: Array) -> Array:
 @_widened
 def aten_hardswish(x: Array) -> Array:
     """hardswish(Tensor self) -> Tensor"""
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+    slope = jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 3 + 0.5))
+    return with_slope(x * jnp.clip(x + 3, 0, 6) / 6, x, slope)
 
 
 @lowering("aten.threshold")

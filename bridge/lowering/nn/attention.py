@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.activations import safe_softmax
@@ -100,4 +101,4 @@ def aten__scaled_dot_product_flash_attention_for_cpu_backward(
     def forward(*qkv: Any) -> Array:
         return aten__scaled_dot_product_flash_attention_for_cpu(*qkv, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
-    return jax.vjp(forward, query, key, value)[1](grad_out)
+    return varying.vjp(forward, query, key, value)[1](grad_out)

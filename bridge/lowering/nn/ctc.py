@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import concrete, fused
 from bridge.lowering.indexing.indexing import in_range
@@ -180,4 +181,4 @@ def aten__ctc_loss_backward(
     """_ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths,
     Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor"""
     loss = lambda x: aten__ctc_loss(x, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
-    return jax.vjp(loss, log_probs)[1](grad)[0]
+    return varying.vjp(loss, log_probs)[1](grad)[0]

@@ -12,6 +12,7 @@ import torch
 from jax import Array, lax
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
 from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range
@@ -64,7 +65,8 @@ def aten_smooth_l1_loss(x: Array, target: Array, reduction: int = _MEAN, beta: f
 def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
     def loss(x: Array, target: Array) -> Array:
         d = jnp.abs(x - target)
-        return d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta)
+        near = jnp.where(d >= beta, 0, d)  # the square of an infinite difference would have a derivative
+        return d if beta == 0 else jnp.where(d >= beta, d - 0.5 * beta, 0.5 * near * near / beta)
 
     return _pointwise(loss)(x, target, reduction)
 
@@ -78,7 +80,8 @@ def aten_huber_loss(x: Array, target: Array, reduction: int = _MEAN, delta: floa
 
     def loss(x: Array, target: Array) -> Array:
         d = jnp.abs(x - target)
-        return jnp.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta))
+        near = jnp.where(d >= delta, 0, d)
+        return jnp.where(d >= delta, delta * (d - 0.5 * delta), 0.5 * near * near)
 
     return cast(_pointwise(loss)(x, target, reduction), x.dtype)  # whatever the target's dtype is
 
@@ -178,7 +181,7 @@ def aten_multi_margin_loss_backward(
 ) -> Array:
     """multi_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, Scalar p, Scalar margin, Tensor? weight=None,
     int reduction=Mean) -> Tensor"""
-    return jax.vjp(lambda x: aten_multi_margin_loss(x, target, p, margin, weight, reduction), x)[1](grad_output)[0]
+    return varying.vjp(lambda x: aten_multi_margin_loss(x, target, p, margin, weight, reduction), x)[1](grad_output)[0]
 
 
 @lowering("aten.multilabel_margin_loss_forward")
@@ -207,7 +210,7 @@ def _multilabel_margin(x: Array, target: Array, reduction: int) -> tuple[Array, 
 @lowering("aten.multilabel_margin_loss_backward")
 def aten_multilabel_margin_loss_backward(grad_output: Array, x: Array, target: Array, reduction: int, is_target: Array) -> Array:
     """multilabel_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, Tensor is_target) -> Tensor"""
-    return jax.vjp(lambda x: aten_multilabel_margin_loss_forward(x, target, reduction)[0], x)[1](grad_output)[0]
+    return varying.vjp(lambda x: aten_multilabel_margin_loss_forward(x, target, reduction)[0], x)[1](grad_output)[0]
 
 
 # -- negative log likelihood --------------------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ def torch_nn__linear_cross_entropy_batch_chunked(
     def loss(x: Array, linear_weight: Array, linear_bias: Array | None = None) -> Array:
         return _linear_cross_entropy(x, linear_weight, linear_bias, target, weight, _REDUCTIONS[reduction], ignore_index)
 
-    value, pull = jax.vjp(loss, *sources)
+    value, pull = varying.vjp(loss, *sources)
     wanted = (compute_input_grad, compute_linear_weight_grad, compute_linear_bias_grad)
     grads = pull(jnp.ones_like(value)) if any(wanted) else ()
     empty = [jnp.zeros((0,) * rank, x.dtype) for rank in (2, 2, 1)]

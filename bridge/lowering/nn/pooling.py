@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, is_floating, is_integral, opmath
 from bridge.lowering.registry import lowering
 
@@ -217,7 +218,7 @@ def _max_pool(x: Array, axes: _Axes) -> tuple[Array, Array]:
     return _reduce_windows(x, lax.max, initial, axes), _max_places(x, axes)
 
 
-@_max_pool.defjvp
+@functools.partial(_max_pool.defjvp, symbolic_zeros=True)
 def _max_pool_jvp(axes: _Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     values, place = _max_pool(*primals, axes)
     (dx,), n = tangents, len(axes)
@@ -227,7 +228,7 @@ def _max_pool_jvp(axes: _Axes, primals: tuple, tangents: tuple) -> tuple[tuple, 
         tangent = _select_taps(dx, place, axes)
     else:
         tangent = take_places(dx, place, n)
-    return (values, place), (tangent, np.zeros(place.shape, jax.dtypes.float0))
+    return (values, place), (tangent, varying.no_tangent(place))
 
 
 def _select_tiles(x: Array, place: Array, axes: _Axes) -> Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, opmath
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import lowering
@@ -44,12 +45,13 @@ def _quantized(x: Array, scale: Array, zero: Array, low: int, high: int) -> tupl
     return cast(value, x.dtype), (whole >= low) & (whole <= high)
 
 
-@_quantized.defjvp
+@functools.partial(_quantized.defjvp, symbolic_zeros=True)
 def _quantized_jvp(
     low: int, high: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
     value, mask = _quantized(*primals, low, high)
-    return (value, mask), (tangents[0] * cast(mask, tangents[0].dtype), np.zeros(mask.shape, jax.dtypes.float0))
+    dx = varying.instantiated(tangents[0])
+    return (value, mask), (dx * cast(mask, dx.dtype), varying.no_tangent(mask))
 
 
 def _along(t: Array, axis: int, ndim: int) -> Array:
@@ -161,7 +163,7 @@ def aten__fake_quantize_learnable_per_channel_affine(
 def _learned_back(
     grad: Array, lower: Callable[..., Any], x: Array, scale: Array, zero_point: Array, *more: Any
 ) -> tuple[Array, Array, Array]:
-    return jax.vjp(lambda *primals: lower(*primals, *more), x, scale, zero_point)[1](grad)
+    return varying.vjp(lambda *primals: lower(*primals, *more), x, scale, zero_point)[1](grad)
 
 
 @lowering("aten._fake_quantize_learnable_per_tensor_affine_backward")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, fused, is_integral, opmath
 from bridge.lowering.registry import lowering
 
@@ -280,6 +281,6 @@ def aten_grid_sampler_backward(
 ) -> tuple[Array | None, Array | None]:
     """grid_sampler_2d_backward(Tensor grad_output, Tensor input, Tensor grid, int interpolation_mode, int padding_mode,
     bool align_corners, bool[2] output_mask) -> (Tensor, Tensor)"""
-    pull = jax.vjp(lambda x, grid: _grid_sample(x, grid, interpolation_mode, padding_mode, bool(align_corners)), x, grid)[1]
+    pull = varying.vjp(lambda x, grid: _grid_sample(x, grid, interpolation_mode, padding_mode, bool(align_corners)), x, grid)[1]
     dx, dgrid = pull(grad)
     return dx if output_mask[0] else None, dgrid

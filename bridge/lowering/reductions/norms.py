@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
 
 from bridge.convert import dtypes
+from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast, is_integral, jdtype, opmath, real_dtype, wrap_dims
 from bridge.lowering.elementwise.unary import absolute
 from bridge.lowering.reductions.reductions import abs_square, restore, spread_ties, sqrt_or_zero, total
@@ -24,7 +24,7 @@ def _power_norm(size: Array, p: float, axes: tuple[int, ...]) -> Array:
     """(sum of size**p)**(1/p) over axes; entries that are 0 and sums that are 0 pass no derivative."""
     zero, at_zero = size == 0, 0.0 if p > 0 else math.inf
     summed = total(jnp.where(zero, at_zero, jnp.where(zero, 1, size) ** p), axes)
-    nothing = summed == 0
+    nothing = (summed == 0) & (p > 0)  # a negative power of infinities sums to 0
     return jnp.where(nothing, at_zero, jnp.where(nothing, 1, summed) ** (1 / p))
 
 
@@ -89,7 +89,7 @@ def aten_cdist_forward(x1: Array, x2: Array, p: float, compute_mode: int | None)
 @lowering("aten._cdist_backward")
 def aten_cdist_backward(grad: Array, x1: Array, x2: Array, p: float, cdist: Array) -> Array:
     """_cdist_backward(Tensor grad, Tensor x1, Tensor x2, float p, Tensor cdist) -> Tensor"""
-    return jax.vjp(lambda x: _distances(x, x2, p), x1)[1](grad)[0]
+    return varying.vjp(lambda x: _distances(x, x2, p), x1)[1](grad)[0]
 
 
 @lowering("aten._euclidean_dist")
@@ -115,7 +115,7 @@ def aten_pdist_forward(self: Array, p: float = 2.0) -> Array:
 @lowering("aten._pdist_backward")
 def aten_pdist_backward(grad: Array, self: Array, p: float, pdist: Array) -> Array:
     """_pdist_backward(Tensor grad, Tensor self, float p, Tensor pdist) -> Tensor"""
-    return jax.vjp(lambda x: _pairs(x, p), self)[1](grad)[0]
+    return varying.vjp(lambda x: _pairs(x, p), self)[1](grad)[0]
 
 
 @lowering("aten._weight_norm_interface_backward")

@@ -336,12 +336,26 @@ def aten_hash_tensor(self: Array, dim: Sequence[int] = (), *, keepdim: bool = Fa
 def sqrt_or_zero(x: Array) -> Array:
     """Square root with derivative 0 at 0, at every order (PyTorch's subgradient of std and norms)."""
     zero = x == 0
-    return jnp.where(zero, x, lax.sqrt(jnp.where(zero, 1, x)))
+    return jnp.where(zero, 0, lax.sqrt(jnp.where(zero, 1, x)))
 
 
 def abs_square(x: Array) -> Array:
     """|x|^2 as a real array."""
     return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if is_complex(x) else lax.square(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _sum_of_squares(x: Array, mean: Array, axes: tuple[int, ...]) -> Array:
+    """Sum of the squared differences from the mean over axes, which has no derivative in the mean, because those differences sum to 0."""
+    return total(abs_square(x - mean), axes)
+
+
+@_sum_of_squares.defjvp
+def _sum_of_squares_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    (x, mean), change = primals, tangents[0]
+    apart = lax.conj(x - mean) if is_complex(x) else x - mean
+    slope = 2 * apart * change
+    return _sum_of_squares(x, mean, axes), total(lax.real(slope) if is_complex(x) else slope, axes)
 
 
 def _moments(x: Array, dim: Sequence[int], correction: float | None, keepdim: bool) -> tuple[Array, Array]:
@@ -353,7 +367,7 @@ def _moments(x: Array, dim: Sequence[int], correction: float | None, keepdim: bo
     count = size_of(x, axes)
     mean = restore(total(x, axes) / float(count), axes, True)
     freedom = max(count - (1 if correction is None else correction), 0)
-    variance = total(abs_square(x - mean), axes) / float(freedom)
+    variance = _sum_of_squares(x, mean, axes) / float(freedom)
     return restore(variance, axes, keepdim), mean if keepdim or not axes else lax.squeeze(mean, axes)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import affine, binary, choose, define_slopes, fused, like, number, scaled, unary
 from bridge.lowering.common.promotion import cast, default_float, opmath
 from bridge.lowering.registry import lowering
@@ -63,7 +64,8 @@ def _trigamma(x: Array) -> Array:
     value = lax.zeta(like(2, x), y)
     sine = lax.sin(scaled(lax.sub(x, lax.round(x)), math.pi))
     ratio = lax.div(like(math.pi, x), sine)
-    return lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+    value = lax.select_n(reflected, value, lax.sub(lax.mul(ratio, ratio), value))
+    return choose(lax.eq(x, number(math.inf, x.dtype)), 0, value)
 
 
 def _slope_of_digamma(x: Array) -> Array:
@@ -135,7 +137,7 @@ def _slope_in_a(a: Array, x: Array) -> Array:
     """The derivative of the lower function in a; JAX's, which loses digits as its value does, if the expansions are not valid."""
     steady = _is_steady(a, _eta(a, x))
     b, y = (choose(steady, v, like(20, v)) for v in (a, x))
-    _, slope = jax.jvp(lambda b: _uniform(b, _eta(b, y), -1), (b,), (like(1, b),))
+    _, slope = varying.jvp(lambda b: _uniform(b, _eta(b, y), -1), (b,), (like(1, b),))
     return choose(steady, slope, lax.igamma_grad_a(choose(steady, 1, a), choose(steady, 1, x)))
 
 
@@ -222,7 +224,7 @@ def _zeta(x: Array, q: Array) -> Array:
         return lax.select_n(below, a, a + 1), lax.add(total, choose(below, lax.pow(a, lax.neg(x)), like(0, a)))
 
     start = (choose(shifts, q, choose(negative, 1, q)), like(0, q))
-    shifted, total = lax.while_loop(lambda state: jnp.any(lax.bitwise_and(shifts, lax.lt(state[0], zero))), step, start)
+    shifted, total = varying.while_loop(lambda state: jnp.any(lax.bitwise_and(shifts, lax.lt(state[0], zero))), step, start)
     # the first term is the whole sum, and JAX has NaN; at infinity PyTorch has NaN too
     alone = lax.bitwise_and(lax.gt(x, number(1e4, x.dtype)), lax.lt(q, number(math.inf, q.dtype)))
     alone = lax.bitwise_and(alone, lax.bitwise_or(lax.le(q, number(1, q.dtype)), lax.lt(x, number(math.inf, x.dtype))))

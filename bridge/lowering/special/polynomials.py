@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import align, choose, fused, like, number
 from bridge.lowering.common.loops import fori_loop
 from bridge.lowering.common.promotion import cast, float_dtype, is_array, opmath, result_dtype
@@ -83,7 +84,7 @@ def _of_any_degree(name: str, x: Array, degree: Array, work: np.dtype, dtype: np
         new = family.step(lax.convert_element_type(k, work), x, p, q)
         return k + 1, new, p, lax.select_n(lax.eq(degree, k + 1), result, new)
 
-    result = lax.while_loop(lambda state: state[0] < largest, step, (np.int64(1), family.first(x), like(1, x), known))[3]
+    result = varying.while_loop(lambda state: state[0] < largest, step, (np.int64(1), family.first(x), like(1, x), known))[3]
     if limit != math.inf:
         result = choose(lax.gt(degree, np.int64(limit)), math.nan, result)
     return cast(result, dtype)

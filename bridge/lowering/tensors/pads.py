@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import Array, lax
 
-from bridge.lowering.common import promotion
+from bridge.lowering.common import promotion, varying
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import number
@@ -84,7 +83,7 @@ def _register(name: str, extend: Callable[..., Any]) -> None:
 
     def backward(grad_output: Array, x: Array, padding: Sequence[int]) -> Array:
         """reflection_pad2d_backward(Tensor grad_output, Tensor self, SymInt[4] padding) -> Tensor"""
-        return jax.vjp(lambda a: forward(a, padding), x)[1](grad_output)[0]
+        return varying.vjp(lambda a: forward(a, padding), x)[1](grad_output)[0]
 
     lowering(f"aten.{name}")(forward)
     lowering(f"aten.{name}_backward")(backward)

@@ -104,7 +104,8 @@ def main() -> None:
     print("| | blocks | way | first call, processor's time | operations | later calls |\n| --- | ---: | --- | ---: | ---: | ---: |")
     for r in rows:
         print(f"| {r['what']} | {r['depth']} | {r['way']} | {r['first_s']:.1f} s | {r['operations']} | {r['ms']:.0f} ms |")
-    print(f"\n{machine()}")
+    found = machine()
+    print(f"\n{found['cpu']}, {found['cores']} cores, torch {found['torch']}, jax {found['jax']}.")
 
 
 if __name__ == "__main__":

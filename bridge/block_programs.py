@@ -207,7 +207,7 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
 
 
 class _Draws:
-    """Takes the place of what makes the draws of torch's random numbers: each draw of the first trace is made, later traces get the same."""
+    """Takes the place of what makes torch's draws: those of the first trace are made, and later traces get the same numbers."""
 
     def __init__(self, drawn: Any) -> None:
         self.drawn, self.trace, self.made, self.at = drawn, drawn.trace, list[tuple[Draw, jax.Array, Any]](), 0

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import calculus
 import overhead
+import random_numbers
 import readme
 import run
 import unjitted
@@ -79,6 +80,15 @@ def test_overhead_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert all(f"| `{row['transform']}` | {row['operators']} |" in text for row in results["rows"])
+
+
+def test_random_numbers_and_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- random-numbers:start -->\nold\n<!-- random-numbers:end -->\n")
+    monkeypatch.setattr(random_numbers, "PAGE", page)
+    found = random_numbers.main(["--only", "hidden", "--members", "2", "--seconds", "0.01", "--page", "--output", str(tmp_path)])
+    assert found == json.loads(next(tmp_path.glob("random-numbers-*.json")).read_text())
+    assert set(found["rows"][0]["systems"]) == set(random_numbers.SYSTEMS) and "| after the hidden layer | 8,192 |" in page.read_text()
 
 
 def test_programs_by_hand_in_jax_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def random_numbers(source: str | None) -> Iterator[None]:
 
     Args:
         source: "torch": torch draws them, so that a seed gives torch.func's numbers; "jax": JAX does, from a key that is drawn from torch's
-            generator, which is faster for many numbers; None: no change.
+            generator, inside of a compiled program; None: no change.
 
     Raises:
         ValueError: another source.

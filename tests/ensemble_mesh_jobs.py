@@ -91,8 +91,12 @@ def training_on_more() -> Any:
 
 
 def in_parts() -> Any:
+    """Without BatchNorm, whose statistics are of a part of the batch, and the parts are others on several devices."""
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+
     how = {"accumulate": 2, "chunk": 1}
-    return {"one": trained(None, **how), "4x2": trained(mesh(4, 2), **how)}
+    return {"one": trained(None, make), "4x2": trained(mesh(4, 2), make, **how), "2x4": trained(mesh(2, 4), make, **how)}
 
 
 def unchecked() -> Any:

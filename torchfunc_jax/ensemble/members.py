@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 import bridge
 from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
-from bridge.modules import as_array, as_tensor
-from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, gathered, row
+from bridge.modules import as_tensor
+from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
 
 Rows = dict[str, jax.Array]
 
@@ -109,12 +109,12 @@ class Ensemble:
         self.params = {name: state[name] for name in names}
         self.buffers = {name: state[name] for name, _ in self.template.named_buffers()}
 
-    def _rows(self, module: nn.Module, who: str) -> Rows:
+    def _rows(self, module: nn.Module, who: str) -> dict[str, Any]:
         """The arrays of a module that is to be a member; ValueError if its architecture is not the template's."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module as {who}, got {type(module).__name__}")
         _compare(self.template, self._kinds, module, who)
-        return {name: as_array(t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        return {name: crossing(t.detach(), name) for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
     # -- members -----------------------------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -395,7 +395,9 @@ def _kinds(module: nn.Module) -> dict[str, Any]:
             elif isinstance(value, _PLAIN) and not name.startswith("__"):
                 found[where] = value
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        found[name] = t.dtype if is_lazy(t) else (tuple(t.shape), t.dtype, t.requires_grad)
+        if is_lazy(t):
+            raise TypeError(f"make_member: {name!r} is not initialized; call the module once, so that it has a shape")
+        found[name] = (tuple(t.shape), t.dtype, t.requires_grad)
     return found
 
 

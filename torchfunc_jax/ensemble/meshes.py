@@ -68,7 +68,7 @@ class Placement:
             return f
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
-    def stacked(self, n: int, member: Callable[[int], Rows]) -> Rows:
+    def stacked(self, n: int, member: Callable[[int], dict[str, Any]]) -> Rows:
         """Arrays [n, ...] of the members' arrays; a process asks for those that it keeps, one by one, and puts each on its devices."""
         lanes: dict[tuple[int, int], list[jax.Device]] = {}
         for device, (rows,) in self.sharding(MEMBER).addressable_devices_indices_map((n,)).items():
@@ -81,8 +81,8 @@ class Placement:
                 held = held or [
                     {name: jnp.zeros((stop - start, *x.shape), x.dtype, device=d) for name, x in row.items()} for d in where
                 ]
-                held = [_write(all_, jax.device_put(row, d), i - start) for all_, d in zip(held, where, strict=True)]
-            for one in held:
+                held = [_write(all_, row, i - start) for all_ in held]
+            for one in jax.block_until_ready(held):  # the rows may be memory of modules that their owner changes
                 for name, x in one.items():
                     parts.setdefault(name, []).append(x)
         return {
@@ -97,7 +97,7 @@ class Placement:
 
         return jax.make_array_from_callback(tuple(rows.shape), self.sharding(MEMBER), part)
 
-    def replaced(self, state: Rows, rows: Mapping[int, Rows]) -> Rows:
+    def replaced(self, state: Rows, rows: Mapping[int, dict[str, Any]]) -> Rows:
         """Copies of arrays [n, ...] with other values in some rows; each process gives the rows that it keeps, and may give others."""
         parts: dict[jax.Device, dict[str, jax.Array]] = {}
         for name, x in state.items():
@@ -108,7 +108,7 @@ class Placement:
             start, stop, _ = lanes.indices(n)
             for i, new in rows.items():
                 if start <= i < stop:
-                    parts[device] = _write(parts[device], jax.device_put(new, device), i - start)
+                    parts[device] = jax.block_until_ready(_write(parts[device], new, i - start))
         return {
             name: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [parts[s.device][name] for s in x.addressable_shards])
             for name, x in state.items()
@@ -125,22 +125,24 @@ class Placement:
         Raises:
             ValueError: an integer does not fit.
         """
-        whole, where = self._crossing(value), self.sharding(*axes)
+        whole, where = crossing(value), self.sharding(*axes)
         if isinstance(whole, jax.Array) or where.is_fully_addressable:
             return jax.device_put(whole, where)
         return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
     def put(self, value: torch.Tensor | jax.Array | np.ndarray, *axes: str | None) -> jax.Array:
         """As ``put_rows``, but with several processes each of them gives those rows alone that its own devices keep."""
-        value, where = self._crossing(value), self.sharding(*axes)
+        value, where = crossing(value), self.sharding(*axes)
         if isinstance(value, jax.Array) or where.is_fully_addressable:
             return jax.device_put(value, where)
         return jax.make_array_from_process_local_data(where, value)
 
-    def _crossing(self, value: torch.Tensor | jax.Array | np.ndarray) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = tensors.as_numpy(tensors.plain(value)) if value.device.type == "cpu" else tensors.to_jax(value)
-        return _canonical(value, "batch")
+
+def crossing(value: torch.Tensor | jax.Array | np.ndarray, name: str = "batch") -> Any:
+    """A tensor as an array that may share its memory, in a dtype that JAX's configuration allows; ValueError if an integer does not fit."""
+    if isinstance(value, torch.Tensor):
+        value = tensors.as_numpy(tensors.plain(value)) if value.device.type == "cpu" else tensors.to_jax(value)
+    return _canonical(value, name)
 
 
 def _canonical(value: Any, name: str) -> Any:
@@ -170,7 +172,7 @@ def _taken(place: Placement, state: Any, indices: jax.Array) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(whole: Rows, row: Rows, i: Any) -> Rows:
+def _write(whole: Rows, row: dict[str, Any], i: Any) -> Rows:
     return {name: lax.dynamic_update_index_in_dim(x, row[name], i, 0) for name, x in whole.items()}
 
 

@@ -295,7 +295,7 @@ class Trainer:
         every = lanes(one, (0, 0 if own else None), chunk)
         given = self._parts(None, place.spec(MEMBER)), place.spec(MEMBER, DATA) if own else place.spec(DATA)
         run = jax.jit(place.over(every, given, (None, place.spec(MEMBER)), check_vma))
-        return lambda state, batch: run(dataclasses.replace(state, order=None), batch)
+        return lambda state, batch: run(dataclasses.replace(state, order=None), batch)[1]
 
     def _attempt(self, kind: str, own: bool, wide: tuple[bool, ...], use: Callable[[Any], Any]) -> Any:
         """What is done with a program; if shard_map's check stumbles, with one that is not checked."""

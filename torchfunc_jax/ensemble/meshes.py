@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from bridge import devices
 from bridge.convert import tensors
@@ -28,7 +28,7 @@ class Placement:
         mesh: with an axis "member", maybe one "data"; None: everything is on one device.
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
 
     def __post_init__(self) -> None:
         if self.mesh is not None and (MEMBER not in self.mesh.axis_names or set(self.mesh.axis_names) - {MEMBER, DATA}):

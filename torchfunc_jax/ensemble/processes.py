@@ -142,7 +142,8 @@ class _Watch:
         self.name = f"process {me} of {count} (number {os.getpid()} on {socket.gethostname()})"
         self.server = connection if me == 0 else None
         self.awaited = set(range(1, count)) if me == 0 else set()  # who has not said hello
-        self.selector, self.peers = selectors.DefaultSelector(), []
+        self.selector = selectors.DefaultSelector()
+        self.peers: list[_Peer] = []
         if self.server:
             self.selector.register(connection, selectors.EVENT_READ)
         else:
@@ -316,7 +317,8 @@ class _Running:
 
     def __init__(self, context: Any, jobs: list[Any], limit: float) -> None:
         self.limit = limit
-        self.processes, self.pipes = [], []
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
         for job in jobs:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(theirs, dict(os.environ), *job), name=f"process {len(self.processes)}")

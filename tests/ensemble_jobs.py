@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -139,3 +141,37 @@ def killed_while_writing(folder: str) -> None:
         trainer.state = dataclasses.replace(trainer.state, params=jax.tree.map(lambda x: x * 0 + trainer.position, trainer.state.params))
         checkpoints.save(trainer, wait=trainer.position == 1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- dry runs ------------------------------------------------------------------------------------------------------------------------
+def _priced(make: Any, loss: Any, **options: Any) -> Any:
+    return lambda n, mesh: Trainer(Ensemble(make, n, mesh=mesh), loss, **options)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+
+
+#: what is priced: (a function that makes a trainer, a batch, whether it is each member's own)
+PRICED = {
+    "mlp": (_priced(lambda: member(64), nn.functional.mse_loss), (torch.zeros(256, 4), torch.zeros(256, 1)), False),
+    "cnn": (_priced(cnn, nn.functional.cross_entropy), (torch.zeros(256, 1, 8, 8), torch.zeros(256, dtype=torch.long)), False),
+    "own": (_priced(member, nn.functional.mse_loss, optimizer="sgd"), (torch.zeros(16, 256, 4), torch.zeros(16, 256, 1)), True),
+}
+
+
+def compiled(shape: tuple[int, int]) -> dict[str, Any]:
+    """What XLA says of the step's program for a real mesh."""
+    found = {}
+    for kind, (make, batch, own) in PRICED.items():
+        mesh = Mesh(np.array(jax.devices()).reshape(shape), ("member", "data"))
+        program = make(16, mesh).compiled_step(*batch, own=own)
+        plan, text = program.memory_analysis(), program.as_text()
+        results = re.findall(r"= (.*) all-reduce\(", text)
+        shapes = [dims for line in results for dims in re.findall(r"[fs]32\[([\d,]*)\]", line)]
+        found[kind] = {
+            "arguments": plan.argument_size_in_bytes, "flops": program.cost_analysis()["flops"],
+            "memory": plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes,
+            "reduced": sum(4 * math.prod(int(n) for n in dims.split(",") if n) for dims in shapes), "gathered": text.count("all-gather("),
+        }
+    return found

@@ -170,8 +170,8 @@ class Checkpoints:
         """What ``Trainer.fit`` enters: the newest checkpoint is restored if it is ahead, and SIGTERM saves and ends.
 
         While entered, SIGTERM waits for the next call of the function; what handled it before is called after the checkpoint is written.
-        With ``jax.distributed`` the processes agree on the batch after which they all end, whichever of them gets the signal; JAX handles it.
-        At the end the state is saved once more.
+        With ``jax.distributed`` the processes agree on the batch after which they all end, whichever of them gets the signal; JAX handles
+        it. At the end the state is saved once more.
 
         Returns:
             A context manager of a function without arguments, to be called after each batch. It raises ``Preempted``.
@@ -213,7 +213,8 @@ class _Signals:
     """SIGTERM while training."""
 
     def __init__(self) -> None:
-        self.came, self.before = None, None
+        self.came: tuple[int, Any] | None = None
+        self.before: Any = None
         self.agreed = private.coordinator() is not None  # then JAX handles the signal and tells all processes
 
     def __enter__(self) -> None:

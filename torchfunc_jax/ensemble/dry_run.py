@@ -66,7 +66,7 @@ class Price:
         batch: bytes of its batch on one device; exact.
         temporary: bytes of intermediate results on one device, as XLA plans them for ``platform``.
         memory: bytes of one device: state, batch, what the step returns and does not write over the state, and temporary.
-        flops: of one device, as XLA counts them in the program before it is optimized; the body of a loop counts once.
+        flops: of one device, as XLA counts them in the program that it has compiled; the body of a loop counts once.
         collectives: what the devices say to each other.
         platform: of the device on which the program was compiled: "cpu", "gpu" or "tpu".
     """
@@ -132,7 +132,7 @@ def dry_run(
     too; compiled on a CPU for another kind it is an estimate, because layouts, padding and fusion differ.
 
     Args:
-        make_trainer: makes a ``Trainer`` with a number of members on a mesh; called once, with one shard's members and a mesh of one device.
+        make_trainer: makes a ``Trainer`` with a number of members on a mesh; called once, for one shard and a mesh of one device.
         members: in all.
         batch: the tensors of one step, all rows of them: [B, ...] each; on any device, "meta" too.
         mesh: the devices along the axes "member" and "data": {"member": 64, "data": 4}, or a mesh.
@@ -175,12 +175,10 @@ def dry_run(
     device = Placement(None).device
     trainer = make_trainer(lanes, Mesh(np.array([device]).reshape([1] * len(axes)), axes, axis_types=auto))
     arrays, wide = trainer._arrays(jax.tree.map(shard, tuple(batch)), own)
-
-    def compiled(program: Any) -> tuple[Any, Any]:
-        lowered = program.lower(trainer.state, arrays)
-        return lowered, lowered.compile().memory_analysis()
-
-    lowered, planned = trainer._attempt("step", own, wide, compiled)
+    if along[DATA] > 1:  # the same operations as with other devices: BatchNorm's statistics, say, are then of the whole batch
+        _share(trainer)
+    compiled = trainer._attempt("step", own, wide, lambda program: program.lower(trainer.state, arrays).compile())
+    planned = compiled.memory_analysis()
     whole = AbstractMesh(tuple(shape.values()), axes, axis_types=auto)
     state = {field.name: _bytes(getattr(trainer.state, field.name)) for field in dataclasses.fields(trainer.state)}
     inputs = planned.argument_size_in_bytes
@@ -189,7 +187,7 @@ def dry_run(
         parameters=sum(math.prod(x.shape[1:]) for x in trainer.state.params.values()),
         state={name: n for name, n in state.items() if n}, batch=inputs - sum(state.values()), temporary=planned.temp_size_in_bytes,
         memory=inputs + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
-        flops=float((lowered.cost_analysis() or {}).get("flops", math.nan)),
+        flops=float((compiled.cost_analysis() or {}).get("flops", math.nan)),
         collectives=_collectives(_whole(trainer, whole, tuple(batch), members, own, wide), along), platform=device.platform,
     )
 
@@ -202,11 +200,14 @@ def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool
     state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
     trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
-    trainer._data_axis = DATA if trainer.ensemble.placement.size(DATA) > 1 else None
-    objective = trainer._objective
-    objective.settings = dataclasses.replace(objective.settings, synced=trainer.sync_batch_norm and trainer._data_axis is not None)
     trainer._programs.clear()
     return trainer._attempt("step", own, wide, lambda program: program.trace(state, arrays)).jaxpr.jaxpr
+
+
+def _share(trainer: Any) -> None:
+    """Let the trainer's step join what the devices along the axis "data" have, were there only one."""
+    trainer._data_axis, objective = DATA, trainer._objective
+    objective.settings = dataclasses.replace(objective.settings, synced=trainer.sync_batch_norm)
 
 
 def _dtype(x: Any) -> Any:

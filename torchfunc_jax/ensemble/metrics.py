@@ -635,7 +635,7 @@ def labels_of(labels: torch.Tensor, values: torch.Tensor) -> None:
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels: expected a tensor of integers, got {described(labels)}")
     if values.ndim < 2 or labels.shape != values.shape[-2:-1]:
-        raise ValueError(f"labels: expected one for each row of {list(values.shape)}, which is [..., N, C], got the shape {list(labels.shape)}")
+        raise ValueError(f"labels: expected one for each row of {list(values.shape)}, [..., N, C], got the shape {list(labels.shape)}")
     if not labels.numel():
         raise ValueError("labels: expected at least one, got none")
     low, high = int(labels.min()), int(labels.max())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,8 @@ def initialize(
         coordinator_address, num_processes, process_id = private.cluster(coordinator_address, num_processes, process_id, timeout)
         if None in (coordinator_address, num_processes, process_id):
             raise ValueError(
-                "initialize: JAX finds no cluster around this process; pass coordinator_address, num_processes and process_id, or use launch"
+                "initialize: JAX finds no cluster around this process; pass coordinator_address, num_processes and process_id, or use "
+                "launch"
             )
     if coordinator_address.rpartition(":")[0] in ("", "0.0.0.0", "[::]"):
         raise ValueError(f"coordinator_address: expected 'host:port' by which the others reach process 0, got {coordinator_address!r}")
@@ -142,7 +142,8 @@ class _Watch:
         self.name = f"process {me} of {count} (number {os.getpid()} on {socket.gethostname()})"
         self.server = connection if me == 0 else None
         self.awaited = set(range(1, count)) if me == 0 else set()  # who has not said hello
-        self.selector, self.peers = selectors.DefaultSelector(), []
+        self.selector = selectors.DefaultSelector()
+        self.peers: list[_Peer] = []
         if self.server:
             self.selector.register(connection, selectors.EVENT_READ)
         else:
@@ -298,7 +299,9 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")  # which imports torch and JAX once; it has used no device when it forks
     context.set_forkserver_preload(["torchfunc_jax.ensemble"])
-    settings = {"port": _free_port(), "count": processes, "devices": devices_per_process, "timeout": timeout, "limit": limit, "logs": folder}
+    settings = {
+        "port": _free_port(), "count": processes, "devices": devices_per_process, "timeout": timeout, "limit": limit, "logs": folder,
+    }
     running = _Running(context, [(target, args, {**settings, "me": i}) for i in range(processes)], limit)
     with running.passing_on():
         return running.results()
@@ -314,7 +317,8 @@ class _Running:
 
     def __init__(self, context: Any, jobs: list[Any], limit: float) -> None:
         self.limit = limit
-        self.processes, self.pipes = [], []
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
         for job in jobs:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(theirs, dict(os.environ), *job), name=f"process {len(self.processes)}")

@@ -27,7 +27,8 @@ class SyncedBatchNorm(TorchFunctionMode):
         return (self.batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        (mean,), _ = apply(lambda values: Result([lax.pmean(values[0], self.axis)], None), [x])
+        # varying at once: the gradient is then summed over the devices as a mean, and not where the mean has been spread over the batch
+        (mean,), _ = apply(lambda values: Result([lax.pcast(lax.pmean(values[0], self.axis), self.axis, to="varying")], None), [x])
         return mean
 
     def batch_norm(

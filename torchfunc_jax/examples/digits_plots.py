@@ -28,8 +28,8 @@ def page(report: dict[str, Any]) -> Figure:
     rows = figure.add_gridspec(3, 1, height_ratios=[1, 1.05, 1.05])
     top = rows[0].subgridspec(1, 4, width_ratios=[1.9, 1, 1, 1])
     losses(figure.add_subplot(top[0]), report)
-    for place, (name, title) in zip(list(top)[1:], SIZES.items(), strict=True):
-        by_size(figure.add_subplot(place), report, name, title)
+    for i, (name, title) in enumerate(SIZES.items(), 1):
+        by_size(figure.add_subplot(top[i]), report, name, title)
     speeds = "throughput" in report
     middle = rows[1].subgridspec(1, 3 if speeds else 2, width_ratios=[1, 1.45, 0.7] if speeds else [1, 1.6])
     calibration(figure, middle[0], report)
@@ -133,15 +133,15 @@ def strange(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     heading.axis("off")
     _title(heading, "Letters, which no member has seen", "digits 2, 3, 4 and 7, turned")
     pictures = parts[1, 0].subgridspec(1, 4)
-    for place, letter in zip(pictures, found["examples"], strict=False):
-        image = figure.add_subplot(place)
+    for i, letter in enumerate(found["examples"][:4]):
+        image = figure.add_subplot(pictures[i])
         image.imshow(letter["pixels"], cmap="gray_r", vmin=0, vmax=1)
         image.set(xticks=[], yticks=[])
         image.set_xlabel(f"{letter['letter']}, read as {letter['vote']}", fontsize=8, color=INK)
         image.spines[:].set_color(FAINT)
     axes = figure.add_subplot(parts[2, 0])
     score = found["scores"]["entropy"]
-    edges = np.linspace(0, max(*score["digits"], *score["letters"]), 16)
+    edges = np.linspace(0, max(*score["digits"], *score["letters"]), 16).tolist()
     for name, color, text in (("digits", OURS, "test digits"), ("letters", THEIRS, "letters")):
         share = np.full(len(score[name]), 1 / len(score[name]))
         axes.hist(score[name], edges, weights=share, color=color, alpha=0.6, label=f"{len(score[name])} {text}")

@@ -317,7 +317,10 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "files", lambda: list(files())
 
 
-FAST = {("mlp", "vmap(grad)"), ("mlp", "jit"), ("erf", "vjp"), ("cnn", "jax.grad"), ("lstm", "grad"), ("cond", "jvp"), ("scan", "vjp"), ("while", "call")}
+FAST = {
+    ("mlp", "vmap(grad)"), ("mlp", "jit"), ("cnn", "jax.grad"), ("lstm", "grad"), ("erf", "vjp"), ("cond", "jvp"), ("scan", "vjp"),
+    ("while", "call"),
+}  # fmt: skip
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

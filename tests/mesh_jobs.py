@@ -127,6 +127,7 @@ def models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         "embedding": (Of(lambda w, x: F.embedding((x * 5).abs().long() % 11, w) * x.mean(), 11, 4), (6,)),
         "dropout": (nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), (4,)),
         "einsum": (Of(lambda w, x: torch.einsum("bi,ijk->bjk", x, w).tanh().reshape(len(x), -1), 4, 3, 2), (4,)),
+        "erf": (Of(lambda w, x: torch.erf(x @ w) * torch.erfc(x @ w) * torch.special.log_ndtr(x @ w), 4, 3), (4,)),
         "scan": (Of(scanned, 3, 3), (5, 3)),
         "while": (Of(looped, 3, 3), (3,)),
         "cond": (Of(branched, 3, 3), (3,)),
@@ -316,7 +317,10 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "files", lambda: list(files())
 
 
-FAST = {("mlp", "vmap(grad)"), ("mlp", "jit"), ("cnn", "jax.grad"), ("lstm", "grad"), ("cond", "jvp"), ("scan", "vjp"), ("while", "call")}
+FAST = {
+    ("mlp", "vmap(grad)"), ("mlp", "jit"), ("cnn", "jax.grad"), ("lstm", "grad"), ("erf", "vjp"), ("cond", "jvp"), ("scan", "vjp"),
+    ("while", "call"),
+}  # fmt: skip
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -150,9 +150,9 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
     out = eqn.outvars[0].aval.shape if eqn.outvars else ()
     inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     if name == "scan":
-        consts, carry = params["num_consts"], params["num_carry"]
+        inner, consts, carry = private.scanned(eqn)
         rows = [s if i < consts + carry else s[1:] for i, s in enumerate(given)]
-        return [s if i < carry else (None, *s) for i, s in enumerate(spread(inner.jaxpr, rows, sizes))]
+        return [s if i < carry else (None, *s) for i, s in enumerate(spread(inner, rows, sizes))]
     if name == "while":
         first = params["cond_nconsts"]
         return spread(params["body_jaxpr"].jaxpr, given[first:], sizes)

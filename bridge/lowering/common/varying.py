@@ -7,6 +7,7 @@ step over what it does after it, and both branches of a cond must agree.  Outsid
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,6 +99,22 @@ def carried(step: Callable[[Any], Any], carry: Any) -> Any:
         if all(x is y for x, y in zip(wider, leaves, strict=True)):
             break
     return carry
+
+
+# jax 0.12 has polynomials in the derivatives of these two, whose coefficients do not vary as the argument does
+def erf(x: Any) -> Any:
+    """``lax.erf``."""
+    return _erf(x) if in_shard_map() else lax.erf(x)
+
+
+def erfc(x: Any) -> Any:
+    """``lax.erfc``."""
+    return _erfc(x) if in_shard_map() else lax.erfc(x)
+
+
+_erf, _erfc = jax.custom_jvp(lambda x: lax.erf(x)), jax.custom_jvp(lambda x: lax.erfc(x))
+_erf.defjvps(lambda t, out, x: 2 / math.sqrt(math.pi) * jnp.exp(-x * x) * t)
+_erfc.defjvps(lambda t, out, x: -2 / math.sqrt(math.pi) * jnp.exp(-x * x) * t)
 
 
 def scan(step: Callable[..., Any], init: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:

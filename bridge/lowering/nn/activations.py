@@ -15,6 +15,7 @@ import torch
 from jax import Array, lax
 
 from bridge.convert.dtypes import to_jax
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import with_slope
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
@@ -39,7 +40,7 @@ def _widened(fn: Callable[..., Any]) -> Callable[..., Any]:
 def aten_gelu(x: Array, *, approximate: str = "none") -> Array:
     """gelu(Tensor self, *, str approximate='none') -> Tensor"""
     if approximate == "none":
-        return 0.5 * x * (1 + lax.erf(x * 0.7071067811865476))
+        return 0.5 * x * (1 + varying.erf(x * 0.7071067811865476))
     if approximate == "tanh":
         return 0.5 * x * (1 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     raise RuntimeError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")

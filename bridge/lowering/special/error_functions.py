@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 from jax import Array, lax
 
+from bridge.lowering.common import varying
 from bridge.lowering.common.builders import binary, choose, define_slopes, fused, like, number, scaled, unary
 from bridge.lowering.common.loops import kept
 from bridge.lowering.common.promotion import cast, default_float, opmath
@@ -43,7 +44,7 @@ define_slopes(_erfcx, _erfcx_slope)
 
 
 def _ndtr(x: Array) -> Array:
-    return scaled(lax.erfc(scaled(x, -math.sqrt(0.5))), 0.5)
+    return scaled(varying.erfc(scaled(x, -math.sqrt(0.5))), 0.5)
 
 
 @jax.custom_jvp
@@ -53,7 +54,7 @@ def _log_ndtr(x: Array) -> Array:
     low, high = choose(below, x, like(-1, x)), choose(below, 0, x)
     t = scaled(low, -math.sqrt(0.5))
     tail = lax.sub(lax.log(scaled(_erfcx(t), 0.5)), lax.mul(t, t))
-    return lax.select_n(below, lax.log1p(scaled(lax.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail)
+    return lax.select_n(below, lax.log1p(scaled(varying.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail)
 
 
 define_slopes(_log_ndtr, lambda x, y: lax.div(like(math.sqrt(2 / math.pi), x), _erfcx(scaled(x, -math.sqrt(0.5)))))
@@ -153,8 +154,8 @@ def _logit(x: Array, eps: float | None) -> Array:
 
 # name -> function of one floating array
 _UNARY: dict[str, Any] = {
-    "erf": lax.erf,
-    "erfc": lax.erfc,
+    "erf": varying.erf,
+    "erfc": varying.erfc,
     "erfinv": lax.erf_inv,
     "sinc": _sinc,
     "special_entr": _entr,

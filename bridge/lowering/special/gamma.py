@@ -129,7 +129,7 @@ def _uniform(a: Array, eta: Array, sign: float) -> Array:
         total = lax.add(lax.div(total, a), clenshaw(table, eta))
     root = lax.sqrt(a)
     bell = lax.exp(scaled(lax.mul(a, lax.mul(eta, eta)), -0.5))
-    tail = scaled(lax.erfc(scaled(lax.mul(eta, root), sign * math.sqrt(0.5))), 0.5)
+    tail = scaled(varying.erfc(scaled(lax.mul(eta, root), sign * math.sqrt(0.5))), 0.5)
     return lax.add(tail, scaled(lax.mul(lax.div(bell, root), total), sign / math.sqrt(2 * math.pi)))
 
 

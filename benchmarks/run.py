@@ -81,6 +81,23 @@ def distance(tree: Any, truth: Any) -> float:
     return worst
 
 
+def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """The times of many calls of each, in a changing order, for so many seconds each."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    end = time.perf_counter() + seconds * len(calls)
+    order, shuffle = list(calls), random.Random(0).shuffle
+    while time.perf_counter() < end and len(next(iter(times.values()))) < 1000:
+        shuffle(order)  # torch's threads spin for a while after a call: whoever comes next must not always be the same
+        for name in order:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
 def measure(work: Workload, systems: list[str], seconds: float, device: torch.device) -> dict[str, dict[str, float]]:
     """System -> first_s, ms (median), ms_quartiles, calls, difference."""
     calls, out, truth = make_calls(work, systems, device), {}, None
@@ -99,18 +116,7 @@ def measure(work: Workload, systems: list[str], seconds: float, device: torch.de
         if out[name]["difference"] > (1e-2 if device.type == "cuda" else 1e-3):
             say(f"  {name}: wrong by {out[name]['difference']:.1e}")
             del calls[name], out[name]
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    end = time.perf_counter() + seconds * len(calls)
-    order, shuffle = list(calls), random.Random(0).shuffle
-    while time.perf_counter() < end and len(next(iter(times.values()))) < 1000:
-        shuffle(order)  # torch's threads spin for a while after a call: whoever comes next must not always be the same
-        for name in order:
-            start = time.perf_counter()
-            calls[name]()
-            times[name].append(time.perf_counter() - start)
+    times = take_turns(calls, seconds)
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
         out[name] |= {"ms": 1e3 * middle, "ms_quartiles": [1e3 * low, 1e3 * high], "calls": len(values)}

@@ -262,7 +262,7 @@ def _read_safetensors(package: Any, source: Path) -> tuple[dict[str, Any] | None
 
 # -- Orbax -------------------------------------------------------------------------------------------------------------------------
 def _write_orbax(package: Any, new: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None:
-    tree = {_escaped(name): checkpoint_trees.stored(x) for name, x in arrays.items() if x.size}
+    tree = {escaped(name): checkpoint_trees.stored(x) for name, x in arrays.items() if x.size}
     package.PyTreeCheckpointer().save(new, tree or {"nothing": np.zeros(1)})
     sums = {file.relative_to(new).as_posix(): _digest(file) for file in checkpoint_files.files(new)}
     text = json.dumps({**header, "files": sums})
@@ -297,8 +297,8 @@ def _read_orbax(package: Any, source: Path) -> tuple[dict[str, Any] | None, dict
         restored = checkpointer.restore(source, restore_args=kinds)
     if header is None:
         return None, checkpoint_trees.names(restored)[0]
-    return header, {name: restored[_escaped(name)] for name in header["leaves"] if _escaped(name) in restored}
+    return header, {name: restored[escaped(name)] for name in header["leaves"] if escaped(name) in restored}
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")  # Orbax uses these names for files

@@ -74,11 +74,12 @@ def rewording() -> Iterator[None]:
             + at_line()
         ) from error.__cause__
     except (AssertionError, NotImplementedError) as error:
-        if "Accum" not in str(error) and not str(error).startswith("Transpose rule"):  # one operand too many that is a tangent, or a function of one
+        # one operand too many that is a tangent, or a function of one
+        if "Accum" not in str(error) and not str(error).startswith("Transpose rule"):
             raise
         raise RuntimeError(
-            "jvp: a rule for forward mode, such as the jvp of an autograd.Function, is not linear in its tangents, so that its backward pass is "
-            "not defined; expected sums of tangents, each times what does not depend on them" + at_line()
+            "jvp: a rule for forward mode, such as the jvp of an autograd.Function, is not linear in its tangents, so that its "
+            "backward pass is not defined; expected sums of tangents, each times what does not depend on them" + at_line()
         ) from error.__cause__
 
 

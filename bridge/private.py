@@ -647,6 +647,15 @@ def coordinator() -> Any:
     return jax._src.distributed.global_state.client
 
 
+def cluster(address: str | None, count: int | None, me: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
+    """The coordinator's address, the number of processes and this one's index where JAX knows the cluster (Cloud TPU, Slurm, Open MPI).
+
+    ``jax.distributed.initialize`` looks for them too, but keeps them, and who does not come can be named only with the address.
+    """
+    found = jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params(address, count, me, None, None, round(timeout))
+    return found[:3]
+
+
 def state_question() -> Callable[[], bool]:
     """A function that tells whether grad mode, autocast, the default dtype and deterministic algorithms are as they are now.
 

@@ -29,13 +29,13 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #: functions of one tensor, with further values at which they are special
 _ONE: dict[str, tuple[Callable, list[float]]] = {
     **{name: (getattr(torch, name), []) for name in (
-        "abs", "sign", "sgn", "sqrt", "rsqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh",
-        "asinh", "acosh", "atanh", "reciprocal", "relu", "sigmoid", "square", "floor", "round", "trunc", "frac", "erf", "erfinv", "lgamma",
-        "nan_to_num", "logit",
+        "abs", "sign", "sgn", "sqrt", "rsqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "tan", "asin", "acos", "atan", "sinh",
+        "cosh", "tanh", "asinh", "acosh", "atanh", "reciprocal", "relu", "sigmoid", "square", "floor", "round", "trunc", "frac", "erf",
+        "erfinv", "lgamma", "nan_to_num", "logit",
     )},
     **{name: (getattr(F, name), [6.0, -6.0, 20.0, 21.0]) for name in (
-        "hardsigmoid", "hardswish", "hardtanh", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign",
-        "tanhshrink", "hardshrink", "softshrink", "logsigmoid",
+        "hardsigmoid", "hardswish", "hardtanh", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus",
+        "softsign", "tanhshrink", "hardshrink", "softshrink", "logsigmoid",
     )},
     **{f"pow {p}": (lambda x, p=p: x**p, []) for p in (0, 1, 2, 3, -1, -2, 0.5, -0.5, 1.5, 2.5, _INF, _NAN)},
     **{f"power of {b}": (lambda x, b=b: b**x, []) for b in (0.0, 1.0, 2.0, -2.0)},
@@ -93,7 +93,7 @@ _TWO: dict[str, Callable] = {
 _OPEN: dict[str, tuple[str, str, Callable[..., torch.Tensor]]] = {
     "hardsigmoid": ("grad jvp", "PyTorch's 1/6 is a float32 number", lambda x: x.abs() < 3),
     **dict.fromkeys(
-        ("hardtanh", "relu6", "hardshrink"),
+        ("hardtanh", "relu6", "hardshrink", "softshrink"),
         ("grad jvp", "at NaN 0 or 1, in PyTorch by whether the element is in a vector of the processor's", torch.isnan),
     ),
     "where of a logarithm": ("jvp", "reverse mode multiplies 0 by the infinite slope", lambda x: (x == 0) | x.isnan()),
@@ -101,9 +101,9 @@ _OPEN: dict[str, tuple[str, str, Callable[..., torch.Tensor]]] = {
     "logsumexp": ("jvp", "an infinity of a tangent 0 is in the sum", lambda a, b: a.isinf() | b.isinf()),
     "var": ("jvp", "an infinity of a tangent 0 is in the sum", lambda a, b: a.isinf() | b.isinf()),
     "lgamma": ("second", "PyTorch has a large number at a pole", lambda x: (x < 0) & (x == x.round())),
-    "prod": ("grad jvp second", "PyTorch has other values beside an infinity or NaN under vmap", lambda a, b: ~(a.isfinite() & b.isfinite())),
+    "prod": ("grad jvp second", "PyTorch has others beside an infinity or NaN under vmap", lambda a, b: ~(a.isfinite() & b.isfinite())),
     "cumprod": ("grad jvp second", "PyTorch divides by the factor", lambda a, b: ~(a.isfinite() & b.isfinite())),
-    "prelu of weights": ("second", "PyTorch has 0 for the mixed derivative at 0, though the slope there is the weight", lambda a, b: a == 0),
+    "prelu of weights": ("second", "PyTorch's mixed derivative at 0 is 0, though the slope there is the weight", lambda a, b: a == 0),
     "pow": ("second", "the derivative by the base and then by the exponent is NaN in PyTorch, the other way round 0", lambda a, b: b == 0),
 }  # fmt: skip
 
@@ -126,13 +126,14 @@ def _derivatives(T: Any, fn: Callable, count: int, forward: bool) -> dict[str, C
     def by_one(f: Callable, args: tuple, i: int) -> torch.Tensor:
         return T.jvp(lambda x: f(*args[:i], x, *args[i + 1 :]), (args[i],), (torch.ones_like(args[i]),))[1]
 
+    def slopes(i: int) -> Callable:
+        return T.grad(total, i)
+
     ways = {
         "grad": lambda *args: T.grad(total, places)(*args),
         "vmap(grad)": lambda *args: T.vmap(T.grad(lambda *rows: fn(*(x[None] for x in rows)).sum(), places))(*args),
-        "grad(grad)": lambda *args: sum((T.grad(lambda *a: T.grad(total, i)(*a).sum(), places)(*args) for i in places), ()),
-        "jvp(grad)": lambda *args: sum(
-            (tuple(by_one(lambda *a: T.grad(total, i)(*a), args, j) for j in places) for i in places), ()
-        ),
+        "grad(grad)": lambda *args: sum((T.grad(lambda *a, f=slopes(i): f(*a).sum(), places)(*args) for i in places), ()),
+        "jvp(grad)": lambda *args: sum((tuple(by_one(slopes(i), args, j) for j in places) for i in places), ()),
     }  # fmt: skip
     if forward:
         ways["jvp"] = lambda *args: tuple(by_one(fn, args, i) for i in places)
@@ -175,7 +176,6 @@ def test_in_every_mode(name: str, dtype: torch.dtype, jitted: bool) -> None:
             # a derivative at NaN may be NaN, and a second derivative anything there and where PyTorch has none
             skip = free | (unknown & slope.isnan()) if first else free | unknown | ~torch.stack([x.isfinite() for x in right]).any(0)
             where = _wrong(slope, right, skip, _TOLERANCE[dtype]).nonzero()[:, 0].tolist()
-            wrong += [
-                f"{way}[{i}] at {[x[k].item() for x in args]}: expected {[x[k].item() for x in right]}, got {slope[k].item()}" for k in where
-            ]
+            at = lambda tensors, k: [x[k].item() for x in tensors]
+            wrong += [f"{way}[{i}] at {at(args, k)}: expected {at(right, k)}, got {slope[k].item()}" for k in where]
     assert not wrong, "\n".join(wrong[:12])

@@ -178,10 +178,10 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     layer._check_input_dim(input)
     layer.num_batches_tracked.add_(1)
     weight = layer.num_batches_tracked.double().reciprocal()
-    statistics = [torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)]
-    out = F.batch_norm(input, *statistics, layer.weight, layer.bias, True, 1.0, layer.eps)  # with momentum 1 they are those of the batch
+    mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)  # with momentum 1 they are those of the batch
     with torch.no_grad():
-        for running, now in zip((layer.running_mean, layer.running_var), statistics, strict=True):
+        for running, now in ((layer.running_mean, mean), (layer.running_var, var)):
             running.mul_(1 - weight).add_(now * weight)
     return out
 

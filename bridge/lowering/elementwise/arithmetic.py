@@ -352,7 +352,7 @@ def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan
 
 
 def _with_bounds(given: Array, clamped: Array, low: Array | None, high: Array | None) -> Array:
-    """The clamped array; a bound that x is beyond gets the derivative, and of two bounds that cross the upper one, even if the other is NaN."""
+    """The clamped array; a bound that x is beyond gets the derivative, of two that cross the upper one, even if the other is NaN."""
     value = lax.stop_gradient(clamped)
     crossed = None if low is None or high is None else lax.lt(high, low)
     if low is not None:

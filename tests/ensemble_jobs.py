@@ -1,0 +1,141 @@
+"""What the processes of the tests of ensembles run: a small training run, and what each process has of it afterwards."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from torch import nn
+
+from torchfunc_jax.ensemble import Checkpoints, Ensemble, Preempted, Trainer, initialize
+from torchfunc_jax.ensemble.meshes import gathered
+
+MEMBERS, ROWS = 12, 64
+
+
+def member(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def trainer_of(shared: int = 1, devices: Any = None, members: int = MEMBERS) -> Trainer:
+    """A trainer over all devices, of which ``shared`` share each batch; devices: 1: one device without a mesh."""
+    devices = jax.devices() if devices is None else devices
+    mesh = None if devices == 1 else Mesh(np.array(devices).reshape(-1, shared), ("member", "data"))
+    ensemble = Ensemble(member, members, seed=3, mesh=mesh)
+    return Trainer(ensemble, nn.functional.mse_loss, lr=np.linspace(0.01, 0.05, members).astype(np.float32))
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, the same in each process."""
+    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+    return x, x.prod(1, keepdim=True)
+
+
+def values(trainer: Trainer) -> dict[str, np.ndarray]:
+    """All parameters and states, whole, in each process."""
+    leaves = jax.tree_util.tree_flatten_with_path(trainer.state)[0]
+    return {jax.tree_util.keystr(path): gathered(x) for path, x in leaves}
+
+
+def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_devices: int = 1, devices: Any = None) -> dict[str, Any]:
+    """Train for three epochs of eight steps, each member on a sample of its own; from the newest checkpoint, if there is a folder."""
+    begin = time.process_time()
+    trainer = trainer_of(data_devices, devices)
+    checkpoint = None if folder is None else Checkpoints(folder, every=every, keep=2)
+
+    def reached(trainer: Trainer, _: Any) -> None:
+        time.sleep(pause)
+        if folder and jax.process_index() == 0:
+            Path(folder, "reached.txt").write_text(str(trainer.position))
+
+    losses = trainer.fit(data(), epochs=3, batch_size=8, bootstrap=True, checkpoint=checkpoint, on_step=reached)
+    if checkpoint is not None:
+        checkpoint.close()
+    first = trainer.position - len(losses)
+    return {"first": first, "losses": losses.numpy(), "values": values(trainer), "cpu": time.process_time() - begin}
+
+
+def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
+    """A run in which one process gets SIGTERM."""
+    def stop(trainer: Trainer, _: Any) -> None:
+        if trainer.position == 1:
+            waiting()  # so that no process is far ahead of the others
+        if trainer.position == at and jax.process_index() == who:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+
+    trainer = trainer_of()
+    try:
+        with Checkpoints(folder, every=0) as checkpoints:
+            trainer.fit(data(), epochs=100, batch_size=8, bootstrap=True, checkpoint=checkpoints, on_step=stop)
+    except Preempted as error:
+        return {"position": error.position, "code": error.code, "values": values(trainer)}
+    return {"position": None}
+
+
+def start(me: int, count: int, port: int, timeout: float, answers: Any) -> None:
+    """What a process hears that waits for the others."""
+    begin = time.monotonic()
+    try:
+        initialize(f"127.0.0.1:{port}", count, me, timeout=timeout)
+    except RuntimeError as error:
+        answers.put((str(error), time.monotonic() - begin))
+
+
+def failing(who: int) -> None:
+    if jax.process_index() == who:
+        raise ValueError("no such number")
+    waiting()
+
+
+def stopping(who: int) -> None:
+    if jax.process_index() == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    waiting()
+
+
+def waiting() -> None:
+    """Wait for all others in a collective, by which a process that does not come is never noticed."""
+    multihost_utils.sync_global_devices("waiting")
+
+
+def layouts(folder: str) -> dict[str, Any]:
+    """Half of a run on a mesh of 8 devices, the other half on others: the final values by the second mesh."""
+    def run(member: int, shared: int, until: int) -> Trainer:
+        trainer = trainer_of(shared, jax.devices()[: member * shared], members=8)
+        with Checkpoints(copy, every=4, keep=1) as checkpoints:
+            trainer.fit(data(), epochs=until // 8, batch_size=8, bootstrap=True, checkpoint=checkpoints)
+        return trainer
+
+    found = {}
+    copy = f"{folder}/whole"
+    found["whole"] = values(run(4, 2, 24))
+    copy = f"{folder}/first"
+    run(4, 2, 16)
+    for member, shared in ((4, 2), (8, 1), (1, 1)):
+        copy = f"{folder}/{member}x{shared}"
+        shutil.copytree(f"{folder}/first", copy)
+        trainer = run(member, shared, 24)
+        assert len(trainer.state.params["0.weight"].sharding.device_set) == member * shared
+        found[f"{member}x{shared}"] = values(trainer)
+    return found
+
+
+def killed_while_writing(folder: str) -> None:
+    """A whole checkpoint, and another one whose writing has begun when the process ends."""
+    ensemble = Ensemble(lambda: nn.Linear(1000, 1000), 8)
+    trainer = Trainer(ensemble, nn.functional.mse_loss, "sgd")
+    checkpoints = Checkpoints(folder)
+    for trainer.position in (1, 2):
+        trainer.state = dataclasses.replace(trainer.state, params=jax.tree.map(lambda x: x * 0 + trainer.position, trainer.state.params))
+        checkpoints.save(trainer, wait=trainer.position == 1)
+    os.kill(os.getpid(), signal.SIGKILL)

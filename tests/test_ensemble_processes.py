@@ -1,0 +1,190 @@
+"""Ensembles in several real processes: the numbers of one device, and what the others do when one is killed, fails, stops or is missing."""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ensemble_jobs as jobs
+import numpy as np
+import pytest
+
+from torchfunc_jax.ensemble import LOST, ProcessError, initialize, launch
+
+LIMIT = 20.0  # seconds in which the others end; the machine of the tests may be busy
+STEPS = 24
+
+
+def worst(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> float:
+    """The largest difference, relative to numbers above 1; of numbers that are no floats, whether they differ."""
+    assert some.keys() == others.keys()
+    found = 0.0
+    for name, x in some.items():
+        y = others[name]
+        assert x.shape == y.shape and x.dtype == y.dtype
+        if x.dtype.kind == "f" and x.size:
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            far = np.abs(np.where(same, 0, x) - np.where(same, 0, y)) / np.maximum(np.abs(y), 1)
+            found = max(found, float(far[~same].max(initial=0)))
+        else:
+            np.testing.assert_array_equal(x, y)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The run on one device, in this process."""
+    return jobs.train(devices=1)
+
+
+def compared(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for run in found:
+        assert run["first"] == 0 and run["losses"].shape == (STEPS, jobs.MEMBERS)
+        np.testing.assert_allclose(run["losses"], alone["losses"], rtol=2e-6, atol=2e-6)
+        assert worst(run["values"], alone["values"]) < 1e-5
+
+
+@pytest.mark.parametrize(("processes", "devices", "data"), [(2, 1, 1), pytest.param(4, 1, 1, marks=pytest.mark.slow), (4, 1, 2)])
+def test_numbers_are_those_of_one_device(processes: int, devices: int, data: int, alone: dict[str, Any]) -> None:
+    compared(launch(jobs.train, None, 5, 0.0, data, processes=processes, devices_per_process=devices, limit=LIMIT), alone)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------------------
+class Killer(threading.Thread):
+    """Ends one process of a launch, when a condition holds."""
+
+    def __init__(self, victim: int, when: Callable[[], bool], how: int = signal.SIGKILL) -> None:
+        super().__init__(daemon=True)
+        self.victim, self.when, self.how, self.moment = victim, when, how, float("inf")
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            process = {p.name: p for p in multiprocessing.active_children()}.get(f"process {self.victim}")
+            if process is not None and process.pid and self.when():
+                self.moment = time.monotonic()
+                os.kill(process.pid, self.how)
+                return
+            time.sleep(0.002)
+
+
+def killed(folder: Path, victim: int, when: Callable[[], bool], how: int = signal.SIGKILL) -> float | None:
+    """A run of four processes in which one is killed; the seconds until all have ended, or None if it was done before."""
+    killer = Killer(victim, when, how)
+    killer.start()
+    try:
+        launch(jobs.train, str(folder / "run"), 5, 0.03, processes=4, limit=LIMIT, logs=folder / "logs")
+    except ProcessError as error:
+        assert error.process == victim and f"process {victim} of 4" in str(error)
+        return time.monotonic() - killer.moment
+    finally:
+        killer.over.set()
+        killer.join()
+    assert killer.moment == float("inf")
+    return None
+
+
+def reached(folder: Path) -> int:
+    path = folder / "run" / "reached.txt"
+    return int((path.read_text() if path.exists() else "") or 0)
+
+
+def said(folder: Path, process: int) -> str:
+    return (folder / "logs" / f"process_{process}.txt").read_text()
+
+
+def test_a_process_is_killed_and_the_run_goes_on_with_three(tmp_path: Path, alone: dict[str, Any]) -> None:
+    seconds = killed(tmp_path, 2, lambda: reached(tmp_path) >= 12)
+    assert seconds is not None and seconds < LIMIT + 5
+    for p in (0, 1, 3):
+        assert f"process {p} of 4 ends because another one is lost: process 2 of 4 (number " in said(tmp_path, p)
+    runs = launch(jobs.train, str(tmp_path / "run"), processes=3, limit=LIMIT)
+    for run in runs:
+        assert 10 <= run["first"] < STEPS and run["first"] % 5 == 0  # nothing is lost but the steps since a checkpoint
+        assert worst(run["values"], alone["values"]) < 1e-5
+        np.testing.assert_allclose(run["losses"], alone["losses"][run["first"] :], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_processes_are_killed_at_random_moments(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Twenty times; resumed on four processes the parameters are equal bit by bit to those of a run without a fault, on three to 1e-6."""
+    begin = time.monotonic()
+    four = launch(jobs.train, str(tmp_path / "whole"), 5, 0.03, processes=4, limit=LIMIT)[0]["values"]
+    usual = time.monotonic() - begin
+    draw, seconds, named, restarts = random.Random(0), [], 0, []
+    while len(seconds) < 20:
+        folder = tmp_path / str(len(seconds))
+        victim, moment = draw.randrange(4), time.monotonic() + draw.uniform(0.05, 1) * usual
+        if draw.random() < 0.7:  # while it trains; otherwise at any time, also at the start
+            position, extra = draw.randrange(1, STEPS - 1), draw.uniform(0, 0.03)
+            when = lambda folder=folder, position=position, extra=extra: reached(folder) >= position and not time.sleep(extra)
+        else:
+            when = lambda moment=moment: time.monotonic() >= moment
+        taken = killed(folder, victim, when)
+        if taken is None:
+            continue
+        seconds.append(taken)
+        others = [said(folder, p) for p in range(4) if p != victim]
+        named += all(f"is lost: process {victim}" in text for text in others)
+        count = draw.choice([3, 4])
+        run = launch(jobs.train, str(folder / "run"), processes=count, limit=LIMIT)[0]
+        restarts.append(run["first"])
+        assert worst(run["values"], four) <= (0.0 if count == 4 else 1e-6)
+        print(f"{len(seconds)}: process {victim}, ended after {taken:.2f} s, resumed at {run['first']} with {count}", flush=True)
+    print(f"the others ended after {np.median(seconds):.2f} s (median), {max(seconds):.2f} s (most); {named} times all of them named it")
+    assert max(seconds) < LIMIT + 5 and named >= 12
+
+
+def test_a_process_fails(tmp_path: Path) -> None:
+    with pytest.raises(ProcessError, match=r"process 1 of 3 has failed: ValueError: no such number") as failed:
+        launch(jobs.failing, 1, processes=3, limit=LIMIT, logs=tmp_path / "logs")
+    assert failed.value.process == 1 and "another one is lost: process 1 of 3 (number" in said(tmp_path, 0)
+    assert "has failed: ValueError: no such number" in said(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_a_process_stops(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ProcessError, match="process 0 of 3 did not answer"):
+        launch(jobs.stopping, 0, processes=3, limit=4, logs=tmp_path / "logs")
+    assert time.monotonic() - begin < 60
+    for p in (1, 2):
+        assert re.search(r"is lost: process 0 of 3 \(number .* has not answered for \d", said(tmp_path, p))
+
+
+def test_a_missing_process_is_named() -> None:
+    context = multiprocessing.get_context("forkserver")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    answers = context.Queue()
+    processes = [context.Process(target=jobs.start, args=(me, 4, port, 3.0, answers)) for me in (0, 1, 3)]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        text, seconds = answers.get(timeout=120)
+        assert re.fullmatch(r"initialize: process 2 of 4 did not come to 127.0.0.1:\d+ within 3 seconds; .*", text) and seconds < 3 + 15
+    for process in processes:
+        process.join()
+
+
+def test_wrong_arguments() -> None:
+    for error, words, call in [
+        (TypeError, "target: expected", lambda: launch(3)),
+        (TypeError, "args: a script takes none", lambda: launch("train.py", 1)),
+        (ValueError, "processes: expected", lambda: launch(print, processes=0)),
+        (ValueError, "devices_per_process: expected", lambda: launch(print, devices_per_process=True)),
+        (ValueError, "limit: expected", lambda: initialize("127.0.0.1:1", 1, 0, limit=0)),
+        (ValueError, "coordinator_address: expected", lambda: initialize("0.0.0.0:1", 2, 0)),
+        (ValueError, "JAX finds no cluster", lambda: initialize()),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    assert LOST == 85

@@ -1,0 +1,500 @@
+"""Trainer beside a plain Python loop over the members in torch: the same numbers, whatever each member's settings and fate."""
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchfunc_jax.ensemble import Ensemble, Trainer, early_stop, exploit, halve
+
+N = 3
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Net(nn.Module):
+    """A convolution, a BatchNorm and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4 * 16, 3)
+        self.frozen = nn.Parameter(torch.rand(4 * 16) + 0.5, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.norm(self.conv(x))).flatten(1) * self.frozen)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+IMAGES = torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+ROWS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(1))
+
+
+def loop(
+    members: list[nn.Module], make: Callable[[list[Any], int], torch.optim.Optimizer], batches: Callable[[int, int], tuple[Any, ...]],
+    steps: int, loss: Any = F.cross_entropy, before: Callable[[nn.Module, int], None] = lambda module, i: None,
+    after: Callable[[nn.Module, int, int], None] = lambda module, i, step: None,
+) -> torch.Tensor:
+    """Train members one after another; the losses [steps, n]."""
+    losses = torch.zeros(steps, len(members))
+    for i, module in enumerate(members):
+        optimizer = make([p for p in module.parameters() if p.requires_grad], i)
+        for step in range(steps):
+            inputs, *targets = batches(i, step)
+            optimizer.zero_grad()
+            value = loss(module(inputs), *targets)
+            value.backward()
+            before(module, i)
+            optimizer.step()
+            after(module, i, step)
+            losses[step, i] = value.detach()
+    return losses
+
+
+def agree(ens: Ensemble, members: list[nn.Module], **close: float) -> None:
+    for i, (a, b) in enumerate(zip(ens, members, strict=True)):
+        for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+            torch.testing.assert_close(x, y, **(close or CLOSE), msg=lambda m, i=i, name=name: f"member {i}, {name}: {m}")
+
+
+def bits(tree: Any, but: tuple[int, ...] = ()) -> list[bytes]:
+    """The values of all members but some, of each array."""
+    return [np.delete(np.asarray(x), but, 0).tobytes() for x in jax.tree.leaves(tree) if x.ndim]
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------------------------------
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {}),
+    "sgd with momentum": ("SGD", {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "lr": 0.05}),
+    "sgd by Nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "lr": 0.05}),
+    "adam": ("Adam", {}),
+    "adam with all": ("Adam", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adamax": ("Adamax", {"weight_decay": 0.1}),
+    "nadam": ("NAdam", {"weight_decay": 0.1}),
+    "nadam, decoupled": ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": ("RAdam", {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop": ("RMSprop", {"lr": 1e-3}),
+    "rmsprop with all": ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.1, "eps": 1e-4}),
+    "adagrad": ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "adadelta": ("Adadelta", {"weight_decay": 0.1}),
+    "rprop": ("Rprop", {"lr": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_name_has_torchs_numbers(name):
+    which, options = OPTIMIZERS[name]
+    ens = Ensemble(linear, N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, which.lower(), **options)
+    found = [trainer.step(ROWS, LABELS) for _ in range(8)]
+    expected = loop(members, lambda p, i: getattr(torch.optim, which)(p, **options), lambda i, step: (ROWS, LABELS), 8)
+    torch.testing.assert_close(torch.stack(found), expected, **CLOSE)
+    agree(ens, members)
+
+
+def by_optax(make: Any, torchs: Any, **options: Any) -> None:
+    ens = Ensemble(linear, N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, make, **options)
+    for _ in range(5):
+        trainer.step(ROWS, LABELS)
+    loop(members, torchs, lambda i, step: (ROWS, LABELS), 5)
+    agree(ens, members)
+
+
+def test_optimizers_of_optax():
+    rates = [0.1, 0.01, 0.001]
+    by_optax(optax.adam, lambda p, i: torch.optim.Adam(p, rates[i]), lr=rates)
+    by_optax(optax.adam(1e-2), lambda p, i: torch.optim.Adam(p, 1e-2))
+    by_optax(
+        functools.partial(optax.sgd, momentum=0.9, nesterov=True), lambda p, i: torch.optim.SGD(p, rates[i], momentum=0.9, nesterov=True),
+        lr=rates,
+    )
+
+
+# -- each member has its own ---------------------------------------------------------------------------------------------------------------
+def test_numbers_of_each_member():
+    """Learning rate, weight decay, betas, clipping, temperature and a schedule, of a network with BatchNorm and a frozen parameter."""
+    rates, decays, b1, clips, heat = [0.0, 0.01, 0.1], [0.1, 0.0, 0.3], [0.9, 0.5, 0.8], [0.1, 100.0, 0.5], [1.0, 2.0, 0.5]
+    ens = Ensemble(Net, N)
+    members = list(ens)
+    trainer = Trainer(
+        ens, F.cross_entropy, "adam", lr=rates, weight_decay=torch.tensor(decays), betas=(np.array(b1), 0.99), clip=clips,
+        temperature=heat, schedule=lambda step: 1 / (1 + step), loss_weights=[1.0, 2.0, 3.0],
+    )
+    found = torch.stack([trainer.step(IMAGES, LABELS) for _ in range(5)])
+
+    optimizers: dict[int, Any] = {}
+
+    def make(p: list[Any], i: int) -> Any:
+        optimizers[i] = torch.optim.Adam(p, rates[i], (b1[i], 0.99), weight_decay=decays[i])
+        return optimizers[i]
+
+    def slower(module: nn.Module, i: int, step: int) -> None:
+        optimizers[i].param_groups[0]["lr"] = rates[i] / (2 + step)
+
+    def heated(i: int) -> Any:
+        return lambda out, y: F.cross_entropy(out / heat[i], y) * (i + 1)
+
+    for i in range(N):
+        one = loop(
+            [members[i]], lambda p, _, i=i: make(p, i), lambda _, step: (IMAGES, LABELS), 5, heated(i),
+            lambda m, _, i=i: nn.utils.clip_grad_norm_([p for p in m.parameters() if p.requires_grad], clips[i]),
+            lambda m, _, step, i=i: slower(m, i, step),
+        )
+        torch.testing.assert_close(found[:, i], one[:, 0], **CLOSE)
+    agree(ens, members)
+    assert int(ens[0].norm.num_batches_tracked) == 5 and ens[0].norm.num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize("how", ["shared", "own", "bootstrap"])
+def test_fit_takes_the_data_in_the_order_it_says(how):
+    own, bootstrap = how == "own", how == "bootstrap"
+    ens = Ensemble(Net, N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, "sgd", lr=[0.1, 0.01, 0.05], momentum=0.9, seed=5)
+    orders = [trainer.order(12, epoch, own, bootstrap).expand(N, 12) for epoch in range(2)]
+
+    def batch(i: int, step: int) -> tuple[Any, ...]:
+        rows = orders[step // 2][i][step % 2 * 5 :][:5]
+        return IMAGES[rows], LABELS[rows]
+
+    found = trainer.fit((IMAGES, LABELS), epochs=2, batch_size=5, own=own, bootstrap=bootstrap)
+    expected = loop(members, lambda p, i: torch.optim.SGD(p, [0.1, 0.01, 0.05][i], momentum=0.9), batch, 4)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    agree(ens, members)
+    for row in orders[0]:
+        assert sorted(row.tolist()) != list(range(12)) if bootstrap else sorted(row.tolist()) == list(range(12))
+    assert torch.equal(orders[0][0], orders[0][1]) == (how == "shared") and not torch.equal(orders[0], orders[1])
+    assert trainer.position == 4 and trainer.fit((IMAGES, LABELS), epochs=2, batch_size=5).shape == (0, N)
+    if bootstrap:
+        assert [sorted(x.tolist()) for x in orders[0]] == [sorted(x.tolist()) for x in orders[1]]
+
+
+def test_fit_goes_on_where_it_was():
+    """Two calls of fit, the second by another trainer that got the state, are one call."""
+    whole, first = (Trainer(Ensemble(mlp, N), F.cross_entropy, seed=2) for _ in range(2))
+    losses = whole.fit((ROWS, LABELS), epochs=3, batch_size=4, own=True)
+    begun = first.fit((ROWS, LABELS), epochs=1, batch_size=4, own=True)
+    second = Trainer(Ensemble(mlp, N, seed=9), F.cross_entropy, seed=9)
+    second.state, second.position = first.state, first.position
+    assert torch.equal(torch.cat([begun, second.fit((ROWS, LABELS), epochs=3, batch_size=4, own=True)]), losses)
+    assert bits(second.state) == bits(whole.state)
+
+
+def test_batches_of_each_member():
+    ens = Ensemble(mlp, N)
+    members = list(ens)
+    rows, labels = torch.randn(N, 5, 4), torch.randint(3, (N, 5))
+    trainer = Trainer(ens, F.cross_entropy, lr=0.01)
+    found = torch.stack([trainer.step(rows, labels, own=True) for _ in range(3)])
+    expected = loop(members, lambda p, i: torch.optim.Adam(p, 0.01), lambda i, step: (rows[i], labels[i]), 3)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    agree(ens, members)
+
+
+def test_random_numbers_of_each_member():
+    """Dropout and augmentation: another draw for each member and step, the same for the same seed, whatever the number of members."""
+    def run(n: int, seed: int, **how: Any) -> torch.Tensor:
+        ens = Ensemble.of([member] * n)
+        return Trainer(ens, F.mse_loss, "sgd", lr=0.0, seed=seed, **how).fit((torch.ones(4, 8), torch.zeros(4, 8)), epochs=3)
+
+    member = nn.Dropout(0.5)
+    member.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    losses = run(4, 0)
+    assert len(set(losses.flatten().tolist())) > 4 and torch.equal(losses[:, :2], run(2, 0)) and not torch.equal(losses, run(4, 1))
+    member = nn.Identity()
+    member.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    noisy = run(4, 0, augment=lambda x, y: (x + torch.randn_like(x), y))
+    fewer = run(2, 0, augment=lambda x, y: (x + torch.randn_like(x), y))
+    assert len(set(noisy.flatten().tolist())) == 12 and torch.equal(noisy[:, :2], fewer)
+    assert torch.equal(run(4, 0), torch.ones(3, 4))
+
+
+def test_a_loss_of_the_module_and_losses_of_terms():
+    def of_module(member: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(member(x), y) + 0.1 * sum(p.square().sum() for p in member.parameters())
+
+    def terms(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"fit": F.cross_entropy(out, y), "size": out.square().mean()}
+
+    for how in ("module", "terms"):
+        ens = Ensemble(mlp, N)
+        members = list(ens)
+        weights = {"fit": [1.0, 0.5, 0.0], "size": 0.3}
+        trainer = (
+            Trainer(ens, of_module, loss_of="module") if how == "module" else Trainer(ens, terms, loss_weights=weights)
+        )
+        for _ in range(3):
+            trainer.step(ROWS, LABELS)
+        for i, member in enumerate(members):
+            optimizer = torch.optim.Adam(member.parameters())
+            for _ in range(3):
+                optimizer.zero_grad()
+                found = terms(member(ROWS), LABELS)
+                value = of_module(member, ROWS, LABELS) if how == "module" else weights["fit"][i] * found["fit"] + 0.3 * found["size"]
+                value.backward()
+                optimizer.step()
+        agree(ens, members)
+
+
+def test_one_hot_labels_are_int64_in_the_loss():
+    trainer = Trainer(Ensemble(mlp, N), lambda out, y: F.mse_loss(out, F.one_hot(y, 3).float()))
+    expected = [F.mse_loss(m(ROWS), F.one_hot(LABELS, 3).float()) for m in trainer.ensemble]
+    torch.testing.assert_close(trainer.step(ROWS, LABELS), torch.stack(expected).detach())
+
+
+# -- how a step is computed ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", [{"chunk": 2}, {"accumulate": 3}, {"accumulate": 2, "chunk": 1}, {"reduction": "sum", "accumulate": 2}])
+def test_parts_of_members_and_of_batches_change_nothing(how):
+    loss = functools.partial(F.cross_entropy, reduction=how.get("reduction", "mean"))
+    one, two = (Trainer(Ensemble(mlp, N), loss, "sgd", lr=0.1, **h) for h in ({}, how))
+    for _ in range(3):
+        torch.testing.assert_close(one.step(ROWS, LABELS), two.step(ROWS, LABELS), **CLOSE)
+    agree(one.ensemble, list(two.ensemble))
+    torch.testing.assert_close(one.losses(ROWS, LABELS), two.losses(ROWS, LABELS), **CLOSE)
+
+
+def test_mixed_precision_keeps_float32_parameters():
+    seen = []
+
+    class Seen(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            seen.append((out.dtype, self.weight.dtype))
+            return out
+
+    ens = Ensemble(lambda: nn.Sequential(nn.Linear(4, 8), Seen(8, 3)), N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, dtype=torch.bfloat16, lr=0.01)
+    losses = torch.stack([trainer.step(ROWS, LABELS) for _ in range(5)])
+    assert seen[0] == (torch.bfloat16, torch.float32) and {x.dtype.name for x in ens.params.values()} == {"float32"}
+    for i, member in enumerate(members):
+        optimizer = torch.optim.Adam(member.parameters(), 0.01)
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = member(ROWS)
+            value = F.cross_entropy(out.float(), LABELS)
+            value.backward()
+            optimizer.step()
+            torch.testing.assert_close(losses[step, i], value.detach(), rtol=0.02, atol=0.02)
+
+
+class Exhausted:
+    """A compiled program that says the memory does not suffice while the members at a time are more than some."""
+
+    def __init__(self, trainer: Trainer, most: int) -> None:
+        self.real, self.trainer, self.most, self.asked = trainer._program, trainer, most, []
+
+    def __call__(self, key: tuple[Any, ...]) -> Any:
+        if key[0] != "step":
+            return self.real(key)
+
+        def run(*args: Any) -> Any:
+            self.asked.append(self.trainer.chunk)
+            if (self.trainer.chunk or N) > self.most:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")
+            return self.real(key)(*args)
+
+        return run
+
+
+def test_members_run_in_smaller_chunks_when_memory_does_not_suffice(monkeypatch, caplog):
+    one, two = (Trainer(Ensemble(mlp, N), F.cross_entropy) for _ in range(2))
+    monkeypatch.setattr(two, "_program", Exhausted(two, 1))
+    torch.testing.assert_close(two.step(ROWS, LABELS), one.step(ROWS, LABELS))
+    assert two.chunk == 1 and "chunks of 1" in caplog.text and two._program.asked == [None, 1]
+    agree(two.ensemble, list(one.ensemble))
+    monkeypatch.setattr(one, "_program", Exhausted(one, 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        one.step(ROWS, LABELS)
+
+
+def test_the_state_is_donated():
+    trainer = Trainer(Ensemble(mlp, N), F.cross_entropy)
+    before = trainer.state
+    member = trainer.ensemble[1]
+    kept = copy.deepcopy(member)
+    trainer.step(ROWS, LABELS)
+    assert all(x.is_deleted() for x in jax.tree.leaves((before.params, before.optimizer)))
+    agree(Ensemble.of([member]), [kept], rtol=0, atol=0)
+
+
+# -- life ----------------------------------------------------------------------------------------------------------------------------------
+def test_early_stopping_freezes_a_member():
+    """Beside a loop that stops: the learning rates make one member worse at once."""
+    rates = [0.05, 3.0, 0.2]
+    ens = Ensemble(Net, N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, "sgd", lr=rates, ema=0.9)
+    valid = torch.randn(8, 1, 6, 6), torch.randint(3, (8,))
+    trainer.fit((IMAGES, LABELS), epochs=8, validation=valid, patience=2, keep_best=True)
+    steps, bests, averages = [], [], []
+    for member, rate in zip(members, rates, strict=True):
+        optimizer = torch.optim.SGD([p for p in member.parameters() if p.requires_grad], rate)
+        best, waited, taken = float("inf"), 0, 0
+        average = {k: p.detach().clone() for k, p in member.named_parameters() if p.requires_grad}
+        while taken < 8 and waited < 2:
+            optimizer.zero_grad()
+            F.cross_entropy(member.train()(IMAGES), LABELS).backward()
+            optimizer.step()
+            average = {k: 0.9 * a + 0.1 * member.get_parameter(k).detach() for k, a in average.items()}
+            value = F.cross_entropy(member.eval()(valid[0]), valid[1]).item()
+            if value < best:
+                best, waited, state = value, 0, copy.deepcopy(dict(member.named_parameters()))
+            else:
+                waited += 1
+            taken += 1
+        steps.append(taken)
+        bests.append(state)
+        averages.append(average)
+        member.train()
+    assert trainer.state.step.tolist() == steps and min(steps) < max(steps)
+    assert trainer.state.active.tolist() == [s == 8 and w < 2 for s, w in zip(steps, trainer.state.waited.tolist(), strict=True)]
+    agree(ens, members)
+    for what, expected in (("best", bests), ("average", averages)):
+        for found, each in zip(trainer.snapshot(what), expected, strict=True):
+            for name, value in each.items():
+                torch.testing.assert_close(found.get_parameter(name).detach(), value.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("make", [Net, mlp], ids=["cnn", "mlp"])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_nan_in_one_member_reaches_no_other(make, freeze):
+    inputs = IMAGES if make is Net else ROWS
+    sound, ill = (Trainer(Ensemble(make, N), F.cross_entropy, lr=0.01, clip=1.0, freeze_diverged=freeze) for _ in range(2))
+    first = next(iter(ill.ensemble.params))
+    params = dict(ill.ensemble.params)
+    params[first] = params[first].at[1].set(jnp.nan)
+    ill.ensemble.params = params
+    for _ in range(4):
+        one, two = sound.step(inputs, LABELS), ill.step(inputs, LABELS)
+        assert two[1].isnan() and torch.equal(one[[0, 2]], two[[0, 2]])
+    assert bits(sound.state, (1,))[:-1] == bits(ill.state, (1,))[:-1]
+    assert ill.state.active.tolist() == [True, not freeze, True] and ill.state.step.tolist() == [4, 0 if freeze else 4, 4]
+
+
+def test_a_diverging_member_is_frozen_with_finite_values():
+    trainer = Trainer(Ensemble(mlp, N), F.mse_loss, "sgd", lr=[0.1, 1e30, 0.1], freeze_diverged=True)
+    for _ in range(5):
+        trainer.step(ROWS, torch.randn(12, 3))
+    assert trainer.state.active.tolist() == [True, False, True]
+    assert all(np.isfinite(np.asarray(x)).all() for x in trainer.state.params.values())
+
+
+def test_exploit_is_an_exact_copy():
+    trainer = Trainer(Ensemble(Net, 4), F.cross_entropy, lr=[0.1, 0.01, 0.02, 0.3], weight_decay=[0.0, 0.1, 0.2, 0.3])
+    for _ in range(3):
+        trainer.step(IMAGES, LABELS)
+    before = jax.tree.map(np.array, trainer.state)
+    sources = exploit(trainer, [0.5, 0.1, float("nan"), 0.2], perturb={"lr": (0.5, 2.0)})
+    after = trainer.state
+    assert sources == [0, 1, 1, 3]
+    for name in ("params", "buffers", "optimizer", "step", "active", "best", "waited"):
+        for old, new in zip(jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(after, name)), strict=True):
+            assert old[sources].tobytes() == np.asarray(new).tobytes(), name
+    assert np.array_equal(before.keys, after.keys)
+    assert np.array_equal(after.numbers["weight_decay"], before.numbers["weight_decay"][sources])
+    factor = np.asarray(after.numbers["lr"]) / before.numbers["lr"][sources]
+    assert factor[[0, 1, 3]].tolist() == [1, 1, 1] and factor[2] in (0.5, 2.0)
+    losses = trainer.step(IMAGES, LABELS)
+    assert losses[1] == losses[2]
+    agree(trainer.ensemble, list(trainer.ensemble))
+
+
+def test_halving_keeps_the_best():
+    one, two = (Trainer(Ensemble(Net, 4), F.cross_entropy, "sgd", lr=[0.1, 0.01, 0.02, 0.3], momentum=0.9) for _ in range(2))
+    for _ in range(2):
+        one.step(IMAGES, LABELS), two.step(IMAGES, LABELS)
+    assert halve(two, [0.5, 0.1, 0.4, 0.2]) == [1, 3] and len(two.ensemble) == 2
+    for _ in range(2):
+        torch.testing.assert_close(one.step(IMAGES, LABELS)[[1, 3]], two.step(IMAGES, LABELS), **CLOSE)
+    one.take([1, 3])
+    agree(one.ensemble, list(two.ensemble))
+
+
+def test_averages():
+    trainer = Trainer(Ensemble(mlp, N), F.cross_entropy, "sgd", lr=0.5)
+    models = [torch.optim.swa_utils.AveragedModel(m) for m in trainer.ensemble]
+    for _ in range(3):
+        trainer.step(ROWS, LABELS)
+        trainer.average()
+        for model, member in zip(models, trainer.ensemble, strict=True):
+            model.update_parameters(member)
+    agree(trainer.snapshot("average"), [m.module for m in models])
+    kept = trainer.snapshot()
+    members = list(trainer.ensemble)
+    trainer.step(ROWS, LABELS)
+    agree(kept, members, rtol=0, atol=0)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------------------------
+def trained(**how: Any) -> Any:
+    loss = how.pop("loss", F.cross_entropy)
+    batch = how.pop("batch", (ROWS, LABELS))
+    own = how.pop("own", False)
+    return Trainer(Ensemble(mlp, N), loss, how.pop("optimizer", "adam"), **how).step(*batch, own=own)
+
+
+def changed_length() -> Any:
+    trainer = Trainer(Ensemble(mlp, N), F.cross_entropy)
+    trainer.ensemble.drop(0)
+    return trainer.step(ROWS, LABELS)
+
+
+def fitted(**how: Any) -> Any:
+    return Trainer(Ensemble(mlp, N), F.cross_entropy).fit(how.pop("data", (ROWS, LABELS)), **how)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no such optimizer": (lambda: trained(optimizer="lbfgs"), ValueError, "one of adadelta.*'lbfgs'"),
+    "no such number": (lambda: trained(momentum=0.9), TypeError, "'adam' has no 'momentum'; it has lr, betas"),
+    "no such number of Optax's": (lambda: trained(optimizer=optax.adam, momentum=0.9), TypeError, "adam has no 'momentum'"),
+    "numbers of a finished optimizer": (lambda: trained(optimizer=optax.adam(0.1), lr=1.0), TypeError, "lr: this optimizer has"),
+    "not one for each member": (lambda: trained(lr=[0.1, 0.2]), ValueError, r"lr: expected a number, or 3 numbers.*\(2,\)"),
+    "a loss of each row": (lambda: trained(loss=lambda out, y: out.sum(1)), ValueError, r"without dimensions, got shape \(12,\)"),
+    "other terms": (lambda: trained(loss_weights={"a": 1.0}), ValueError, r"weights of \[''\].*got \['a'\]"),
+    "a setting": (lambda: trained(loss_of="modul"), ValueError, "loss_of: expected 'outputs' or 'module', got 'modul'"),
+    "parts of a batch": (lambda: trained(accumulate=5), ValueError, "multiple of 5 rows"),
+    "chunk": (lambda: trained(chunk=0), ValueError, "chunk: expected a positive integer, got 0"),
+    "not a batch for each": (lambda: trained(own=True), ValueError, "expected 3 rows, one for each member"),
+    "labels beyond int32": (lambda: trained(batch=(ROWS, LABELS + 2**40)), ValueError, "do not fit into int32"),
+    "a number as batch": (lambda: trained(batch=(3,)), ValueError, "expected tensors of at least 1 dimension"),
+    "nothing to train": (lambda: Trainer(Ensemble(nn.ReLU, N), F.mse_loss), ValueError, "nothing to train"),
+    "another number of members": (changed_length, RuntimeError, "has 2 members, and had 3"),
+    "rows that differ": (lambda: fitted(data=(ROWS, LABELS[:3])), ValueError, "the same number of rows"),
+    "more rows than the data": (lambda: fitted(batch_size=13), ValueError, "at most the 12 rows"),
+    "patience without data": (lambda: fitted(patience=1), ValueError, "validation"),
+    "no average": (lambda: Trainer(Ensemble(mlp, N), F.mse_loss).snapshot("average"), ValueError, "with ema="),
+    "scores": (lambda: halve(Trainer(Ensemble(mlp, N), F.mse_loss), [1.0]), ValueError, "expected 3 numbers"),
+    "patience": (lambda: early_stop(Trainer(Ensemble(mlp, N), F.mse_loss), [1.0] * N, 0), ValueError, "patience: expected a positive"),
+    "no such number to perturb": (
+        lambda: exploit(Trainer(Ensemble(mlp, N), F.mse_loss), [1.0] * N, perturb={"momentum": (1,)}), ValueError, "no number 'momentum'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        call()

@@ -1,0 +1,79 @@
+"""What one member minimizes: its loss on a batch, in torch, with its augmentation, precision, temperature and weights of terms."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from torchfunc_jax.ensemble.members import arguments
+from torchfunc_jax.ensemble.meshes import DATA
+from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of ``Trainer`` by these names; synced: BatchNorm's statistics are taken over the mesh's axis "data"."""
+
+    loss: Callable[..., Any]
+    loss_of: str
+    augment: Callable[..., Any] | None
+    dtype: torch.dtype | None
+    synced: bool
+
+
+class Objective(nn.Module):
+    """A member with its loss: a module whose forward is the number to minimize."""
+
+    def __init__(self, member: nn.Module, settings: Settings) -> None:
+        super().__init__()
+        self.member, self.settings = member, settings
+
+    def forward(self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[bool, ...], augmented: bool) -> torch.Tensor:
+        how = self.settings
+        leaves, tree = jax.tree.flatten(batch)
+        batch = jax.tree.unflatten(tree, [x.long() if w else x for x, w in zip(leaves, wide, strict=True)])
+        with contextlib.ExitStack() as modes:
+            if how.synced:
+                modes.enter_context(SyncedBatchNorm(DATA))
+            if how.dtype is not None:
+                modes.enter_context(torch.autocast("cpu", dtype=how.dtype))
+            if augmented and how.augment is not None:
+                batch = tuple(how.augment(*batch))
+            if how.loss_of == "module":
+                found = how.loss(self.member, *batch)
+            else:
+                args, kwargs = arguments(batch[0])
+                out = self.member(*args, **kwargs)
+                if how.dtype is not None:  # the loss is computed as without mixed precision
+                    modes.close()
+                    out = jax.tree.map(lambda x: x.float() if x.dtype == how.dtype else x, out)
+                found = how.loss(self._tempered(out, numbers), *batch[1:])
+        return self._weighted(found, numbers.get("loss_weights"))
+
+    @staticmethod
+    def _tempered(out: Any, numbers: Mapping[str, Any]) -> Any:
+        if "temperature" not in numbers:
+            return out
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"temperature: it divides a member's output, which must be a tensor; got {type(out).__name__}")
+        return out / numbers["temperature"].to(out.dtype)
+
+    @staticmethod
+    def _weighted(found: Any, weights: Any) -> torch.Tensor:
+        terms = found if isinstance(found, Mapping) else {"": found}
+        for name, term in terms.items():
+            if not isinstance(term, torch.Tensor) or term.dim():
+                what = f"shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else type(term).__name__
+                raise ValueError(f"loss: expected a tensor without dimensions{f' as {name!r}' if name else ''}, got {what}; take its mean")
+        if weights is None:
+            return functools.reduce(torch.add, terms.values())
+        given = weights if isinstance(weights, Mapping) else {"": weights}
+        if set(given) != set(terms):
+            raise ValueError(f"loss_weights: expected weights of {sorted(terms)}, which the loss returns, got {sorted(given)}")
+        return functools.reduce(torch.add, [terms[name] * given[name].to(terms[name].dtype) for name in terms])

@@ -16,10 +16,13 @@ from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, state
-from bridge.trace.storage import strides_of
+from bridge.trace.storage import Geometry, contiguous, strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
+#: The strides of results, None if they are contiguous, and whether they are known to be PyTorch's.
+Layout = tuple[tuple[int, ...] | None, bool]
+PLAIN: Layout = (None, True)
 
 
 def value_in(x: Any) -> Any:
@@ -46,10 +49,19 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 
-def wrap_all(out: Any, device: torch.device) -> Any:
+def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN) -> Any:
+    """The results as traced tensors."""
     if isinstance(out, tuple | list):
-        return type(out)(wrap_all(x, device) for x in out) if type(out) in (tuple, list) else tuple(wrap_all(x, device) for x in out)
-    return wrap(out, device) if isinstance(out, jax.Array | np.ndarray) else out
+        made = [wrap_all(x, device, layout) for x in out]
+        return type(out)(made) if type(out) in (tuple, list) else tuple(made)
+    if not isinstance(out, jax.Array | np.ndarray):
+        return out
+    if layout is PLAIN:
+        return wrap(out, device)
+    strides, known = layout
+    t = wrap(out, device, strides=strides)
+    t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, known=known)
+    return t
 
 
 def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
@@ -82,27 +94,47 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
                 out = requires_grad.tie(out, values, no_grad)
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
-        device = device_of(args, kwargs)
-        return wrap(out, device, strides=_strides(func, args, kwargs, out)) if isinstance(out, jax.Array) else wrap_all(out, device)
+        return wrap_all(out, device_of(args, kwargs), _layout(func, args, kwargs))
 
     return run_pure
 
 
-def _strides(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: jax.Array) -> tuple[int, ...] | None:
-    """The strides that PyTorch gives a result if an operand is not contiguous; None: it is contiguous.
+def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
+    """How PyTorch's results lie in memory.  Whether a later ``.view`` is possible depends on it, and what ``as_strided`` means.
 
-    Whether a later ``.view`` of the result is possible depends on them.  Only elementwise operators and copies are asked for: the first
-    other one on the device meta, addmm for example, makes PyTorch import 800 modules, which takes longer than to compile a program.
+    Only elementwise operators and copies are asked for: the first other one on the device meta, addmm for example, makes PyTorch import
+    800 modules, which takes longer than to compile a program.
     """
-    if torch.Tag.pointwise not in func.tags and func._schema.name not in ("aten::clone", "aten::_to_copy"):
-        return None
-    if all(type(x) is not Traced or x.is_contiguous() for x in args):
-        return None
+    name = func._schema.name
+    if name in _MOVED:
+        return None, False
+    chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
+    if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
+        return PLAIN
+    if not chosen and torch.Tag.pointwise not in func.tags and name not in _COPIES:
+        return None, False
     try:
         like = on_meta(func, args, kwargs)
     except Exception:  # the operator has no kernel for the device meta
-        return None
-    return strides_of(like) if tuple(like.shape) == out.shape else None
+        return None, False
+    if not isinstance(like, torch.Tensor):
+        return None, False
+    # of operands that lie differently in memory, the kernel for the device meta does not always know what the CPU's gives
+    lies = like.shape, like.stride()
+    known = chosen or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
+    return strides_of(like), known
+
+
+def _unknown(t: torch.Tensor) -> bool:
+    """Whether the strides of a computed tensor may not be those that PyTorch gives it."""
+    return type(t) is Traced and t.node.root.geometry is not None and not t.node.root.geometry.known
+
+
+def _moved(x: Any) -> bool:
+    """Whether a tensor among the arguments is not contiguous, or may not be in PyTorch."""
+    if isinstance(x, torch.Tensor):
+        return strides_of(x) is not None or _unknown(x)
+    return type(x) in (tuple, list) and any(map(_moved, x))
 
 
 def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
@@ -112,7 +144,7 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
     def run_drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_of(args, kwargs)
         value = torch_numbers.numbers(name, args, kwargs) if device.type == "cpu" else None
-        return otherwise(args, kwargs) if value is None else wrap(value, device)
+        return otherwise(args, kwargs) if value is None else wrap_all(value, device, _layout(func, args, kwargs))
 
     return run_drawn
 
@@ -123,6 +155,28 @@ def alike(make: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(args[0]) is Traced and innermost("vmap") is not None:
         out.node.like = args[0].node.root
     return out
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+#: Operators that keep the memory order of their first operand, besides the elementwise ones.
+_COPIES = _named("clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
+#: Operators whose results are contiguous even if an operand is not.
+_CONTIGUOUS = _named(
+    "_log_softmax _softmax addmm addmv amax amin argmax argmin baddbmm bmm cumprod cumsum dot embedding gather index_select logsumexp max "
+    "mean min mm mv native_layer_norm prod reflection_pad1d repeat replication_pad1d roll scatter std sum topk tril triu var"
+)
+#: Operators whose results need not be contiguous although all operands are.
+_MOVED = _named(
+    "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
+    "cholesky_solve empty_permuted geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex "
+    "linalg_lstsq linalg_lu_factor_ex linalg_qr linalg_solve_triangular nonzero rot90 triangular_solve unsafe_split "
+    "_scaled_dot_product_flash_attention_for_cpu"
+)
+_OF_STRIDES = _named("empty_strided new_empty_strided")
+_FORMATS = frozenset((torch.channels_last, torch.channels_last_3d))
 
 
 def stop(out: Any) -> Any:

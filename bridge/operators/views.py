@@ -9,13 +9,13 @@ import torch
 from bridge import private
 from bridge.convert import dtypes
 from bridge.errors import at_line
-from bridge.lowering.registry import Operator, overload
+from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
-from bridge.operators.operands import constant, stop
+from bridge.operators.operands import constant, pure, stop
 from bridge.trace.aliasing import Inner, View, read, repeated
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Geometry, Node, OutsideOfView, contiguous
-from bridge.trace.tracing import Traced, node_of, over, own_rule, value_of
+from bridge.trace.tracing import Traced, node_of, over, own_rule, plan_of, value_of
 
 aten = torch.ops.aten
 
@@ -124,9 +124,45 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     meta = torch.empty(first + root.value.size, dtype=base.dtype, device="meta").as_strided(size, stride, offset)
     view = View(aten.as_strided.default, (tuple(size), tuple(stride), offset - first), {})
-    if first:
+    ordered = _in_order(root)
+    if first or ordered is not root:
         view.recording = None  # it counts from where the tensor's memory begins
-    return over(Node(None, state.level, root, view), meta, base.device)
+    return over(Node(None, state.level, ordered, view), meta, base.device)
+
+
+def _in_order(root: Node) -> Node:
+    """A computed tensor, or the view of it that has its dimensions in the order in which they lie in memory."""
+    strides = contiguous(root.value.shape) if root.geometry is None else root.geometry.strides
+    if strides == contiguous(root.value.shape):
+        return root
+    dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    shape = [root.value.shape[d] for d in dims]
+    if any(n != 1 and strides[d] != s for d, n, s in zip(dims, shape, contiguous(tuple(shape)), strict=True)):
+        raise OutsideOfView(f"as_strided: the tensor has gaps in its memory; call .contiguous() first{at_line()}")
+    return Node(None, state.level, root, View(aten.permute.default, (dims,), {}))
+
+
+@own_rule("aten.as_strided_copy")
+def as_strided_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return plan_of(aten.clone.default)((as_strided(args, kwargs),), {"memory_format": torch.contiguous_format})
+
+
+_scattered = pure(aten.as_strided_scatter.default, LOWERINGS[aten.as_strided_scatter.default])
+
+
+@own_rule("aten.as_strided_scatter")
+def as_strided_scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, src, *rest = args
+    root = node_of(base).root
+    _first_place(root)
+    whole = root.value.size == base.numel()
+    if base.is_contiguous() and (whole or (len(rest) < 3 and "storage_offset" not in kwargs)):
+        return _scattered(args, kwargs)
+    if not whole:
+        raise OutsideOfView(f"as_strided_scatter: it counts from where the memory of a view's base begins; call .clone() first{at_line()}")
+    out = plan_of(aten.clone.default)((base,), {})
+    plan_of(aten.copy_.default)((as_strided((out, *rest), kwargs), src), {})
+    return out
 
 
 def _first_place(root: Node) -> int:
@@ -136,6 +172,11 @@ def _first_place(root: Node) -> int:
         root.geometry = Geometry.of(found)
     if root.geometry is None or root.geometry.ask():
         return 0
+    if not root.geometry.known:
+        raise OutsideOfView(
+            "as_strided: it is not known how PyTorch lays this computed tensor out in memory; call "
+            f".clone(memory_format=torch.contiguous_format) first{at_line()}"
+        )
     if found is None:
         raise OutsideOfView(
             "as_strided: it counts from where a tensor's memory begins, and only the own elements are known of an argument that is a view "

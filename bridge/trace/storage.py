@@ -23,7 +23,7 @@ class Node:
     seen: int = -1
     maker: Any = None  # the operator that computed it, if any
     like: Node | None = None  # of what empty_like and its kin have made: the root whose lanes it has in PyTorch
-    geometry: Geometry | None = None  # of a root that stands for a tensor from outside
+    geometry: Geometry | None = None  # of a root that stands for a tensor from outside, or is computed and not contiguous
     hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
     used: bool = False  # an operator with a derivative has read it since it was last written
     detached: bool = False  # torch's autograd does not record the last write
@@ -34,13 +34,14 @@ class Node:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Geometry:
-    """How an argument tensor lies in its memory; only the tensor's own elements were converted to JAX, not the memory around them."""
+    """How a tensor lies in its memory; only an argument's own elements were converted to JAX, not the memory around them."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     plain: bool  # it is contiguous and begins where its memory begins
     outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
     between: tuple[int, ...] = ()  # the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane
+    known: bool = True  # if the tensor is computed: its strides are those that PyTorch gives it
     asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
     @classmethod
@@ -50,19 +51,20 @@ class Geometry:
         plain = strides is None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.storage_offset() == 0)
         shape = () if getattr(t, "is_nested", False) else tuple(t.shape)  # type: ignore[attr-defined]  # jax.Arrays have one too
         outer = None if node is None else node.root.geometry
-        return cls(shape, strides or contiguous(shape), plain, outer, () if outer is None else outer.between)
+        strides = strides or contiguous(shape)
+        return cls(shape, strides, plain, outer, () if outer is None else outer.between, outer is None or outer.known)
 
     def lane(self, dim: int | None) -> Geometry:
         """The geometry of one lane of a tensor that is mapped over this dimension."""
         if dim is None:
             return self
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]))
+        return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]), self.known)
 
     def ask(self) -> bool:
         """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""
         self.asked = True
-        return (self.outer is None or self.outer.ask()) and self.plain
+        return (self.outer is None or self.outer.ask()) and self.plain and self.known
 
 
 def strides_of(t: object) -> tuple[int, ...] | None:

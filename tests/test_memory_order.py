@@ -1,0 +1,86 @@
+"""Where a computed tensor lies in memory: what as_strided reads, which counts there, is what PyTorch reads, or an error."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchfunc_jax
+from torchfunc_jax import jit
+
+X = torch.arange(12.0).reshape(3, 4).cos()
+MANY = torch.arange(24.0).reshape(2, 3, 4).cos()
+STRIDES = (5,), (1,)
+
+
+def image(x):
+    return x.reshape(1, 3, 2, 2)
+
+
+def last(x):
+    return image(x).contiguous(memory_format=torch.channels_last)
+
+
+ORDERS = {
+    "elementwise": lambda x: x.mT.exp().as_strided(*STRIDES),
+    "two operands": lambda x: (x.mT * x.mT.sin()).as_strided(*STRIDES),
+    "and a scalar": lambda x: (x.mT * torch.tensor(2.0)).as_strided(*STRIDES),
+    "where": lambda x: torch.where(x.mT > 0, x.mT, 0).as_strided(*STRIDES),
+    "clone": lambda x: x.mT.clone().as_strided(*STRIDES),
+    "contiguous": lambda x: x.mT.exp().contiguous().as_strided(*STRIDES),
+    "contiguous clone": lambda x: x.mT.exp().clone(memory_format=torch.contiguous_format).as_strided(*STRIDES),
+    "dtype": lambda x: x.mT.double().as_strided(*STRIDES),
+    "like": lambda x: torch.zeros_like(x.mT).copy_(x.mT).as_strided(*STRIDES),
+    "empty_strided": lambda x: torch.empty_strided((4, 3), (1, 4), dtype=x.dtype).copy_(x.mT).as_strided(*STRIDES),
+    "new_empty_strided": lambda x: x.new_empty_strided((4, 3), (1, 4)).copy_(x.mT).as_strided(*STRIDES),
+    "channels last": lambda x: last(x).as_strided(*STRIDES),
+    "of channels last": lambda x: last(x).relu().as_strided(*STRIDES),
+    "like channels last": lambda x: torch.empty_like(image(x), memory_format=torch.channels_last).copy_(image(x)).as_strided(*STRIDES),
+    "in place": lambda x: x.mT.clone().add_(1).as_strided(*STRIDES),
+    "a write": lambda x: (lambda y: (y.as_strided(*STRIDES).mul_(2), y)[1])(x.mT.sin()),
+    "a view": lambda x: x.mT.exp()[:, 1:].as_strided((3,), (1,)),
+    "a transposed result": lambda x: x.exp().mT.as_strided(*STRIDES),
+    "beside it": lambda x: (lambda y: y.as_strided(*STRIDES) + y.sum())(x.mT.exp()),
+    "as_strided_copy": lambda x: torch.as_strided_copy(x.mT.exp(), *STRIDES),
+    "as_strided_scatter": lambda x: torch.as_strided_scatter(x.mT.exp(), x.new_zeros(5), *STRIDES),
+    "a product": lambda x: (x.mT @ x).as_strided(*STRIDES),
+    "softmax": lambda x: x.mT.softmax(0).as_strided(*STRIDES),
+    "sum": lambda x: x.mT.sum(0).as_strided((2,), (2,)),
+    "padded": lambda x: F.pad(x.mT, (1, 1), mode="reflect").as_strided(*STRIDES),
+}  # fmt: skip
+#: PyTorch's order in memory is not known here: un-jitted these are refused, and jit calls the function itself.
+UNKNOWN = {
+    "flip": lambda x: x.mT.flip(0).as_strided(*STRIDES),
+    "sort": lambda x: x.mT.sort(0)[0].as_strided(*STRIDES),
+    "svd": lambda x: torch.linalg.svd(x)[2].abs().as_strided(*STRIDES),
+    "qr": lambda x: torch.linalg.qr(x)[0].exp().as_strided(*STRIDES),
+    "inverse": lambda x: torch.linalg.inv(x @ x.mT + torch.eye(3)).as_strided(*STRIDES),
+    "convolution": lambda x: F.conv2d(last(x), torch.ones(4, 3, 1, 1)).as_strided(*STRIDES),
+    "different orders": lambda x: (x.mT + x.exp().reshape(4, 3)).as_strided(*STRIDES),
+    "of an inner grad": lambda x: torchfunc_jax.grad(lambda a: a.as_strided(*STRIDES).exp().sum())(x.mT.flip(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_as_strided_of_a_computed_tensor(name):
+    f = ORDERS[name]
+
+    def weighted(x):
+        out = f(x)
+        return (out * torch.arange(out.numel()).reshape(out.shape)).sum()
+
+    for found in (torchfunc_jax.functionalize(f)(X.clone()), jit(f)(X.clone())):
+        torch.testing.assert_close(found, f(X.clone()))
+    torch.testing.assert_close(torchfunc_jax.vmap(f)(MANY), torch.stack([f(x.clone()) for x in MANY]))
+    x, step = X.double(), 1e-6 * torch.eye(12, dtype=torch.float64).reshape(12, 3, 4)  # PyTorch has no gradient of as_strided_scatter here
+    slope = torch.stack([(weighted(x + h) - weighted(x - h)) / 2e-6 for h in step])
+    torch.testing.assert_close(torchfunc_jax.grad(weighted)(x), slope.reshape(3, 4), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_as_strided_where_the_order_is_unknown(name):
+    f = UNKNOWN[name]
+    with pytest.raises(RuntimeError, match=r"as_strided: it is not known how .*call \.clone\(memory_format=torch\.contiguous_format\)"):
+        torchfunc_jax.functionalize(f)(X)
+    if "inner" not in name:
+        torch.testing.assert_close(jit(f)(X), f(X))

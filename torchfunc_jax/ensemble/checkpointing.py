@@ -213,7 +213,8 @@ class _Signals:
     """SIGTERM while training."""
 
     def __init__(self) -> None:
-        self.came, self.before = None, None
+        self.came: tuple[int, Any] | None = None
+        self.before: Any = None
         self.agreed = private.coordinator() is not None  # then JAX handles the signal and tells all processes
 
     def __enter__(self) -> None:

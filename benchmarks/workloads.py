@@ -239,7 +239,17 @@ def per_sample_gpt() -> Workload:
     return Workload("per-sample gradients of a transformer, 8 texts of 64 tokens", program, native, inputs)
 
 
+def few_rows() -> Workload:
+    net = perceptron([1024, 1024, 1024, 256], nn.ReLU)
+    return Workload(
+        "grad of a batch of 8 through layers of 1,024",
+        lambda func: func.grad(lambda p, x: (func.functional_call(net, p, (x,)) ** 2).sum()),
+        jax.grad(lambda p, x: (native_perceptron(p, x, jax.nn.relu) ** 2).sum()),
+        (detached(net), torch.randn(8, 1024)),
+    )
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     make.__name__: make
-    for make in (tiny_call, many_params, ensemble_step, per_sample_cnn, jacobian_params, hessian_mlp, per_sample_gpt)
+    for make in (tiny_call, many_params, ensemble_step, per_sample_cnn, jacobian_params, hessian_mlp, per_sample_gpt, few_rows)
 }

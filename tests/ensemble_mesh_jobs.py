@@ -81,18 +81,22 @@ def trained(where: Any, make: Any = Net, **how: Any) -> dict[str, Any]:
 
 
 def training() -> Any:
-    return {"one": trained(None), "4x2": trained(mesh(4, 2)), "8x1 Auto": trained(mesh(8, 1, "Auto"))}
+    return {"one": trained(None), "4x2": trained(mesh(4, 2))}
 
 
 def training_on_more() -> Any:
     alone = jax.make_mesh((4,), ("member",), devices=jax.devices()[:4])
-    kinds = {"one": None, "4": alone, "1x8": mesh(1, 8), "2x4 Auto": mesh(2, 4, "Auto"), "8x1": mesh(8, 1)}
+    kinds = {"one": None, "4": alone, "1x8": mesh(1, 8), "2x4 Auto": mesh(2, 4, "Auto"), "8x1 Auto": mesh(8, 1, "Auto")}
     return {name: trained(where) for name, where in kinds.items()}
 
 
 def in_parts() -> Any:
+    """Without BatchNorm, whose statistics are of a part of the batch, and the parts are others on several devices."""
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+
     how = {"accumulate": 2, "chunk": 1}
-    return {"one": trained(None, **how), "4x2": trained(mesh(4, 2), **how)}
+    return {"one": trained(None, make), "4x2": trained(mesh(4, 2), make, **how), "2x4": trained(mesh(2, 4), make, **how)}
 
 
 def unchecked() -> Any:
@@ -101,18 +105,32 @@ def unchecked() -> Any:
 
 def within_the_users_mesh() -> Any:
     where = mesh(4, 2)
-    with jax.set_mesh(where):
+    with jax.set_mesh(where), tempfile.TemporaryDirectory() as folder:
+        Ensemble(Net, 8, mesh=where).save(Path(folder) / "ens.pt")
+        loaded = Ensemble.load(Path(folder) / "ens.pt", Net, mesh=where)
+        loaded.reseed(5, seed=1)
+        assert torch.equal(loaded[5].head.weight, Ensemble(Net, 8, seed=1)[5].head.weight)
         return {"one": trained(where)}
 
 
 def collectives(text: str) -> dict[str, int]:
-    return dict(collections.Counter(re.findall(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)", text)))
+    """How often each is in the text of a program."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text)))
 
 
 def programs() -> Any:
+    return priced((1, 1), (8, 1), (4, 2))
+
+
+def more_programs() -> Any:
+    return priced((1, 1), (2, 1), (4, 1))
+
+
+def priced(*shapes: tuple[int, int]) -> Any:
     """Of a step of 512 CNNs: collectives, and bytes and FLOPs of each device."""
     found = {}
-    for m, d in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2)):
+    for m, d in shapes:
         trainer = Trainer(Ensemble(Net, 512, mesh=mesh(m, d)), F.cross_entropy)
         compiled = trainer.compiled_step(IMAGES, LABELS)
         memory, cost = compiled.memory_analysis(), compiled.cost_analysis()

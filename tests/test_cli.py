@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -30,7 +32,10 @@ def test_help_lists_the_commands() -> None:
 
 def test_help_teaches_with_examples() -> None:
     text = run("ensemble", "--help").stdout
-    for option in ("--members", "--epochs", "--batch-size", "--seed", "--device", "--no-compare", "--output", "--json"):
+    for option in (
+        "--members", "--epochs", "--batch-size", "--seed", "--device", "--devices", "--processes", "--mesh", "--resume", "--dry-run",
+        "--no-compare", "--output", "--json",
+    ):
         assert option in text, option
     assert "torchfunc-jax ensemble --members 8 --epochs 5" in text and "Ctrl-C" in text
     assert "[ones(2), 3]; repeatable" in run("parity", "--help").stdout  # no markup
@@ -41,7 +46,7 @@ def test_ensemble_prints_the_table_and_writes_the_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     least = torch.tensor(torch.finfo(torch.float32).tiny)
     assert least * 0.5 > 0, "denormals are still flushed"
-    for shown in ("torchfunc_jax", "torch.func", "first step", "final loss", "ensemble vote", "gradients", "Speed-up"):
+    for shown in ("torchfunc_jax", "torch.func", "first step", "final loss", "ensemble vote", "gradients", "Speed-up", "AUROC", "NLL"):
         assert shown in result.stdout, shown
     folder = tmp_path / "new" / "folder"
     assert (folder / "ensemble.png").read_bytes().startswith(b"\x89PNG")
@@ -63,11 +68,60 @@ def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
         (["--batch-size", "5000"], "'--batch-size'"),
         (["--device", "abacus"], "no JAX device 'abacus'"),
         (["--member-count", "3"], "--member-count"),
+        (["--mesh", "member=0"], "--mesh: expected member=M,data=D"),
+        (["--mesh", "rows=2"], "--mesh: expected member=M,data=D"),
+        (["--mesh", "member=2,data=2", "--devices", "8"], "to be the 8 devices, got 2 times 2"),
+        (["--devices", "3", "--processes", "2"], "a multiple of the 2 processes, got 3"),
+        (["--mesh", "member=3", "--processes", "2"], "a multiple of the 2 processes, got 3 times 1"),
+        (["--mesh", "member=64", "--members", "64"], "as many devices as there are"),
+        (["--dry-run", "--mesh", "member=3"], "multiple of the 3 devices"),
     ],
 )
 def test_wrong_options_are_named(args: list[str], message: str) -> None:
     result = run("ensemble", *args)
     assert result.exit_code == 2 and message in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_a_dry_run_needs_no_devices(tmp_path: Path) -> None:
+    result = run("ensemble", "--dry-run", "--members", "4096", "--mesh", "member=128,data=2", "--output", str(tmp_path / "none"), "--json")
+    assert result.exit_code == 0, result.output
+    read = json.loads(result.stdout)
+    assert read["devices"] == 256 and read["members_per_device"] == 32 and read["flops"] > 0 and read["sent"] > 0
+    assert not (tmp_path / "none").exists()
+    assert "4,096 members on 256 devices" in run("ensemble", "--dry-run", "--members", "4096", "--mesh", "member=256").stdout
+
+
+def test_resume_goes_on(tmp_path: Path) -> None:
+    args = [*SMALL, "--resume", "--json", "--output", str(tmp_path)]
+    first, again = run(*args), run(*args)
+    assert first.exit_code == again.exit_code == 0, again.output
+    one, two = json.loads(first.stdout), json.loads(again.stdout)
+    assert (one["resumed_at"], one["steps"], two["resumed_at"], two["steps"]) == (0, 5, 5, 5)
+    assert one["by_size"] == two["by_size"] and list(one["systems"]) == ["torchfunc_jax"]
+    assert "resume: " in re.sub(r"[\s│]+", " ", run(*args, "--seed", "1").stderr)
+
+
+def on_devices(tmp_path: Path, *args: str) -> dict[str, Any]:
+    given = [*SMALL, "--members", "4", "--no-compare", "--json", "--output", str(tmp_path), *args]
+    done = subprocess.run([sys.executable, "-m", "torchfunc_jax.cli", *given], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert len(torch.load(tmp_path / "members.pt", weights_only=True)) == 4
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_devices_and_processes_train_the_same_members(tmp_path: Path) -> None:
+    alone = on_devices(tmp_path / "a")
+    meshed = on_devices(tmp_path / "b", "--devices", "4", "--mesh", "member=2,data=2")
+    processes = on_devices(tmp_path / "c", "--devices", "4", "--processes", "2", "--resume")
+    resumed = on_devices(tmp_path / "c", "--resume")
+    assert [r["devices"] for r in (alone, meshed, processes, resumed)] == [1, 4, 4, 1] and processes["processes"] == 2
+    assert [row["devices"] for row in meshed["throughput"]] == [1, 2, 4]
+    losses = [np.array(r["systems"]["torchfunc_jax"]["losses"]) for r in (alone, meshed, processes)]
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], rtol=1e-3)
+    assert resumed["resumed_at"] == resumed["steps"] == 5
+    np.testing.assert_allclose(resumed["by_size"]["nll"]["mean"], processes["by_size"]["nll"]["mean"], rtol=1e-5)
 
 
 def test_info() -> None:

@@ -98,7 +98,10 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FAST = ("sgd with momentum", "adam with all", "rmsprop with all")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in OPTIMIZERS])
 def test_an_optimizer_by_name_has_torchs_numbers(name):
     which, options = OPTIMIZERS[name]
     ens = Ensemble(linear, N)
@@ -110,7 +113,20 @@ def test_an_optimizer_by_name_has_torchs_numbers(name):
     agree(ens, members)
 
 
-def by_optax(make: Any, torchs: Any, **options: Any) -> None:
+RATES = [0.1, 0.01, 0.001]
+OPTAX: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
+    "with rates": (optax.adam, lambda p, i: torch.optim.Adam(p, RATES[i]), {"lr": RATES}),
+    "finished": (optax.adam(1e-2), lambda p, i: torch.optim.Adam(p, 1e-2), {}),
+    "partial": (
+        functools.partial(optax.sgd, momentum=0.9, nesterov=True),
+        lambda p, i: torch.optim.SGD(p, RATES[i], momentum=0.9, nesterov=True), {"lr": RATES},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["with rates", *(pytest.param(name, marks=pytest.mark.slow) for name in ("finished", "partial"))])
+def test_optimizers_of_optax(name):
+    make, torchs, options = OPTAX[name]
     ens = Ensemble(linear, N)
     members = list(ens)
     trainer = Trainer(ens, F.cross_entropy, make, **options)
@@ -118,16 +134,6 @@ def by_optax(make: Any, torchs: Any, **options: Any) -> None:
         trainer.step(ROWS, LABELS)
     loop(members, torchs, lambda i, step: (ROWS, LABELS), 5)
     agree(ens, members)
-
-
-def test_optimizers_of_optax():
-    rates = [0.1, 0.01, 0.001]
-    by_optax(optax.adam, lambda p, i: torch.optim.Adam(p, rates[i]), lr=rates)
-    by_optax(optax.adam(1e-2), lambda p, i: torch.optim.Adam(p, 1e-2))
-    by_optax(
-        functools.partial(optax.sgd, momentum=0.9, nesterov=True), lambda p, i: torch.optim.SGD(p, rates[i], momentum=0.9, nesterov=True),
-        lr=rates,
-    )
 
 
 # -- each member has its own ---------------------------------------------------------------------------------------------------------------
@@ -165,7 +171,33 @@ def test_numbers_of_each_member():
     assert int(ens[0].norm.num_batches_tracked) == 5 and ens[0].norm.num_batches_tracked.dtype == torch.int64
 
 
-@pytest.mark.parametrize("how", ["shared", "own", "bootstrap"])
+def test_numbers_that_are_functions_of_the_step():
+    """Of the optimizer, of clipping and of the loss; beside them numbers of each member."""
+    def terms(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"fit": F.cross_entropy(out, y), "size": out.square().mean()}
+
+    ens, fits = Ensemble(mlp, N), [1.0, 0.5, 2.0]
+    members = list(ens)
+    trainer = Trainer(
+        ens, terms, "sgd", lr=lambda step: 0.5 / (1 + step), momentum=0.9, clip=lambda step: 0.1 * (1 + step),
+        temperature=lambda step: 1 + step, loss_weights={"fit": fits, "size": lambda step: 0.3 * step},
+    )
+    found = torch.stack([trainer.step(ROWS, LABELS) for _ in range(4)])
+    for i, member in enumerate(members):
+        optimizer = torch.optim.SGD(member.parameters(), 0.0, momentum=0.9)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.5 / (1 + step)
+            optimizer.zero_grad()
+            parts = terms(member(ROWS) / (1 + step), LABELS)
+            value = fits[i] * parts["fit"] + 0.3 * step * parts["size"]
+            value.backward()
+            nn.utils.clip_grad_norm_(member.parameters(), 0.1 * (1 + step))
+            optimizer.step()
+            torch.testing.assert_close(found[step, i], value.detach(), **CLOSE)
+    agree(ens, members)
+
+
+@pytest.mark.parametrize("how", ["shared", pytest.param("own", marks=pytest.mark.slow), "bootstrap"])
 def test_fit_takes_the_data_in_the_order_it_says(how):
     own, bootstrap = how == "own", how == "bootstrap"
     ens = Ensemble(Net, N)
@@ -211,22 +243,19 @@ def test_batches_of_each_member():
     agree(ens, members)
 
 
-def test_random_numbers_of_each_member():
-    """Dropout and augmentation: another draw for each member and step, the same for the same seed, whatever the number of members."""
-    def run(n: int, seed: int, **how: Any) -> torch.Tensor:
-        ens = Ensemble.of([member] * n)
-        return Trainer(ens, F.mse_loss, "sgd", lr=0.0, seed=seed, **how).fit((torch.ones(4, 8), torch.zeros(4, 8)), epochs=3)
+@pytest.mark.parametrize("what", ["dropout", pytest.param("augment", marks=pytest.mark.slow)])
+def test_random_numbers_of_each_member(what):
+    """Another draw for each member and step, the same for the same seed, whatever the number of members."""
+    member = nn.Dropout(0.5) if what == "dropout" else nn.Identity()
+    member.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    how = {} if what == "dropout" else {"augment": lambda x, y: (x + torch.randn_like(x), y)}
 
-    member = nn.Dropout(0.5)
-    member.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    def run(n: int, seed: int) -> torch.Tensor:
+        trainer = Trainer(Ensemble.of([member] * n), F.mse_loss, "sgd", lr=0.0, seed=seed, **how)
+        return torch.stack([trainer.step(torch.linspace(0, 1, 64).view(4, 16), torch.zeros(4, 16)) for _ in range(3)])
+
     losses = run(4, 0)
-    assert len(set(losses.flatten().tolist())) > 4 and torch.equal(losses[:, :2], run(2, 0)) and not torch.equal(losses, run(4, 1))
-    member = nn.Identity()
-    member.register_parameter("unused", nn.Parameter(torch.ones(1)))
-    noisy = run(4, 0, augment=lambda x, y: (x + torch.randn_like(x), y))
-    fewer = run(2, 0, augment=lambda x, y: (x + torch.randn_like(x), y))
-    assert len(set(noisy.flatten().tolist())) == 12 and torch.equal(noisy[:, :2], fewer)
-    assert torch.equal(run(4, 0), torch.ones(3, 4))
+    assert len(set(losses.flatten().tolist())) == 12 and torch.equal(losses[:, :2], run(2, 0)) and not torch.equal(losses, run(4, 1))
 
 
 def test_a_loss_of_the_module_and_losses_of_terms():
@@ -263,7 +292,10 @@ def test_one_hot_labels_are_int64_in_the_loss():
 
 
 # -- how a step is computed ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("how", [{"chunk": 2}, {"accumulate": 3}, {"accumulate": 2, "chunk": 1}, {"reduction": "sum", "accumulate": 2}])
+PARTS = [{"chunk": 2}, {"accumulate": 3}, {"reduction": "sum", "accumulate": 2}]
+
+
+@pytest.mark.parametrize("how", [{"accumulate": 2, "chunk": 1}, *(pytest.param(how, marks=pytest.mark.slow) for how in PARTS)])
 def test_parts_of_members_and_of_batches_change_nothing(how):
     loss = functools.partial(F.cross_entropy, reduction=how.get("reduction", "mean"))
     one, two = (Trainer(Ensemble(mlp, N), loss, "sgd", lr=0.1, **h) for h in ({}, how))
@@ -377,8 +409,19 @@ def test_early_stopping_freezes_a_member():
                 torch.testing.assert_close(found.get_parameter(name).detach(), value.detach(), **CLOSE)
 
 
-@pytest.mark.parametrize("make", [Net, mlp], ids=["cnn", "mlp"])
-@pytest.mark.parametrize("freeze", [False, True])
+def test_the_smallest_validation_loss_is_kept_without_patience():
+    trainer, seen = Trainer(Ensemble(mlp, N), F.cross_entropy, "sgd", lr=[0.1, 30.0, 0.5]), []
+    for epochs in range(1, 5):
+        trainer.fit((ROWS, LABELS), epochs=epochs, validation=(ROWS, LABELS))
+        seen.append(trainer.losses(ROWS, LABELS))
+    torch.testing.assert_close(torch.tensor(np.asarray(trainer.state.best)), torch.stack(seen).amin(0))
+    assert trainer.state.active.all()
+
+
+MORE = [pytest.param(Net, True, marks=pytest.mark.slow), pytest.param(mlp, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("make", "freeze"), [(Net, False), (mlp, True), *MORE])
 def test_a_nan_in_one_member_reaches_no_other(make, freeze):
     inputs = IMAGES if make is Net else ROWS
     sound, ill = (Trainer(Ensemble(make, N), F.cross_entropy, lr=0.01, clip=1.0, freeze_diverged=freeze) for _ in range(2))
@@ -422,12 +465,12 @@ def test_exploit_is_an_exact_copy():
 
 
 def test_halving_keeps_the_best():
-    one, two = (Trainer(Ensemble(Net, 4), F.cross_entropy, "sgd", lr=[0.1, 0.01, 0.02, 0.3], momentum=0.9) for _ in range(2))
+    one, two = (Trainer(Ensemble(mlp, 4), F.cross_entropy, "sgd", lr=[0.1, 0.01, 0.02, 0.3], momentum=0.9) for _ in range(2))
     for _ in range(2):
-        one.step(IMAGES, LABELS), two.step(IMAGES, LABELS)
+        one.step(ROWS, LABELS), two.step(ROWS, LABELS)
     assert halve(two, [0.5, 0.1, 0.4, 0.2]) == [1, 3] and len(two.ensemble) == 2
     for _ in range(2):
-        torch.testing.assert_close(one.step(IMAGES, LABELS)[[1, 3]], two.step(IMAGES, LABELS), **CLOSE)
+        torch.testing.assert_close(one.step(ROWS, LABELS)[[1, 3]], two.step(ROWS, LABELS), **CLOSE)
     one.take([1, 3])
     agree(one.ensemble, list(two.ensemble))
 

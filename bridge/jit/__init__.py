@@ -4,7 +4,7 @@
 - ``program``: a function traced into one JAX program, whose captured tensors are inputs.
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
 - ``autograd``: such a call as one node of torch's graph.
-- ``outer_products``: rewrites programs to save XLA a copy.
+- ``products``: rewrites products of a program into forms that XLA computes faster.
 - ``simplify``: removes what a program need not compute.
 - ``explaining``: says in sentences why a program was compiled.
 """

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import inexact_dtype, is_local, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
+from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back
 from bridge.programs.cache_keys import Same
@@ -285,8 +285,9 @@ class Compiled:
 
                 run = self._kept(run, traced=meanwhile)
             else:
-                run = self._kept(differentiated(self.checked, active))
-                back = self._kept(functools.partial(pull_back))  # a new function, because JAX caches compiled programs per function
+                jaxpr = self.checked.jaxpr.jaxpr
+                run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
+                back = self._kept(products.rearranging(pull_back, jaxpr))  # a new function: JAX caches compiled programs per function
             self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
         return self.recorded[active]
 

@@ -24,7 +24,7 @@ from bridge.boundary import shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
-from bridge.jit import outer_products
+from bridge.jit import products
 from bridge.jit.simplify import simplified
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
@@ -124,6 +124,10 @@ class Program:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
+
+    def whole(self) -> Program:
+        """This program, also if another process has stored it without its jaxpr."""
+        return self
 
     def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values.  random: what ``random`` or ``any_random`` gives."""
@@ -331,7 +335,8 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
 
     The ``ends`` of the checked operands come last.
     """
-    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=outer_products.in_order(program.jaxpr.jaxpr)))
+    jaxpr = products.rearranged(products.in_order(program.jaxpr.jaxpr), products.on_cpu())
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=jaxpr))
     count = len(program.sources)
     seen = set(map(id, program.jaxpr.jaxpr.invars))
     copy = []
@@ -352,6 +357,9 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
 
     The ``ends`` of the checked operands come last among the others.
     """
+    program = program.whole()
+    written = products.rearranged(program.jaxpr.jaxpr, products.on_cpu(), final=False)
+    program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=written))
     count = len(program.sources)
     kinds = program.kinds_for(active)
 
@@ -377,22 +385,23 @@ def in_two(
     The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of the program's
     inputs the pullback holds, perhaps in another shape.
     """
-    both = differentiated(program, active)
+    jaxpr = program.whole().jaxpr.jaxpr
+    both, pull = products.rearranging(differentiated(program, active), jaxpr), products.rearranging(pull_back, jaxpr)
     tree: list[Any] = []
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
-        outs, rest, pull = both(inputs, random)
-        held, tree[:] = (found := jax.tree_util.tree_flatten(pull))[0], [found[1]]
+        outs, rest, pullback = both(inputs, random)
+        held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
         return outs, rest, held
 
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return pull_back(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
+        return pull(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
 
     def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
         outs, _, held = traced.out_info
-        jaxpr = traced.jaxpr.jaxpr
-        given = range(len(jaxpr.invars) - 1 - len(program.numbers) if program.is_random else len(jaxpr.invars))
-        found = moved(jaxpr, [*given, *[None] * (len(jaxpr.invars) - len(given))])
+        whole = traced.jaxpr.jaxpr
+        given = range(len(whole.invars) - 1 - len(program.numbers) if program.is_random else len(whole.invars))
+        found = moved(whole, [*given, *[None] * (len(whole.invars) - len(given))])
         return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
 
     return run, back, passed

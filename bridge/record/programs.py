@@ -84,9 +84,6 @@ class _Stored(Program):
 
     whole: Callable[[], Program]
 
-    def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
-        return self.whole().run(inputs, random)
-
 
 class _NotStored(Exception):
     """A stored program lacks a part that is needed: the part was not compiled when the program was stored."""

@@ -4,20 +4,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from bridge import devices
 from bridge.convert import tensors
 
 MEMBER, DATA = "member", "data"
 Rows = dict[str, jax.Array]
+F = TypeVar("F", bound=Callable[..., Any])
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+def on_single_devices(f: F) -> F:
+    """``f``, which computes on one device or another, whatever mesh the user has set around the call."""
+    @functools.wraps(f)
+    def run(*args: Any) -> Any:
+        with jax.set_mesh(_NO_MESH):
+            return f(*args)
+
+    return cast("F", run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Placement:
         mesh: with an axis "member", maybe one "data"; None: everything is on one device.
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
 
     def __post_init__(self) -> None:
         if self.mesh is not None and (MEMBER not in self.mesh.axis_names or set(self.mesh.axis_names) - {MEMBER, DATA}):
@@ -68,6 +80,7 @@ class Placement:
             return f
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
+    @on_single_devices
     def stacked(self, n: int, member: Callable[[int], dict[str, Any]]) -> Rows:
         """Arrays [n, ...] of the members' arrays; a process asks for those that it keeps, one by one, and puts each on its devices."""
         lanes: dict[tuple[int, int], list[jax.Device]] = {}
@@ -90,6 +103,7 @@ class Placement:
             for name, some in parts.items()
         }
 
+    @on_single_devices
     def from_rows(self, rows: torch.Tensor) -> jax.Array:
         """A tensor [n, ...] that is on this host, or in a file, over the axis "member"; each device's rows are read by themselves."""
         def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -97,6 +111,7 @@ class Placement:
 
         return jax.make_array_from_callback(tuple(rows.shape), self.sharding(MEMBER), part)
 
+    @on_single_devices
     def replaced(self, state: Rows, rows: Mapping[int, dict[str, Any]]) -> Rows:
         """Copies of arrays [n, ...] with other values in some rows; each process gives the rows that it keeps, and may give others."""
         parts: dict[jax.Device, dict[str, jax.Array]] = {}
@@ -176,6 +191,7 @@ def _write(whole: Rows, row: dict[str, Any], i: Any) -> Rows:
     return {name: lax.dynamic_update_index_in_dim(x, row[name], i, 0) for name, x in whole.items()}
 
 
+@on_single_devices
 def row(x: jax.Array, i: int) -> jax.Array:
     """``x[i]``, copied from the device of this process that keeps it; LookupError if none does."""
     for shard in x.addressable_shards:

@@ -330,7 +330,7 @@ class _Running:
     def __init__(self, context: Any, jobs: list[Any], limit: float) -> None:
         self.limit = limit
         self.processes: list[Any] = []
-        self.pipes: list[Any] = []
+        self.pipes: list[Connection] = []
         for job in jobs:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(theirs, dict(os.environ), *job), name=f"process {len(self.processes)}")

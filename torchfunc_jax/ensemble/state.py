@@ -15,8 +15,8 @@ class TrainState:
     Attributes:
         params, buffers: name -> array.
         optimizer: the optimizer's state, a tree of arrays.
-        numbers: name -> array or tuple of arrays [n]: "lr", "weight_decay", ..., and "clip", "temperature", "loss_weights", "schedule"
-            where they were given.
+        numbers: name -> array [n], or tuple or dict of such arrays: "lr", "weight_decay", ..., and "clip", "temperature",
+            "loss_weights" where they were given. Numbers that are functions of the step are not in it.
         step: int32, how many steps each member has taken.
         active: bool; a member that is not is frozen.
         keys: uint32, the random state of each member.

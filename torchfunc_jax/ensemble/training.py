@@ -42,7 +42,7 @@ class Trainer:
         schedule: from the member's step to a factor of lr.
         clip: float or [n]; the gradient of each member is scaled so that its norm is at most this, as ``clip_grad_norm_`` does.
         temperature: float or [n]; the member's output is divided by it before the loss.
-        loss_weights: float or [n], a factor of the loss; if that is a dict, a dict of them by the same names.
+        loss_weights: float or [n], a factor of the loss; if the loss is a dict, a dict of them by the same names.
         augment: ``augment(*batch)`` returns a batch, another one for each member: a torch function whose random numbers are the member's.
         loss_of: "outputs", or "module": the loss is then ``loss(member, *batch)`` and calls the member itself.
         reduction: "mean" or "sum": what the loss is over the batch; the parts of a batch on several devices are joined by it.
@@ -112,9 +112,10 @@ class Trainer:
         numbers = {**self._optimizer.numbers, **{name: x for name, x in more.items() if x is not None}}
         if schedule is not None and "lr" not in numbers:
             raise ValueError("schedule: it is a factor of lr, and lr is not given")
-        self._functions = {name: f for name, f in numbers.items() if callable(f)}
+        self._functions = {name: _mapped(lambda f, _: f if callable(f) else None, x, name) for name, x in numbers.items()}
         self._schedule = schedule
-        arrays = {name: _each(name, x, n) for name, x in numbers.items() if name not in self._functions}
+        arrays = {name: _mapped(lambda x, who: None if callable(x) else _each(who, x, n), x, name) for name, x in numbers.items()}
+        arrays = {name: x for name, x in arrays.items() if x is not None}
         placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
         state = jax.jit(self._start, static_argnums=2, out_shardings=place.sharding(MEMBER))(ensemble.params, placed, seed)
         self._n, self._rest = n, {**state, "order": place.put_rows(np.asarray(jax.random.key_data(jax.random.key(seed))))}
@@ -126,8 +127,12 @@ class Trainer:
         trained = {name: params[name] for name in self._trained}
         every = jnp.arange(n)
         zeros = jnp.zeros(n, jnp.int32)
+
+        def optimizer(params: Any, numbers: Any) -> Any:
+            return self._optimizer.init(params, self._now(numbers, jnp.int32(0), self._optimizer.numbers))
+
         return {
-            "optimizer": jax.vmap(lambda p, h: self._optimizer.init(p, self._now(h, jnp.int32(0))))(trained, numbers),
+            "optimizer": jax.vmap(optimizer)(trained, numbers),
             "numbers": numbers, "step": zeros, "active": jnp.ones(n, bool),
             "keys": jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), i)))(every),
             "best": jnp.full(n, jnp.inf, jnp.float32), "waited": zeros, "best_params": {},
@@ -159,20 +164,24 @@ class Trainer:
         return jax.tree.map(lambda x: x.sharding, self.state)
 
     # -- one member's step, a JAX function of its part of the state ----------------------------------------------------------------------
-    def _now(self, numbers: Mapping[str, Any], step: jax.Array) -> dict[str, Any]:
-        """The optimizer's numbers at a step."""
+    def _now(self, numbers: Mapping[str, Any], step: jax.Array, names: Iterable[str]) -> dict[str, Any]:
+        """The values at a step of those of these numbers that were given."""
         wide = jax.dtypes.canonicalize_dtype(np.float64)
-        now = {**numbers, **{name: jnp.asarray(f(step), wide) for name, f in self._functions.items()}}
-        if self._schedule is not None:
+
+        def one(f: Any, x: Any) -> Any:
+            return x if f is None else jnp.asarray(f(step), wide)
+
+        given = [name for name in names if name in self._functions]
+        now = {name: jax.tree.map(one, self._functions[name], numbers.get(name), is_leaf=lambda f: f is None) for name in given}
+        if self._schedule is not None and "lr" in now:
             now["lr"] = now["lr"] * jnp.asarray(self._schedule(step), wide)
-        return {name: now[name] for name in self._optimizer.numbers}
+        return now
 
     def _loss(self, params: Any, state: TrainState, batch: Any, key: Any, wide: tuple[bool, ...], training: Any, augmented: bool) -> Any:
         """(loss, buffers) of a batch; ``params`` has the parameters that are trained."""
         named = {f"member.{name}": x for name, x in {**state.params, **params}.items()}
         buffers = {f"member.{name}": x for name, x in state.buffers.items()}
-        numbers = {name: state.numbers[name] for name in ("temperature", "loss_weights") if name in state.numbers}
-        numbers |= {name: jnp.float32(self._functions[name](state.step)) for name in ("temperature",) if name in self._functions}
+        numbers = self._now(state.numbers, state.step, ("temperature", "loss_weights"))
         loss, after = bridge.call(
             self._objective, named, buffers, (numbers, batch, wide, augmented), training=training, rng=key
         )
@@ -222,15 +231,17 @@ class Trainer:
             loss, grads = self._joined((loss, grads))
             buffers = jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, DATA), buffers)
         take = state.active
-        if self.freeze_diverged or "clip" in state.numbers:
+        clip = self._now(state.numbers, state.step, ("clip",)).get("clip")
+        if self.freeze_diverged or clip is not None:
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()))
         if self.freeze_diverged:
             take = take & jnp.isfinite(loss) & jnp.isfinite(norm)
-        if "clip" in state.numbers:
-            scale = jnp.minimum(state.numbers["clip"] / (norm + 1e-6), 1.0)
+        if clip is not None:
+            scale = jnp.minimum(clip / (norm + 1e-6), 1.0)
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         trained = {name: state.params[name] for name in self._trained}
-        params, optimizer = self._optimizer.update(grads, state.optimizer, trained, self._now(state.numbers, state.step))
+        now = self._now(state.numbers, state.step, self._optimizer.numbers)
+        params, optimizer = self._optimizer.update(grads, state.optimizer, trained, now)
         average, averaged = state.average, state.averaged
         if self.ema is not None:
             average, averaged = jax.tree.map(lambda a, p: self.ema * a + (1 - self.ema) * p, average, params), averaged + 1
@@ -435,7 +446,7 @@ class Trainer:
             batch_size: rows in a batch; None: all.
             own: each member has its own order of the data.
             bootstrap: each member has its own sample of the data, drawn with replacement.
-            validation: inputs and targets on which the members' losses are computed after each epoch.
+            validation: inputs and targets on which the members' losses are computed after each epoch; ``state.best`` has the smallest.
             patience: a member whose validation loss has not become smaller for so many epochs is frozen; training ends when all are.
             min_delta: by how much it has to become smaller.
             keep_best: keep the parameters at the smallest validation loss: ``snapshot("best")``.
@@ -487,9 +498,7 @@ class Trainer:
                     on_step(self, losses)
                 done = False
                 if self.position % steps == 0 and validation is not None:
-                    values = self.losses(*validation)
-                    if patience is not None or keep_best:
-                        done = not life.early_stop(self, values, patience, min_delta, keep_best).any()
+                    done = not life.early_stop(self, self.losses(*validation), patience, min_delta, keep_best).any()
                 stepped()
                 if done:
                     break
@@ -571,12 +580,15 @@ def _averaged(average: Any, now: Any, count: jax.Array, active: jax.Array) -> An
     return jax.tree.map(one, average, now), count + active
 
 
-def _each(name: str, value: Any, n: int) -> Any:
-    """A number of each member, [n], in any tree; ValueError if it is neither a float nor [n]."""
+def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:
+    """``f(number, name)`` of each number in dicts and tuples."""
     if isinstance(value, Mapping):
-        return {key: _each(f"{name}[{key!r}]", x, n) for key, x in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_each(name, x, n) for x in value)
+        return {key: _mapped(f, x, f"{name}[{key!r}]") for key, x in value.items()}
+    return tuple(_mapped(f, x, name) for x in value) if isinstance(value, tuple) else f(value, name)
+
+
+def _each(name: str, value: Any, n: int) -> np.ndarray:
+    """A number of each member, [n]; ValueError if it is neither a float nor [n]."""
     found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, jax.dtypes.canonicalize_dtype(np.float64))
     if found.shape not in ((), (n,)):
         raise ValueError(f"{name}: expected a number, or {n} numbers, one for each member; got shape {found.shape}")

@@ -1,11 +1,14 @@
-"""Deep ensembles of small torch CNNs on scikit-learn's handwritten digits: one XLA program, and torch.func beside it.
+"""Deep ensembles of small torch CNNs on scikit-learn's handwritten digits, trained by torchfunc_jax.ensemble, and torch.func beside it.
 
-`torchfunc-jax ensemble` and `notebooks/ensembling.ipynb` run this; `torchfunc_jax.cli` has the command line, `digits_plots` the figures.
+`torchfunc-jax ensemble` runs this; `torchfunc_jax.cli` has the command line, `digits_plots` the figures.
 It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
 import math
 import os
 import time
@@ -22,8 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchfunc_jax
-from bridge import compiling, devices
+from bridge import devices
 from torchfunc_jax._machine import machine
+from torchfunc_jax.ensemble import Checkpoints, Classification, Ensemble, Price, Trainer, dry_run, metrics
+from torchfunc_jax.ensemble.meshes import DATA, gathered
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
 Batch = tuple[torch.Tensor, torch.Tensor]  # images [B, 1, 8, 8], labels [B]
@@ -41,6 +46,7 @@ class Settings:
         seed: for the split, the members' initial weights and the batches.
         device: "cpu", "gpu" or "tpu"; None: JAX's default.
         compare: train the same ensemble under torch.func too.
+        mesh: how many devices share the members, and how many share each batch; None: one device.
     """
 
     members: int = 32
@@ -50,6 +56,7 @@ class Settings:
     seed: int = 0
     device: str | None = None
     compare: bool = True
+    mesh: tuple[int, int] | None = None
 
 
 # ---- data and model ---------------------------------------------------------------------------------------------------------
@@ -115,6 +122,21 @@ def jitter(images: torch.Tensor, draw: torch.Generator, degrees: float = 8, shif
     return F.grid_sample(images, F.affine_grid(maps, list(images.shape), align_corners=False), align_corners=False)
 
 
+def letters(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """Letters, which no member has seen, made of digits by turning them: N of a 2, m of a 3, h of a 4, L of a 7.
+
+    Args:
+        images: [N, 1, 8, 8].
+        labels: integers, [N].
+
+    Returns:
+        (images, names): float32, [M, 1, 8, 8], and the letter of each.
+    """
+    turned = [(2, "N", 1), (3, "m", 1), (4, "h", 2), (7, "L", 2)]
+    found = [torch.rot90(images[labels == digit], quarters, (-2, -1)) for digit, _, quarters in turned]
+    return torch.cat(found), [name for (_, name, _), some in zip(turned, found, strict=True) for _ in some]
+
+
 class DigitNet(nn.Module):
     """One member: two convolutions and two linear layers; 21,386 parameters."""
 
@@ -155,9 +177,9 @@ def members_logits(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
     return func.vmap(lambda weights, images: func.functional_call(model, weights, (images,)), in_dims=(0, None))
 
 
-def learning_rates(settings: Settings, steps: int) -> Callable[[Any], Any]:
-    """A function from the step to the learning rate, which falls along a cosine from the settings' rate to zero."""
-    return optax.cosine_decay_schedule(settings.learning_rate, steps)
+def cosine(steps: int) -> Callable[[Any], Any]:
+    """A function from the step to a factor of the learning rate, which falls along a cosine from one to zero."""
+    return optax.cosine_decay_schedule(1.0, steps)
 
 
 class System(Protocol):
@@ -167,60 +189,57 @@ class System(Protocol):
 
     def step(self, batch: Batch) -> np.ndarray:
         """Take one step of Adam; the losses [members] before it."""
+        ...
 
     def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Gradients and losses of members with these weights; nothing is trained."""
+        """The gradients and the losses of members with these weights."""
+        ...
 
-    def probabilities(self, images: torch.Tensor) -> np.ndarray:
-        """The probabilities of each member: [members, B, 10]."""
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """[members, N, 10]."""
+        ...
 
     def weights(self) -> Weights:
-        """A copy of the current weights."""
+        """The current weights on the CPU."""
+        ...
 
 
 class OnJax:
-    """torchfunc_jax: forward, backward, Adam and the update of all members are one compiled XLA program.
+    """torchfunc_jax.ensemble: forward, backward and Adam of all members are one XLA program, on one device or on a mesh.
 
-    The weights stay JAX arrays. A transformed function that gets JAX arrays is a JAX function, which `jax.jit` and optax can use.
+    Attributes:
+        ensemble: the members.
+        trainer: what trains them.
     """
 
     name = "torchfunc_jax"
 
-    def __init__(self, model: nn.Module, weights: Weights, rates: Callable[[Any], Any], device: jax.Device | None = None) -> None:
-        self._device = device
-        self._params = self._put(weights)
-        optimizer = optax.adam(rates)
-        self._state = optimizer.init(self._params)
-        loss = members_loss(torchfunc_jax, model)
-
-        def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> Any:
-            grads, losses = loss(params, images, labels)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, losses
-
-        self._step = jax.jit(step, donate_argnums=(0, 1))
-        self._gradients = torchfunc_jax.jit(loss)
-        self._logits = torchfunc_jax.jit(members_logits(torchfunc_jax, model))
-
-    def _put(self, tree: Any) -> Any:
-        # this copies, because the program may reuse the memory of its arguments, and torch must not see that
-        return jax.tree.map(lambda t: jax.device_put(t.numpy().copy(), self._device), tree)
+    def __init__(self, settings: Settings, schedule: Callable[[Any], Any] | None = None, mesh: jax.sharding.Mesh | None = None) -> None:
+        with devices.use(settings.device if settings.device is not None else devices.default()):
+            self.ensemble = Ensemble(DigitNet, settings.members, seed=settings.seed, mesh=mesh)
+            self.trainer = trainer(self.ensemble, settings.learning_rate, schedule)
+        self._gradients = torchfunc_jax.jit(members_loss(torchfunc_jax, DigitNet()))
 
     def step(self, batch: Batch) -> np.ndarray:
-        with compiling.correctly():
-            self._params, self._state, losses = self._step(self._params, self._state, *self._put(batch))
-        return np.asarray(losses)
+        place = self.ensemble.placement
+        losses = self.trainer.step(*(x if place.mesh is None else place.put_rows(x, DATA) for x in batch))
+        self.trainer.position += 1
+        return losses.numpy()
 
     def gradients(self, weights: Weights, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        grads, losses = self._gradients(self._put(weights), *self._put(batch))
-        return {k: np.asarray(v) for k, v in grads.items()}, np.asarray(losses)
+        grads, losses = self._gradients(weights, *batch)
+        return {k: v.numpy() for k, v in grads.items()}, losses.numpy()
 
-    def probabilities(self, images: torch.Tensor) -> np.ndarray:
-        with compiling.correctly():
-            return np.asarray(jax.nn.softmax(self._logits(self._params, self._put(images)), -1))
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.ensemble.logits(images)
 
     def weights(self) -> Weights:
-        return {k: torch.from_numpy(np.array(v)) for k, v in self._params.items()}
+        return {k: torch.from_numpy(np.array(gathered(v))) for k, v in self.ensemble.params.items()}
+
+
+def trainer(ensemble: Ensemble, rate: float, schedule: Callable[[Any], Any] | None = None) -> Trainer:
+    """Adam on the members' cross-entropy."""
+    return Trainer(ensemble, F.cross_entropy, "adam", lr=rate, schedule=schedule)
 
 
 class OnTorch:
@@ -253,9 +272,9 @@ class OnTorch:
         grads, losses = self._loss(self._put(weights), *self._put(batch))
         return {k: v.cpu().numpy() for k, v in grads.items()}, losses.cpu().numpy()
 
-    def probabilities(self, images: torch.Tensor) -> np.ndarray:
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return self._logits(self._params, self._put(images)).softmax(-1).cpu().numpy()
+            return self._logits(self._params, self._put(images)).cpu()
 
     def weights(self) -> Weights:
         return {k: v.detach().cpu().clone() for k, v in self._params.items()}
@@ -267,6 +286,8 @@ class OnTorch:
 class Training:
     """A training run of one or two systems, step by step, with its losses and times.
 
+    On several processes each of them makes one, and calls its methods at the same time. Only process 0 compares with torch.func.
+
     Args:
         settings: the settings of the run.
         digits: the data; None: `load_digits(settings.seed)`.
@@ -276,6 +297,7 @@ class Training:
         losses: name -> a list with an array [members] for each step taken.
         seconds: name -> the time of each step taken; the first step includes tracing and compiling.
         steps: the number of steps of the whole run.
+        resumed_at: the number of steps that an earlier run took.
         interrupted: whether `run` was stopped before the last step.
 
     Example:
@@ -290,75 +312,174 @@ class Training:
         self.settings = settings
         self.digits = load_digits(settings.seed) if digits is None else digits
         self.steps = settings.epochs * steps_per_epoch(self.digits, settings)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            self.members = [DigitNet() for _ in range(settings.members)]
-        stacked, _ = torchfunc_jax.stack_module_state(self.members)
-        self.initial = {k: v.detach() for k, v in stacked.items()}
         self.device = jax.devices()[0] if settings.device is None else devices.find(settings.device)
-        rates = learning_rates(settings, self.steps)
-        self.systems: dict[str, System] = {"torchfunc_jax": OnJax(DigitNet(), self.initial, rates, self.device)}
-        if settings.compare:
+        self.mesh = None if settings.mesh is None else mesh_of(settings)
+        schedule = cosine(self.steps)
+        rates = lambda step: settings.learning_rate * schedule(step)
+        self.ours = OnJax(settings, schedule, self.mesh)
+        self.initial = self.ours.weights()
+        self.systems: dict[str, System] = {"torchfunc_jax": self.ours}
+        if settings.compare and jax.process_index() == 0:
             torch_device = "cuda" if self.device.platform == "gpu" and torch.cuda.is_available() else "cpu"
             self.systems["torch.func"] = OnTorch(DigitNet(), self.initial, rates, torch_device)
         self.losses: dict[str, list[np.ndarray]] = {name: [] for name in self.systems}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.systems}
+        self.resumed_at = 0
         self.interrupted = False
         self.first_batch = self.last_batch = next(batches(self.digits, settings))
 
-    def run(self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step."""
-        for batch in batches(self.digits, self.settings):
-            if stop():
-                self.interrupted = True
-                return
-            self.last_batch = batch
-            for name, system in self.systems.items():
-                start = time.perf_counter()
-                losses = system.step(batch)
-                self.seconds[name].append(time.perf_counter() - start)
-                self.losses[name].append(losses)
-            on_step(self)
+    def run(
+        self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False,
+        kept: Checkpoints | None = None,
+    ) -> None:
+        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step.
+
+        With checkpoints, it goes on from the newest. They do not keep the system on torch.func.
+        """
+        with contextlib.nullcontext(lambda: None) if kept is None else kept.training(self.ours.trainer) as stepped:
+            self.resumed_at = self.ours.trainer.position
+            for batch in itertools.islice(batches(self.digits, self.settings), self.resumed_at, None):
+                if stop():
+                    self.interrupted = True
+                    return
+                self.last_batch = batch
+                for name, system in self.systems.items():
+                    start = time.perf_counter()
+                    losses = system.step(batch)
+                    self.seconds[name].append(time.perf_counter() - start)
+                    self.losses[name].append(losses)
+                on_step(self)
+                stepped()
 
     def save(self, folder: Path) -> Path:
         """Write the current members to `members.pt`, a list of state dicts for DigitNet; the file is written as a whole or not at all."""
-        weights = self.systems["torchfunc_jax"].weights()
-        states = [{k: v[i].clone() for k, v in weights.items()} for i in range(self.settings.members)]
-        folder.mkdir(parents=True, exist_ok=True)
+        weights = self.ours.weights()
         path, part = folder / "members.pt", folder / "members.pt.part"
-        torch.save(states, part)
-        os.replace(part, path)
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save([{k: v[i].clone() for k, v in weights.items()} for i in range(self.settings.members)], part)
+            os.replace(part, path)
         return path
+
+
+def mesh_of(settings: Settings, devices_: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh of the settings, over these devices or all.
+
+    Raises:
+        ValueError: the members, the batch or the number of devices do not fit it.
+    """
+    have = jax.devices() if devices_ is None else devices_
+    member, data = settings.mesh
+    if member * data != len(have):
+        raise ValueError(f"mesh: expected as many devices as there are, {len(have)}, got {member} for members times {data} for data")
+    if settings.members % member:
+        raise ValueError(f"mesh: expected {settings.members} members to divide evenly among the devices of the axis member, got {member}")
+    if settings.batch_size % data:
+        raise ValueError(f"mesh: expected batches of {settings.batch_size} to divide evenly among the devices of the axis data, got {data}")
+    return jax.make_mesh((member, data), ("member", "data"), devices=have)
+
+
+def checkpoints(settings: Settings, folder: Path) -> Checkpoints:
+    """The checkpoints of a run, one at each epoch.
+
+    Raises:
+        ImportError: Orbax is not installed.
+        ValueError: the folder has those of a run with other settings, which this run would not continue.
+    """
+    same = {name: getattr(settings, name) for name in ("members", "epochs", "batch_size", "learning_rate", "seed")}
+    page = folder / "settings.json"
+    if page.exists():
+        for name, before in json.loads(page.read_text()).items():
+            if before != same[name]:
+                raise ValueError(f"resume: {folder} has checkpoints of a run with {name}={before}, got {same[name]}; take another output")
+    kept = Checkpoints(folder, every=steps_per_epoch(load_digits(settings.seed), settings), keep=2)
+    if jax.process_index() == 0:
+        page.write_text(json.dumps(same))
+    return kept
+
+
+def priced(settings: Settings) -> Price:
+    """What a step of the settings takes on their mesh, whose devices need not be there: see `torchfunc_jax.ensemble.dry_run`."""
+    member, data = settings.mesh or (1, 1)
+    batch = torch.empty(settings.batch_size, 1, 8, 8), torch.empty(settings.batch_size, dtype=torch.int64)
+    return dry_run(
+        lambda n, mesh: trainer(Ensemble(DigitNet, n, seed=settings.seed, mesh=mesh), settings.learning_rate), settings.members, batch,
+        {"member": member, "data": data},
+    )
+
+
+def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict[str, Any]]:
+    """Members trained per second on 1, 2, 4, ... of this process's devices: the members are shared, the batch is not.
+
+    Returns:
+        A list of {"devices", "step_ms": the median, "members_per_second", "flops_per_device": of a step, None if XLA does not say}.
+    """
+    batch = next(batches(digits, settings))
+    out = []
+    for n in (2**k for k in range(len(jax.local_devices()).bit_length())):
+        if settings.members % n or n > len(jax.local_devices()):
+            continue
+        one = dataclasses.replace(settings, mesh=(n, 1))
+        system = OnJax(one, mesh=mesh_of(one, jax.local_devices()[:n]))
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            system.step(batch)
+            seconds.append(time.perf_counter() - start)
+        median = float(np.median(seconds[2:]))
+        cost = system.trainer.compiled_step(*batch).cost_analysis() or {}
+        out.append({
+            "devices": n, "step_ms": 1e3 * median, "members_per_second": settings.members / median, "flops_per_device": cost.get("flops"),
+        })
+    return out
 
 
 # ---- what came out ----------------------------------------------------------------------------------------------------------
 
 
+#: Fewer steps than these tell nothing of a speed-up.
+ENOUGH_STEPS = 100
+
+
 def report(training: Training) -> dict[str, Any]:
-    """The report of a run, ready for JSON: settings, machine, and for each system times, losses and test accuracies.
+    """The report of a run, ready for JSON: settings, machine, and for each system times, losses and metrics of the test digits.
 
     With two systems it also has their largest relative differences in losses and gradients (see `difference`), and the speed-up.
     Comments below describe the keys.
     """
     settings, digits = training.settings, training.digits
-    labels = digits.test_labels.numpy()
-    per_epoch = steps_per_epoch(digits, settings)
+    labels = digits.test_labels
+    strange, names = letters(digits.test_images, labels)
+    ours = Classification.of(training.ours.logits(digits.test_images))
+    on_letters = Classification.of(training.ours.logits(strange))
+    members = ours.logits.double().softmax(-1)
+    sizes, values = metrics.against_size(members, labels)
     out: dict[str, Any] = {
         "settings": dataclasses.asdict(settings),
-        "machine": machine(training.device),
+        "machine": machine(training.device) | {"load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None},
+        "devices": 1 if training.mesh is None else training.mesh.size,
+        "processes": jax.process_count(),
         "interrupted": training.interrupted,
-        "steps": len(training.losses["torchfunc_jax"]),
+        "resumed_at": training.resumed_at,
+        "steps": training.resumed_at + len(training.losses["torchfunc_jax"]),
         "train_images": len(digits.train_labels),
         "test_images": len(labels),
         "parameters_per_member": sum(v[0].numel() for v in training.initial.values()),
         "systems": {},
+        "by_size": {  # of the mean probability of so many members: the mean over draws of members, and their 10 % and 90 % quantiles
+            "members": sizes,
+            **{name: {"mean": v.mean(1).tolist(), "low": v.quantile(0.1, 1).tolist(), "high": v.quantile(0.9, 1).tolist()}
+               for name, v in values.items()},
+        },
+        "out_of_distribution": out_of_distribution(ours, on_letters, names, strange),
+        "least_sure": least_sure(ours, digits),
     }
-    votes = {}
+    per_epoch = steps_per_epoch(digits, settings)
     for name, system in training.systems.items():
-        beliefs = system.probabilities(digits.test_images)  # [members, N, 10]
-        votes[name] = beliefs.mean(0)
-        correct = (beliefs.argmax(-1) == labels).mean(-1)
+        found = ours if system is training.ours else Classification.of(system.logits(digits.test_images))
+        correct = (found.logits.argmax(-1) == labels).double().mean(-1)
         losses, seconds = np.array(training.losses[name]), training.seconds[name]
+        p = found.probability
         out["systems"][name] = {
             "first_step_s": seconds[0] if seconds else None,  # with tracing and compiling
             "step_ms": 1e3 * float(np.median(seconds[1:])) if len(seconds) > 1 else None,  # the median of the others
@@ -367,28 +488,80 @@ def report(training: Training) -> dict[str, Any]:
                 "mean_member": float(correct.mean()),
                 "worst_member": float(correct.min()),
                 "best_member": float(correct.max()),
-                "vote": float((votes[name].argmax(-1) == labels).mean()),
+                "vote": float((found.vote == labels).double().mean()),  # of the majority
+                "mean_probability": float(metrics.accuracy(p, labels)),
             },
-            "calibration": calibration(votes[name], labels),
+            "nll": float(metrics.categorical_nll(p, labels)),
+            "brier": float(metrics.brier_score(p, labels)),
+            "ece": float(metrics.calibration_error(p, labels)),
+            "calibration": calibration(p, labels),
             "losses": [[float(f"{x:.7g}") for x in member] for member in losses.T],  # [members][steps]
         }
-    sure = votes["torchfunc_jax"].max(-1)
-    beliefs = training.systems["torchfunc_jax"].probabilities(digits.test_images)
-    out["least_sure"] = [
+    if "torch.func" in training.systems:
+        out["difference"] = differences(training)
+        out["speed_up"] = speed_up(training)
+    return out
+
+
+def speed_up(training: Training) -> dict[str, float] | None:
+    """How many times as fast a step is as under torch.func: the median over steps, which the systems take in turns, and the quartiles.
+
+    None after fewer than ENOUGH_STEPS steps.
+    """
+    ours, theirs = (np.array(training.seconds[name][1:]) for name in ("torchfunc_jax", "torch.func"))
+    if len(ours) < ENOUGH_STEPS:
+        return None
+    low, median, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75])
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+def out_of_distribution(ours: Classification, on_letters: Classification, names: list[str], images: torch.Tensor) -> dict[str, Any]:
+    """How well scores tell letters from digits: AUROC and the false positives at 95 % recall, the scores themselves, and a few letters."""
+    scores = {
+        "1 - confidence": [1 - x.probability.amax(-1) for x in (ours, on_letters)],
+        "entropy": [x.entropy for x in (ours, on_letters)],
+        "mutual information": [x.mutual_information for x in (ours, on_letters)],
+    }
+    single = torch.cat([metrics.entropy(x.logits.softmax(-1)) for x in (ours, on_letters)], -1)
+    is_letter = torch.cat([torch.zeros(len(ours.vote)), torch.ones(len(names))]).bool()
+    return {
+        "letters": len(names),
+        "mean_member": {"auroc": float(metrics.auroc(single, is_letter).mean()), "fpr95": float(metrics.fpr95(single, is_letter).mean())},
+        "scores": {
+            name: {
+                "auroc": float(metrics.auroc(torch.cat(pair), is_letter)), "fpr95": float(metrics.fpr95(torch.cat(pair), is_letter)),
+                "digits": _rounded(pair[0]), "letters": _rounded(pair[1]),
+            }
+            for name, pair in scores.items()
+        },
+        "examples": [
+            {"letter": name, "vote": int(on_letters.vote[i]), "pixels": _pixels(images[i])}
+            for name, i in ((name, names.index(name)) for name in dict.fromkeys(names))
+        ],
+    }
+
+
+def least_sure(ours: Classification, digits: Digits, count: int = 12) -> list[dict[str, Any]]:
+    """The test digits with the lowest confidence: index, label, probabilities, votes, pixels."""
+    return [
         {
             "test_index": int(i),
-            "label": int(labels[i]),
-            "probability": [round(float(p), 6) for p in votes["torchfunc_jax"][i]],
-            "votes": np.bincount(beliefs[:, i].argmax(-1), minlength=10).tolist(),  # members for each digit
-            "pixels": [[round(float(v), 4) for v in row] for row in digits.test_images[i, 0]],
+            "label": int(digits.test_labels[i]),
+            "vote": int(ours.vote[i]),
+            "probability": _rounded(ours.probability[i]),
+            "votes": ours.votes[i].tolist(),  # members for each digit
+            "pixels": _pixels(digits.test_images[i]),
         }
-        for i in np.argsort(sure)[:12]
+        for i in ours.probability.amax(-1).argsort()[:count].tolist()
     ]
-    if settings.compare:
-        ours, theirs = out["systems"]["torchfunc_jax"], out["systems"]["torch.func"]
-        out["difference"] = differences(training)
-        out["speed_up"] = theirs["step_ms"] / ours["step_ms"] if ours["step_ms"] else None
-    return out
+
+
+def _rounded(x: torch.Tensor) -> list[float]:
+    return [round(float(v), 6) for v in x]
+
+
+def _pixels(image: torch.Tensor) -> list[list[float]]:
+    return [[round(float(v), 4) for v in row] for row in image[0]]
 
 
 def differences(training: Training) -> dict[str, dict[str, float]]:
@@ -417,8 +590,8 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float((np.abs(a - b).max(1) / np.maximum(np.abs(b).max(1), np.finfo(b.dtype).tiny)).max())
 
 
-def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -> dict[str, Any]:
-    """The accuracy of the vote among digits of similar confidence.
+def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 10) -> dict[str, Any]:
+    """The accuracy of the vote among digits of similar confidence, as lists for JSON.
 
     Args:
         probabilities: the vote's, floating-point, [N, classes].
@@ -429,25 +602,15 @@ def calibration(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -
         {"confidence", "accuracy": of each bin, None for an empty one; "count"; "error": the expected calibration error,
         the mean distance of the two over all digits}.
 
-    Source: Guo et al., On Calibration of Modern Neural Networks, 2017, https://arxiv.org/abs/1706.04599
+    Source: `torchfunc_jax.ensemble.metrics.reliability`
 
     Example:
-        >>> import numpy as np
+        >>> import torch
         >>> from torchfunc_jax.examples.digits import calibration
-        >>> round(calibration(np.array([[0.75, 0.25], [0.25, 0.75]]), np.array([0, 0]))["error"], 2)
+        >>> round(calibration(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0]))["error"], 2)
         0.25
     """
-    sure, right = probabilities.max(-1), probabilities.argmax(-1) == labels
-    which = np.minimum((sure * bins).astype(int), bins - 1)
-    count = np.bincount(which, minlength=bins)
-    confidence, accuracy = np.bincount(which, sure, bins), np.bincount(which, right, bins)
-
-    def mean(total: np.ndarray) -> list[float | None]:
-        return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
-
-    return {
-        "confidence": mean(confidence),
-        "accuracy": mean(accuracy),
-        "count": count.tolist(),
-        "error": float(np.abs(confidence - accuracy).sum() / len(labels)),
-    }
+    confidence, accuracy, count = metrics.reliability(probabilities, labels, bins)
+    means = ([None if math.isnan(v) else v for v in x.tolist()] for x in (confidence, accuracy))
+    error = float(metrics.calibration_error(probabilities, labels, bins))
+    return dict(zip(("confidence", "accuracy", "count", "error"), (*means, count.tolist(), error), strict=True))

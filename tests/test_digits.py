@@ -127,6 +127,7 @@ def test_the_report_has_the_metrics_of_the_predictions(training: Training, resul
     curve = result["by_size"]
     assert curve["members"] == [1, 2, 3] and curve["nll"]["mean"][-1] == pytest.approx(found["nll"], rel=1e-5)
     assert set(curve) == {"members", "accuracy", "nll", "brier", "ece"}
+    assert curve["ece"]["mean"][-1] == pytest.approx(found["ece"]) == pytest.approx(found["calibration"]["error"])
 
 
 def test_letters_are_turned_digits(training: Training, result: dict[str, Any]) -> None:
@@ -217,7 +218,7 @@ def test_page_of_plots(result: dict[str, Any], tmp_path: Any) -> None:
 def test_calibration(probabilities: list[list[float]], labels: list[int], error: float) -> None:
     table = calibration(torch.tensor(probabilities), torch.tensor(labels))
     assert table["error"] == pytest.approx(error) and sum(table["count"]) == len(labels)
-    assert len(table["accuracy"]) == 10 and table["accuracy"][0] is None
+    assert len(table["accuracy"]) == 15 and table["accuracy"][0] is None
 
 
 @pytest.mark.slow

@@ -49,6 +49,17 @@ def test_what_is_sent_is_counted_by_a_formula() -> None:
     assert "4,096 members on 256 devices (member=64 x data=4)" in text and "psum over 'data'" in text
 
 
+def test_loops_of_the_trainer_count_in_full() -> None:
+    """XLA counts one round of a loop, and a dry run all of them."""
+    def price(**options: Any) -> Any:
+        make = lambda n, mesh: Trainer(Ensemble(jobs.member, n, mesh=mesh), nn.functional.mse_loss, **options)
+        return dry_run(make, 16, jobs.data(), {"member": 2, "data": 2})
+
+    whole, looped = price(), price(chunk=2, accumulate=4)
+    assert looped.flops == whole.flops and looped.temporary < whole.temporary
+    assert looped.sent == whole.sent  # the gradients are joined after the last part
+
+
 def test_wrong_arguments() -> None:
     make, batch, _ = jobs.PRICED["mlp"]
     for words, args in [

@@ -5,6 +5,7 @@ with the shapes of one shard.  What devices say to each other is read from the c
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -66,7 +67,8 @@ class Price:
         batch: bytes of its batch on one device; exact.
         temporary: bytes of intermediate results on one device, as XLA plans them for ``platform``.
         memory: bytes of one device: state, batch, what the step returns and does not write over the state, and temporary.
-        flops: of one device, as XLA counts them in the program that it has compiled; the body of a loop counts once.
+        flops: of one device, as XLA counts them in the program that it has compiled; the body of a member's own loop counts
+            once.
         collectives: what the devices say to each other.
         platform: of the device on which the program was compiled: "cpu", "gpu" or "tpu".
     """
@@ -177,8 +179,14 @@ def dry_run(
     arrays, wide = trainer._arrays(jax.tree.map(shard, tuple(batch)), own)
     if along[DATA] > 1:  # the same operations as with other devices: BatchNorm's statistics, say, are then of the whole batch
         _share(trainer)
-    compiled = trainer._attempt("step", own, wide, lambda program: program.lower(trainer.state, arrays).compile())
-    planned = compiled.memory_analysis()
+
+    def compiled() -> jax.stages.Compiled:
+        return trainer._attempt("step", own, wide, lambda program: program.lower(trainer.state, arrays).compile())
+
+    program = compiled()
+    planned = program.memory_analysis()
+    with _unrolled(trainer) as looped:
+        cost = (compiled() if looped else program).cost_analysis()
     whole = AbstractMesh(tuple(shape.values()), axes, axis_types=auto)
     state = {field.name: _bytes(getattr(trainer.state, field.name)) for field in dataclasses.fields(trainer.state)}
     inputs = planned.argument_size_in_bytes
@@ -187,7 +195,7 @@ def dry_run(
         parameters=sum(math.prod(x.shape[1:]) for x in trainer.state.params.values()),
         state={name: n for name, n in state.items() if n}, batch=inputs - sum(state.values()), temporary=planned.temp_size_in_bytes,
         memory=inputs + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
-        flops=float((compiled.cost_analysis() or {}).get("flops", math.nan)),
+        flops=float((cost or {}).get("flops", math.nan)),
         collectives=_collectives(_whole(trainer, whole, tuple(batch), members, own, wide), along), platform=device.platform,
     )
 
@@ -199,9 +207,19 @@ def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool
 
     state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
-    trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
+    trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)  # type: ignore[arg-type]
     trainer._programs.clear()
     return trainer._attempt("step", own, wide, lambda program: program.trace(state, arrays)).jaxpr.jaxpr
+
+
+@contextlib.contextmanager
+def _unrolled(trainer: Any) -> Iterator[bool]:
+    """Without chunks and accumulation, which are loops, of which XLA would count one round; whether there were any."""
+    before = trainer.chunk, trainer.accumulate
+    trainer.chunk, trainer.accumulate = None, 1
+    trainer._programs.clear()
+    yield before != (None, 1)
+    trainer.chunk, trainer.accumulate = before
 
 
 def _share(trainer: Any) -> None:

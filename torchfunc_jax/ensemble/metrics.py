@@ -430,8 +430,9 @@ def variation_ratio(members: torch.Tensor, probabilistic: bool = True) -> torch.
     Raises:
         ValueError, TypeError: as ``entropy``.
 
-    Source: torch_uncertainty.metrics.VariationRatio; without ``probabilistic`` that counts the votes for the class of the highest mean
-        probability, which can be another one than the class with most votes.
+    Source: torch_uncertainty.metrics.VariationRatio. Version 0.13 of it takes [members, N, C], unlike its other metrics and its docstring;
+        without ``probabilistic`` it counts the votes for the class of the highest mean probability, which can be another one than the
+        class with most votes.
 
     Example:
         >>> import torch

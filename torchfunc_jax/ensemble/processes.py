@@ -139,6 +139,7 @@ class _Watch:
 
     def __init__(self, me: int, count: int, limit: float, word: str, connection: socket.socket) -> None:
         self.me, self.count, self.limit, self.word = me, count, limit, word
+        self.step = min(limit / 5, 1.0)  # seconds between two signs of life
         self.name = f"process {me} of {count} (number {os.getpid()} on {socket.gethostname()})"
         self.server = connection if me == 0 else None
         self.awaited = set(range(1, count)) if me == 0 else set()  # who has not said hello
@@ -174,7 +175,7 @@ class _Watch:
             self.alone.set()
 
     def run(self) -> None:
-        step = min(self.limit / 5, 1.0)
+        step = self.step
         began = told = time.monotonic()
         while True:
             for key, _ in self.selector.select(step):
@@ -222,6 +223,7 @@ class _Watch:
                 return
             for peer in self.peers:
                 peer.say("lost " + json.dumps([index, what]))
+            self.outlive(index)
             _ends(LOST, f"process {self.me} of {self.count} ends because another one is lost: {what}\n")
 
     def failure(self, error: BaseException) -> str:
@@ -240,7 +242,17 @@ class _Watch:
             for peer in list(self.peers):
                 peer.say(f"lost {json.dumps([self.me, f'{self.name} has failed: {failure}'])}" if failure else "bye")
             if failure:
+                self.outlive(self.me)
                 _ends(1)
+
+    def outlive(self, index: int) -> None:
+        """In process 0, wait a moment until the others have ended but for one: JAX ends them, without a name, when its coordinator has."""
+        until = time.monotonic() + self.step
+        there = [peer.connection for peer in self.peers if peer.index != index] if self.server else []
+        with contextlib.suppress(OSError, ValueError):  # the other thread may close a connection
+            while there and (rest := until - time.monotonic()) > 0:
+                ready = wait(there, rest)
+                there = [c for c in there if c not in ready or c.recv(65536)]
 
 
 def _ends(code: int, said: str = "") -> None:

@@ -590,7 +590,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float((np.abs(a - b).max(1) / np.maximum(np.abs(b).max(1), np.finfo(b.dtype).tiny)).max())
 
 
-def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 10) -> dict[str, Any]:
+def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> dict[str, Any]:
     """The accuracy of the vote among digits of similar confidence, as lists for JSON.
 
     Args:

@@ -149,7 +149,7 @@ def strange(figure: Figure, where: SubplotSpec, report: dict[str, Any]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="entropy of the mean probability (nats)", ylabel="part of the images")
-    axes.legend(frameon=False, loc="upper right", fontsize=8)
+    axes.legend(frameon=False, loc="best", fontsize=8)
     _bare(axes)
     told = figure.add_subplot(parts[1:, 1])
     rows = [("entropy of\none member", found["mean_member"]), *((name.replace("l i", "l\ni"), s) for name, s in found["scores"].items())]

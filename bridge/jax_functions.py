@@ -217,7 +217,8 @@ class _Node(autograd.Untransformed):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         given, program = ctx.saved_tensors, ctx.program
         active = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        if ctx.held and not torch.is_grad_enabled() and not private.transformed_by_torch():
+        batched = [c is not None and private.mapped_by_autograd(c) for c in cotangents]
+        if ctx.held and not any(batched) and not torch.is_grad_enabled() and not private.transformed_by_torch():
             leaves, outs = ctx.held
             outs = [out for out, c in zip(outs, cotangents, strict=True) if c is not None]
             cts = [c for c in cotangents if c is not None]
@@ -225,8 +226,18 @@ class _Node(autograd.Untransformed):
         else:
             device = tensors.common_device(given)
             like = [(a.shape, dtypes.to_torch(a.dtype), device) for a in pick(program.out_avals, program.kinds)]
-            cts = autograd.materialized(pick(cotangents, program.kinds), like)
-            found = iter(program.pulled(tuple(active))(*given, *cts))
+            cts, pulled = autograd.materialized(pick(cotangents, program.kinds), like), program.pulled(tuple(active))
+            if not any(batched):
+                found = iter(pulled(*given, *cts))
+            else:  # by torch.autograd.grad(is_grads_batched=True)
+                lanes = [k for k, here in enumerate(pick(batched, program.kinds)) if here]
+
+                def mapped(those: list[torch.Tensor]) -> list[torch.Tensor]:
+                    every = dict(zip(lanes, those, strict=True))
+                    dims = (*[None] * len(given), *[0 if k in every else None for k in range(len(cts))])
+                    return pulled.mapped(dims, len(those[0]))(*given, *[every.get(k, c) for k, c in enumerate(cts)])
+
+                found = iter(private.below_autograds_vmap(mapped, [cts[k] for k in lanes]))
         return (None, None, *[next(found) if k in active else None for k in range(len(given))])
 
     @staticmethod

@@ -80,6 +80,9 @@ vmap_info = _named("torch._functorch.autograd_function.VmapInfo")
 torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
 _begin_vmap, _end_vmap = _named("torch._C._functorch._vmap_increment_nesting"), _named("torch._C._functorch._vmap_decrement_nesting")
 _add_batch_dim, _remove_batch_dim = _named("torch._C._functorch._add_batch_dim"), _named("torch._C._functorch._remove_batch_dim")
+# torch.autograd's own vmap (is_grads_batched, vectorize) is older than torch.func's, and has levels of its own
+_begin_autograds_vmap, _end_autograds_vmap = _named("torch._C._vmapmode_increment_nesting"), _named("torch._C._vmapmode_decrement_nesting")
+mapped_by_autograd: Callable[[torch.Tensor], bool] = _named("torch._C._functorch.is_legacy_batchedtensor")
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
 _functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 _saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
@@ -150,6 +153,19 @@ def mapped_by_torch(fn: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor,
         return _remove_batch_dim(fn(_add_batch_dim(t, in_dim, level)), level, size, out_dim)
     finally:
         _end_vmap()
+
+
+def below_autograds_vmap(fn: Callable[[list[torch.Tensor]], list[torch.Tensor]], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """fn of tensors that torch.autograd maps over: fn takes and returns the lanes of the innermost map as the first dimension."""
+    level = _begin_autograds_vmap() - 1
+    _end_autograds_vmap()
+    lanes = [torch._remove_batch_dim(t, level, 1, 0) for t in given]
+    _end_autograds_vmap()  # because random operators are refused inside, also those of a trace
+    try:
+        found = fn(lanes)
+    finally:
+        _begin_autograds_vmap()
+    return [torch._add_batch_dim(t, 0, level) for t in found]
 
 
 @contextlib.contextmanager
@@ -225,7 +241,7 @@ def without_memory(t: torch.Tensor) -> str:
     """A description of a tensor that has no memory of its own, so that it cannot become a jax.Array; "" for an ordinary tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return "a tensor of a torch.func transform; use torchfunc_jax for the outer transform too, or torchfunc_jax.patch()"
-    if torch._C._functorch.is_legacy_batchedtensor(t):
+    if mapped_by_autograd(t):
         return "one that torch.autograd maps over (is_grads_batched, vectorize); map with torchfunc_jax.vmap, or use jacrev"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         if is_fake(t):

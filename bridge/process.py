@@ -22,6 +22,10 @@ class Process:
     arrays: dict[int, tuple[weakref.ref[torch.Tensor], Any, int, list[int]]] = field(default_factory=dict)
     #: tensors that have crossed once: only what crosses again is kept in ``arrays``
     met: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    #: the JAX array whose memory a tensor is, for the results of programs that write into the memory of arguments, by the tensor's id
+    owners: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
+    #: by the id of an array that was donated: the array that has its memory now, and keeps it for tensors that are views of it
+    heirs: dict[int, tuple[weakref.ref[Any], Any]] = field(default_factory=dict)
     signatures: dict[Any, int] = field(default_factory=dict)  # numbers for (shape, strides, dtype, device)
     treedefs: dict[Any, Any] = field(default_factory=dict)  # one object for each structure of arguments
     #: captured tensors that require grad, by what a function closes over

@@ -171,6 +171,25 @@ def test_a_backward_inside_of_a_transform_of_torch(name: str) -> None:
     same(*found)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["operators", "a custom_vjp"])
+def test_gradients_that_autograd_maps(name: str, create_graph: bool) -> None:
+    """is_grads_batched and vectorize; with create_graph, the derivative of the gradients too."""
+    in_jax, in_torch, args, _ = CASES[name]
+    cotangents, found = torch.stack([X.sin(), X.cos()]), []
+    for f in (bridge.from_jax(lambda *a: (in_jax(*a), 2 * a[0], a[0] > 0)), lambda *a: (in_torch(*a), 2 * a[0], a[0] > 0)):
+        leaves = [a.clone().requires_grad_() for a in args]
+        first, second, _ = f(*leaves)
+        pull = functools.partial(torch.autograd.grad, retain_graph=True, create_graph=create_graph)
+        both = pull((first, second), leaves, (cotangents, cotangents.exp()), is_grads_batched=True)
+        one = pull(first, leaves, cotangents, is_grads_batched=True)
+        again = pull(sum(t.square().sum() for t in (*both, *one)), leaves) if create_graph else ()
+        found.append((both, one, again, torch.autograd.functional.jacobian(lambda *a, f=f: f(*a)[0], args, vectorize=True)))
+    same(*found)
+    loss = _loss(bridge.from_jax(in_jax))
+    same(torch.autograd.functional.hessian(loss, args, vectorize=True), torch.func.hessian(_loss(in_torch), tuple(range(len(args))))(*args))
+
+
 def test_graphs_inside_of_traces() -> None:
     f = bridge.from_jax(cube)
 

@@ -33,7 +33,8 @@ def jit(
 
     Args:
         func: takes and returns pytrees of tensors and static values; None: returns a decorator.
-        donate: positions of arguments whose memory may be reused for the results; they must not be used after the call.
+        donate: positions of arguments whose memory may be reused for the results; they must not be used after the call, except for tensors
+            that func writes to.
         static_argnums: positions of arguments that are static as a whole; leaves that are neither tensors nor numbers always are.
         random_numbers: "torch": torch draws the random numbers before the program runs; "jax": the program does, from a key; None: as
             ``torchfunc_jax.random_numbers`` and the environment say.

@@ -18,6 +18,7 @@ from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
+from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.programs.cache_keys import Same
 from bridge.programs.guards import GONE_ERRORS
@@ -90,9 +91,11 @@ class Compiled:
         self.recorded: dict[Any, Pair] = {}
         self.active: dict[Any, Any] = {}
         self.device = tensors.common_device(call.arrays) if torch_out else None
+        # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
+        self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
         self.one_out = (  # the only output is a tensor on the CPU
             all(program.is_tensor) and program.out_spec is None and not program.written and not program.shared and self.packing is None
-            and self.device is not None and self.device.type == "cpu"
+            and self.device is not None and self.device.type == "cpu" and not donated
         )
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +204,10 @@ class Compiled:
             if any(self.pair(active).kinds):
                 return self._recorded(leaves, captured, every, active)
         random = program.random()
+        donation = None
+        if self.donated and self.torch_out:
+            donation = Donation(self.inputs(leaves, captured), values, self.donated, self.in_place)
+            values = donation.values
         if self.torch_out and compiling.options_suffice():
             with jax.enable_x64(True):
                 outs = self.forward(values, random)
@@ -213,6 +220,17 @@ class Compiled:
         if not self.torch_out:
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
+        if donation is None:
+            return self._returned(outs, leaves, captured)
+        donation.ran(outs)
+        try:
+            return self._returned(outs, leaves, captured)
+        finally:
+            donation.finish()
+
+    def _returned(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+        """What the call returns; outs: the program's results."""
+        program = self.program
         if self.bounds is not None:
             self.bounds.judge(outs.pop())
         if self.one_out:
@@ -224,6 +242,9 @@ class Compiled:
             for v in outs:  # converting them while the program runs takes a core from it, and costs more than it saves
                 v.block_until_ready()
             results = tensors.views(outs, self.layouts, self.device)
+        if self.donated:
+            for t, v in zip([results[i] for i in self.packing.singles] if self.packing else results, outs, strict=False):
+                own(t, v)
         if program.written:
             jax.block_until_ready(outs)
             return self._finish(results, leaves, captured)
@@ -236,7 +257,8 @@ class Compiled:
         program = self.program
         inputs = self.inputs(leaves, captured) if program.written or program.shared else []
         if program.written:
-            targets = zip([inputs[i] for i in program.written], results[program.count :], strict=True)
+            found = zip(program.written, results[program.count :], strict=True)
+            targets = [(inputs[i], v) for i, v in found if not (i in self.donated and take_over(inputs[i], v))]
             write_back([(t, v) for t, v in targets if isinstance(t, torch.Tensor)])
         outs = results[: program.count]
         if program.shared:

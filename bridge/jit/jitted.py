@@ -25,7 +25,8 @@ from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.compiled import Compiled, ProgramInfo
-from bridge.jit.program import aval, forward, stage
+from bridge.jit.donation import within
+from bridge.jit.program import Program, aval, forward, stage
 from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
@@ -219,7 +220,8 @@ class Jitted:
                     return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
-                entry = Compiled(stage(self._unwrapped, call, self._donated(call)), call, key[-3], self._donated(call))
+                program = stage(self._unwrapped, call, self._donated(call))
+                entry = Compiled(program, call, key[-3], self._donated(call, program))
                 if not misfit and (family.first is None or family.first[1].captured() is None):
                     family.first = (numbers, entry)
             entry.used = next(self._clock)
@@ -258,7 +260,7 @@ class Jitted:
             traced = functools.wraps(self._func, updated=())(with_numbers)
             program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
-            entry = Compiled(program, inner, torch_out, self._donated(call), numbers_in, numbered, changing)
+            entry = Compiled(program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing)
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with
@@ -324,12 +326,16 @@ class Jitted:
     def _unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         return self._func(*[a.value if type(a) is Same else a for a in args], **kwargs)
 
-    def _donated(self, call: Call) -> tuple[int, ...]:
+    def _donated(self, call: Call, program: Program | None = None) -> tuple[int, ...]:
+        """Which inputs are donated: arguments, and of a program the tensors in objects among them too."""
         if not self._donate:
             return ()
         args, _ = trees.unflatten(call.spec, list(range(len(call.leaves))))
         chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
-        return tuple(k for k, i in enumerate(call.where) if i in chosen)
+        found = tuple(k for k, i in enumerate(call.where) if i in chosen)
+        if program is None or any(isinstance(x, jax.Array) for x in call.arrays):
+            return found
+        return (*found, *within([call.leaves[i] for i in chosen - {*call.where}], program))
 
     @opaque
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

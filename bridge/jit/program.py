@@ -40,7 +40,7 @@ from bridge.trace.value_checks import Bounds, ends
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
 _SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(_SEEDS, np.int64)
-_PACK_FROM, _PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
+_PACK_FROM, PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
 
 
 @dataclasses.dataclass(slots=True)
@@ -257,7 +257,9 @@ def trace(
             values = [v for i, v in enumerate(outputs) if i not in elsewhere]
             of_node = {node: t for t, node in met.values()}
             written = [(t if isinstance(t, int) else of_node.get(t), result.values[i], alone) for t, i, alone in result.written]
-            written = [(t, v, alone) for t, v, alone in written if t is not None]
+            # what is donated must not be used after the call, so that a result need not be written to it too
+            returned = {id(v) for v in values}
+            written = [x for x in written if x[0] is not None and not (x[0] in donated and id(x[1]) in returned)]
             info.update(
                 meta=result.meta, count=len(values), written=[t for t, *_ in written], shared=shared, met=met,
                 kinds=[inexact(v) for v in values] + [inexact(v) and not alone for _, v, alone in written],
@@ -327,7 +329,7 @@ class Packing:
         by_shape: dict[Any, list[int]] = {}
         avals: list[Any] = [v.aval for v in jaxpr.outvars]
         for i, a in enumerate(avals):
-            if i not in done and 0 < a.size <= _PACK_SIZE:
+            if i not in done and 0 < a.size <= PACK_SIZE:
                 by_shape.setdefault((a.shape, a.dtype), []).append(i)
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
         done.update(i for g in groups for i in g)

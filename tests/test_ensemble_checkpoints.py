@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ import ensemble_jobs as jobs
 import jax
 import numpy as np
 import pytest
-from test_ensemble_processes import worst
+from test_ensemble_processes import reached, said, worst
 from torch import nn
 
 from bridge.checkpoints import CheckpointError
@@ -144,6 +146,22 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
         trainer = jobs.trainer_of(devices=1)
         assert checkpoints.restore(trainer) == position
         assert worst(found[0]["values"], jobs.values(trainer)) == 0
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launching_process_is_passed_on(tmp_path: Path) -> None:
+    def terminated() -> None:
+        while reached(tmp_path) < 5:
+            time.sleep(0.01)
+        terminate()
+
+    threading.Thread(target=terminated, daemon=True).start()
+    with pytest.raises(SystemExit) as ended:
+        launch(jobs.train, str(tmp_path / "run"), 0, 0.3, processes=3, logs=tmp_path / "logs")
+    assert ended.value.code == 143
+    assert not any("lost" in said(tmp_path, p) for p in range(3))
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.restore(jobs.trainer_of(devices=1)) >= 5
 
 
 def test_sharding_is_the_trainers(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool
 
     state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
-    trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)  # type: ignore[arg-type]
+    trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
     trainer._programs.clear()
     return trainer._attempt("step", own, wide, lambda program: program.trace(state, arrays)).jaxpr.jaxpr
 

@@ -128,7 +128,7 @@ def load_sharded(
         FileNotFoundError: there is nothing at path, or a file that the index names is missing.
         ImportError: safetensors is not installed.
         CheckpointError: (a RuntimeError) names are missing or unexpected, and strict is True; a shape is another one; a value cannot be
-            held by its dtype; a file is damaged; the folder has no weights.
+            held by its dtype; a file is damaged; the folder has no weights, or several files have the same name and there is no index.
         ValueError, TypeError: as ``shardings``.
 
     Source: https://huggingface.co/docs/safetensors, ``jax.make_array_from_callback``; strict is that of ``load_state_dict``.
@@ -155,6 +155,8 @@ def load_sharded(
         for file in dict.fromkeys(files.values()) if isinstance(files, dict) else files:
             with safetensors.safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no dict
+                    if not isinstance(files, dict) and name in there:
+                        raise CheckpointError(f"{path}: {name!r} is in {there[name][0].name} and in {file.name}; pass the file that counts")
                     if not isinstance(files, dict) or files.get(name) == file:
                         there[name] = file, tuple(opened.get_slice(name).get_shape())
     except safetensors.SafetensorError as error:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -188,16 +188,16 @@ def difference(found: Any, wanted: Any) -> float:
     return max(float(np.abs(np.asarray(b) - np.asarray(a)).max() / (1 + np.abs(np.asarray(a)).max())) for a, b in pairs)
 
 
-def on_mesh(f: Callable[..., Any], params: Any, x: Any, kind: AxisType) -> float:
+def on_mesh(f: Callable[..., Any], params: Any, x: Any, kind: AxisType, jitted: bool = True) -> float:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     rules = {name: P("model") for name, p in params.items() if p.shape[0] % 2 == 0}
     given = bridge.shard(params, mesh, rules), jax.device_put(x, NamedSharding(mesh, P("data")))
-    return difference(jax.jit(f)(*given), jax.jit(f)(params, x))
+    return difference((jax.jit(f) if jitted else f)(*given), jax.jit(f)(params, x))
 
 
-def in_shard_map(f: Callable[..., Any], params: Any, x: Any) -> float:
-    """Each device has its part of x and the same parameters, without a sum over devices."""
-    mesh = jax.make_mesh((4, 2), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
+def in_shard_map(f: Callable[..., Any], params: Any, x: Any, manual: Sequence[str] = ("data", "model")) -> float:
+    """Each device has its part of x and the same parameters, without a sum over devices; an axis that is not manual is Explicit."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
 
     def varying(v: Any) -> Any:
         return v if "data" in jax.typeof(v).manual_axis_type.varying else jax.lax.pcast(v, "data", to="varying")
@@ -205,7 +205,9 @@ def in_shard_map(f: Callable[..., Any], params: Any, x: Any) -> float:
     def local(params: Any, x: Any) -> Any:
         return jax.tree.map(lambda v: varying(v)[None], f(jax.tree.map(varying, params), x))
 
-    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")))(params, x)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names=set(manual))
+    rules = {name: P("model") for name, p in params.items() if p.shape[0] % 2 == 0 and "model" not in manual}
+    found = jax.jit(mapped)(bridge.shard(params, mesh, rules), jax.device_put(x, NamedSharding(mesh, P("data"))))
     once = jax.jit(f)
     parts = [once(params, part) for part in np.split(x, 4)]
     return difference(found, jax.tree.map(lambda *p: jnp.stack(p), *parts))
@@ -311,6 +313,9 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name}, {way}, Explicit", lambda f=f, params=params, x=x: on_mesh(f, params, x, AxisType.Explicit)
             if not thin:
                 yield f"{name}, {way}, Auto", lambda f=f, params=params, x=x: on_mesh(f, params, x, AxisType.Auto)
+            if name == "mlp" and "jax" not in way:  # un-jitted, jax 0.10 itself cannot differentiate on Explicit axes
+                yield f"{name}, {way}, un-jitted", lambda f=f, params=params, x=x: on_mesh(f, params, x, AxisType.Explicit, False)
+                yield f"{name}, {way}, partly manual", lambda f=f, params=params, x=x: in_shard_map(f, params, x, ("data",))
     if thin:
         for case in BLOCKS:
             yield title(case), functools.partial(block, *case)

@@ -56,7 +56,7 @@ def test_a_block_by_data_and_by_tensors_is_that_of_one_device(case: Any) -> None
 
 def test_ways_to_differentiate_agree_with_one_device() -> None:
     results = {title: found for title, found in ran("fast").items() if not title.startswith("block, ") and title != "files"}
-    assert len(results) == 2 * len(mesh_jobs.FAST) and not wrong(results)
+    assert len(results) == 2 * len(mesh_jobs.FAST) + 4 and not wrong(results)
 
 
 @pytest.mark.slow
@@ -211,6 +211,9 @@ def broken(folder: Path, name: str) -> None:
             index.write_text("[]")
         case "stale":
             index.write_text(json.dumps({"weight_map": {**json.loads(index.read_text())["weight_map"], "z": "one.safetensors"}}))
+        case "twice":
+            index.unlink()
+            checkpoints.save(folder / "three.safetensors", {"a": STATE["a"] + 1})
         case "empty":
             for file in folder.iterdir():
                 file.unlink()
@@ -226,6 +229,7 @@ LIKE = {name: jax.ShapeDtypeStruct(t.shape, np.float32 if t.is_floating_point() 
         ("damaged", {}, checkpoints.CheckpointError, r"two.safetensors: .*"),
         ("index", {}, checkpoints.CheckpointError, "expected an object with a weight_map"),
         ("stale", {}, checkpoints.CheckpointError, "'z' missing in the files"),
+        ("twice", {}, checkpoints.CheckpointError, "'a' is in one.safetensors and in three.safetensors"),
         ("empty", {}, checkpoints.CheckpointError, "expected one index .*, got 0 indices"),
         ("", {"like": {**LIKE, "more": LIKE["a"]}}, checkpoints.CheckpointError, "'more' missing in the files, nothing unexpected"),
         ("", {"like": {"a": LIKE["a"]}}, checkpoints.CheckpointError, "nothing missing in the files, 'b', 'c', 'd', 'e' unexpected"),

@@ -95,6 +95,12 @@ def beside(v: jax.Array, others: Sequence[Any]) -> jax.Array:
     return v if mesh is None else _cast(v, mesh, ())
 
 
+def on_auto_axes() -> contextlib.AbstractContextManager[Any]:
+    """While entered, the mesh that JAX traces on has Auto axes for its explicit ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _entered(_automatic(mesh)) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
+
+
 def _automatic(mesh: Any) -> Any:
     """The mesh with Auto axes for its explicit ones."""
     kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
-from bridge.boundary import shared_memory
+from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
@@ -266,7 +266,7 @@ def trace(
             )
             return values + [v for _, v, _ in written]
 
-    with jax.enable_x64(True), compiling.correctly():
+    with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
         avals = [aval(x) for x in call.arrays]
         closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     spec, static, is_tensor = info["meta"]

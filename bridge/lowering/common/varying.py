@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = frozenset[str]
 _NOTHING: Axes = frozenset()
@@ -46,8 +47,8 @@ def in_type(x: Any) -> dict[str, Any]:
     """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as x does; nothing outside of ``shard_map``."""
     if not in_shard_map():
         return {}
-    of = jax.typeof(x) if isinstance(x, jax.Array) else x
-    return {"sharding": of.sharding, "manual_axis_type": of.manual_axis_type}
+    kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
+    return {"sharding": NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()), "manual_axis_type": kind}
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:

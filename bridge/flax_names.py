@@ -25,7 +25,12 @@ from bridge.flax_layouts import Leaf, arrays, leaves, shapes, write
 Path = tuple[str, ...]
 
 _KINDS = dict.fromkeys(("params", "frozen", "Param", "Frozen"), "params") | dict.fromkeys(("batch_stats", "BatchStat"), "batch_stats")
-_FUSED = re.compile(r"(c_attn|w?qkv(_proj|_einsum)?|to_qkv)", re.IGNORECASE)  # queries, keys and values, one after the other
+# layers that are several, one after the other or stacked along a dimension of their own
+_FUSED = {
+    ("query", "key", "value"): re.compile(r"(c_attn|w?qkv(_proj|_einsum)?|to_qkv)", re.IGNORECASE),
+    ("key", "value"): re.compile(r"w?kv(_proj|_einsum)?|to_kv", re.IGNORECASE),
+    ("gate", "up"): re.compile(r"gating_einsum|gate_up(_proj)?", re.IGNORECASE),
+}
 # words for the same layer; words that say nothing; words that exclude each other
 _WORDS = {
     word: meaning for meaning, words in {
@@ -46,15 +51,27 @@ class Match(NamedTuple):
     why: str
 
 
+class _Part(NamedTuple):
+    """A part of an array along a dimension: one index, or a range of them."""
+
+    axis: int
+    start: int
+    stop: int | None  # the end of the range
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        """A view of the part."""
+        return x[(*[slice(None)] * self.axis, self.start if self.stop is None else slice(self.start, self.stop))]
+
+
 class _Array(NamedTuple):
-    """An array of one of the models; of one that has queries, keys and values, a third."""
+    """An array of one of the models; of one that has queries, keys and values, one of these."""
 
     kind: str  # "params" or "batch_stats"
     path: Path  # the names of the submodules, and its own
     shape: tuple[int, ...]
     label: str  # its name in the report
     source: Path  # its place among the model's arrays
-    third: int | None
+    part: _Part | None  # which part of the array at its source
     order: int
 
 
@@ -85,7 +102,8 @@ def name_map(
     Where several fit, names decide (``downsample.0`` is ``conv_proj``, ``wte`` an ``Embed``), then the order: torch's is that of
     definition, the twin's that of its numbers (``Dense_0``, ``Dense_1``), or else that of definition if it is known: an nnx module's is,
     that of variables is not if ``jax.jit`` or ``jax.eval_shape`` has sorted them. What fits in several ways is left to a rule. Queries,
-    keys and values in one Linear (``c_attn``, ``qkv``) and in three are the same.
+    keys and values in one Linear (``c_attn``, ``qkv``) and in three are the same, and so are keys and values in one, or the two layers of a
+    gated MLP (``kv_einsum`` and ``gating_einsum`` of Gemma).
 
     Args:
         module: as in ``to_variables``; it may have parameters of its own besides.
@@ -125,9 +143,9 @@ def name_map(
     """
     known = list(leaves(module, flattened, own=True))
     ours, theirs, in_order = _of_torch(known), *_of_flax(twin)
-    separate = [any(_FUSED.fullmatch(step) or "query" in _words(step) for a in side for step in a.path) for side in (ours, theirs)]
-    if all(separate):
-        ours, theirs = ([third for a in side for third in _thirds(a)] for side in (ours, theirs))
+    for names, fused in _FUSED.items():
+        if all(any(fused.fullmatch(step) or names[0] in _words(step) for a in side for step in a.path) for side in (ours, theirs)):
+            ours, theirs = ([part for a in side for part in _parts(a, names, fused)] for side in (ours, theirs))
     search = _Search(in_order)
     for pattern, target in (rules or {}).items():
         ours = search.follow(pattern, target, ours, theirs)
@@ -182,24 +200,23 @@ def _defined(node: Any, path: Path) -> list[int]:
     return place
 
 
-def _thirds(a: _Array) -> Iterator[_Array]:
+def _parts(a: _Array, names: Sequence[str], fused: re.Pattern[str]) -> Iterator[_Array]:
+    """The arrays that a is made of: along the dimension of their number, or else along the last one."""
     *above, name = a.path
-    if not above or not _FUSED.fullmatch(above[-1]):
+    count = len(names)
+    stacked = len(a.shape) > 2 and count in a.shape
+    if not above or not fused.fullmatch(above[-1]) or (stacked and a.shape[0] != count and a.shape.count(count) > 1):
         yield a
         return
-    axis = a.shape.index(3) if len(a.shape) > 2 and 3 in a.shape else None
-    shape = (*a.shape[:-1], a.shape[-1] // 3) if axis is None else (*a.shape[:axis], *a.shape[axis + 1:])
-    for third, each in enumerate(("query", "key", "value")):
-        yield a._replace(path=(*above, each, name), shape=shape, label=f"{a.label}[{each}]", third=third)
+    axis, size = (a.shape.index(count), 1) if stacked else (len(a.shape) - 1, a.shape[-1] // count)
+    shape = (*a.shape[:axis], *a.shape[axis + 1:]) if stacked else (*a.shape[:axis], size)
+    for k, each in enumerate(names):
+        part = _Part(axis, k, None) if stacked else _Part(axis, k * size, (k + 1) * size)
+        yield a._replace(path=(*above, each, name), shape=shape, label=f"{a.label}[{each}]", part=part)
 
 
-def _third(x: np.ndarray, third: int | None) -> np.ndarray:
-    """A view of a third of an array, along a dimension of 3 or the last one."""
-    if third is None:
-        return x
-    if x.ndim > 2 and 3 in x.shape:
-        return np.moveaxis(x, x.shape.index(3), 0)[third]
-    return x[..., third * (x.shape[-1] // 3):(third + 1) * (x.shape[-1] // 3)]
+def _part(x: np.ndarray, part: _Part | None) -> np.ndarray:
+    return x if part is None else part.of(x)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------------------
@@ -497,7 +514,7 @@ class NameMap:
                 old = values[b.source]
                 start = np.zeros(old.shape) if isinstance(old, jax.ShapeDtypeStruct) else old
                 new[b.source] = np.array(start, ours[a.source].dtype)
-            _third(new[b.source], b.third)[...] = _as_theirs(_third(ours[a.source], a.third), b.shape)
+            _part(new[b.source], b.part)[...] = _as_theirs(_part(ours[a.source], a.part), b.shape)
         if not isinstance(self.twin, nnx.Module):
             return traverse_util.unflatten_dict({path: jax.numpy.asarray(new[path]) if path in new else v for path, v in values.items()})
         for path, variable in nnx.to_flat_state(nnx.state(self.twin)):
@@ -525,11 +542,11 @@ class NameMap:
                 continue
             own = dict(zip(leaf.where, (x.copy() for x in arrays(leaf)), strict=True))
             for a, b in places:
-                value = _as_ours(_third(np.asarray(values[b.source]), b.third), a.shape)
-                if a.third is None:
+                value = _as_ours(_part(np.asarray(values[b.source]), b.part), a.shape)
+                if a.part is None:
                     own[a.source] = value
                 else:
-                    _third(own[a.source], a.third)[...] = value
+                    a.part.of(own[a.source])[...] = value
             given |= {"/".join(where): x for where, x in own.items()}
         write([leaf for leaf in self._leaves if "/".join(leaf.where[0]) in given], given)
         return self.module

@@ -106,6 +106,10 @@ CASES = [
     Case("integers", lambda: nn.Embedding(10, 4), lambda n: (torch.randint(0, 10, (n, 3)),)),
     Case("an argument that is written to, and its aliases", lambda: lambda x: (x.mul_(2), x[:, 0], x.T), rows),
     Case("static arguments", lambda: lambda x, k, by=None: x * k if by is None else x, lambda n: (torch.randn(n, 3), 3)),
+    Case("running sums, products and extrema", lambda: lambda x: (
+        x.logcumsumexp(0), x.cumsum(0), x.cumprod(0), x.cummax(0), x.cummin(0)), rows, tolerance=1e-5),
+    Case("the gradient of a running sum", lambda: grad(lambda x: x.logcumsumexp(0).cos().sum()), rows, tolerance=1e-5),
+    Case("a Fourier transform of each row", lambda: lambda x: torch.fft.irfft(torch.fft.rfft(x)), lambda n: (torch.randn(n, 6),)),
     Case("jit inside", lambda: jit(lambda x: x.cumsum(0)), rows),
 ]  # fmt: skip
 SLOW = [

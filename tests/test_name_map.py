@@ -250,9 +250,13 @@ class NNXBlock(nnx.Module):
         self.pre_attention_norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, rngs=rngs)
         if kind == "lm1b":
             self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs)
-        elif kind == "gemma":
+        elif kind.startswith("gemma"):
             self.attn_vec_einsum = nnx.Einsum("BTNH,NHD->BTD", (HEADS, WIDTH // HEADS, WIDTH), rngs=rngs)
-            self.qkv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (3, *shape), rngs=rngs)
+            if kind == "gemma":
+                self.qkv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (3, *shape), rngs=rngs)
+            else:
+                self.kv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (2, *shape), rngs=rngs)
+                self.q_einsum = nnx.Einsum("BTD,NDH->BTNH", shape, rngs=rngs)
         else:
             self.c_attn, self.c_proj = (nnx.Linear(WIDTH, n * WIDTH, use_bias=False, rngs=rngs) for n in (3, 1))
         self.before_ffw_norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, rngs=rngs)
@@ -264,9 +268,10 @@ class NNXBlock(nnx.Module):
             y = self.attention(y, mask=mask)
         else:
             q, k, v = self.qkv_einsum(y) if self.kind == "gemma" else (
+                self.q_einsum(y), *self.kv_einsum(y)) if self.kind == "gemma, kv" else (
                 part.reshape(*y.shape[:2], HEADS, -1) for part in jnp.split(self.c_attn(y), 3, -1))
             y = nnx.dot_product_attention(q, k, v, mask=mask)
-            y = self.attn_vec_einsum(y) if self.kind == "gemma" else self.c_proj(y.reshape(x.shape))
+            y = self.attn_vec_einsum(y) if self.kind.startswith("gemma") else self.c_proj(y.reshape(x.shape))
         x = x + y
         return x + self.linear2(nnx.relu(self.linear1(self.before_ffw_norm(x))))
 
@@ -306,11 +311,47 @@ def test_gpt_in_linen(kind: str, bias: bool) -> None:
     check(module, name_map(module, variables), lambda new: jax.jit(twin.apply)(new, SENTENCE))
 
 
-@pytest.mark.parametrize("twin", ["lm1b", "gemma", "nanoGPT"])
+@pytest.mark.parametrize("twin", ["lm1b", "gemma", "gemma, kv", "nanoGPT"])
 @pytest.mark.parametrize("kind", ["fused", "separate", "torch"])
 def test_gpt_in_nnx(kind: str, twin: str) -> None:
     module = gpt(kind)
     check(module, name_map(module, NNXModel(twin, nnx.Rngs(0))), lambda new: nnx.jit(lambda model: model(SENTENCE))(new))
+
+
+class Gated(nn.Module):
+    """A layer of Gemma in torch: one head of keys and values for several queries, and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, n, bias=False) for n in (16, 4, 4))
+        self.o_proj = nn.Linear(16, WIDTH, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 20, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(20, WIDTH, bias=False)
+
+
+class GatedTwin(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attn_vec_einsum = nnx.Einsum("BTNH,NHD->BTD", (4, 4, WIDTH), rngs=rngs)
+        self.q_einsum = nnx.Einsum("BTD,NDH->BTNH", (4, WIDTH, 4), rngs=rngs)
+        self.kv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (2, 1, WIDTH, 4), rngs=rngs)
+        self.gating_einsum = nnx.Einsum("BTD,SDF->SBTF", (2, WIDTH, 20), rngs=rngs)
+        self.linear = nnx.Einsum("BTF,FD->BTD", (20, WIDTH), rngs=rngs)
+
+
+def test_stacked_keys_and_values_and_gates() -> None:
+    module = randomized(Gated())
+    found = name_map(module, GatedTwin(nnx.Rngs(0)))
+    assert not found.unmatched and not found.unmatched_twin, str(found)
+    new = found.to_flax()
+    q, k, v, gate, up = (getattr(module, f"{name}_proj").weight.detach().numpy().T for name in ("q", "k", "v", "gate", "up"))
+    np.testing.assert_array_equal(new.kv_einsum.kernel[...], np.stack([k[None], v[None]]))
+    np.testing.assert_array_equal(new.gating_einsum.kernel[...], np.stack([gate, up]))
+    np.testing.assert_array_equal(new.q_einsum.kernel[...], q.reshape(WIDTH, 4, 4).transpose(1, 0, 2))
+    np.testing.assert_array_equal(new.linear.kernel[...], module.down_proj.weight.detach().numpy().T)
+    expected = {name: t.clone() for name, t in module.state_dict().items()}
+    for p in module.parameters():
+        p.data.zero_()
+    assert all(torch.equal(t, expected[name]) for name, t in found.to_torch(new).state_dict().items())
 
 
 def check(module: nn.Module, found: Any, call: Callable[[Any], Any]) -> None:

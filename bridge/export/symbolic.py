@@ -161,11 +161,12 @@ class Replay:
         consts, carry, rows = operands[:n], operands[n : n + m], operands[n + m :]
 
         def step(carry: Any, row: Any) -> Any:
-            out = self._closed([e.params["jaxpr"] for e in eqns], [*consts, *carry, *row])
+            out = self._closed([e.params["jaxpr"] for e in eqns], [*consts, *carry, *row[: len(rows)]])
             return tuple(out[:m]), tuple(out[m:])
 
         length = self.size(tuple(e.params["length"] for e in eqns), eqns)
-        last, found = lax.scan(step, tuple(carry), tuple(rows), length, params["reverse"], params["unroll"])
+        xs = (*rows, jnp.arange(length))  # the length itself may not be symbolic
+        last, found = lax.scan(step, tuple(carry), xs, None, params["reverse"], params["unroll"])
         return [*last, *found]
 
     def _solve(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:

@@ -97,7 +97,7 @@ class _Export:
         for i, x, shape in zip(self.call.where, self.arrays, self.dims.at(sizes), strict=True):
             leaves[i] = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         try:
-            with random_numbers("jax"), SWAPPING, _little_folded():
+            with random_numbers("jax"), SWAPPING, _same_for_all_sizes(bool(self.dims.names)):
                 program = stage(self.fn, Call(leaves, self.call.spec, self.call.where))
         except SeededInside as error:
             raise RuntimeError(f"export: {error}") from None
@@ -293,13 +293,16 @@ def _coarsest(jaxpr: Any) -> float:
 
 
 @contextlib.contextmanager
-def _little_folded() -> Iterator[None]:
-    """While entered, a trace holds operations on tables, such as positions or a mask, and not their results, which depend on sizes."""
-    before, state.folded = state.folded, _FOLDED
+def _same_for_all_sizes(symbolic: bool) -> Iterator[None]:
+    """While entered, a trace holds operations on tables, such as positions or a mask, and not their results, which depend on sizes.
+
+    symbolic: whether there are symbolic sizes, so that lowerings must use the same operations for all.
+    """
+    before, (state.folded, state.any_size) = (state.folded, state.any_size), (_FOLDED, symbolic)
     try:
         yield
     finally:
-        state.folded = before
+        state.folded, state.any_size = before
 
 
 def _blamed(closed: ClosedJaxpr, platforms: Sequence[str] | None, error: Exception) -> Differs:

@@ -84,6 +84,7 @@ class _State(threading.local):
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
     jitting = False  # a jitted function is being traced
+    any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
 

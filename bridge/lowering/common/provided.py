@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision" -> the bridge's function with that name
+#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision", "any_size" -> the bridge's function with that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
@@ -82,6 +82,11 @@ def torch_numbers_by_value(
         args: the arguments after the tensors.
     """
     return PROVIDED["torch_numbers_by_value"](name, operands, args, generator)
+
+
+def any_size() -> bool:
+    """Whether a lowering must use the same operations for all sizes, because the program is exported with symbolic ones."""
+    return bool(PROVIDED["any_size"]())
 
 
 def float32_precision() -> str:

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
+from bridge.lowering.common.provided import any_size
 from bridge.lowering.reductions.reductions import need_order, pick_along
 from bridge.lowering.registry import lowering
 
@@ -40,7 +41,8 @@ def aten_cumprod(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> 
 @lowering("aten.logcumsumexp", "aten._logcumsumexp")
 def aten_logcumsumexp(self: Array, dim: int) -> Array:
     """logcumsumexp(Tensor self, int dim) -> Tensor"""
-    return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else _running_logsumexp)
+    real = _running_logsumexp_by_steps if any_size() else _running_logsumexp
+    return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else real)
 
 
 @fused("axis")
@@ -49,6 +51,27 @@ def _running_logsumexp(x: Array, axis: int) -> Array:
 
     Only the sum is differentiated: m is a scale on which the result does not depend.
     """
+    return _joined(x, lambda join, pairs: lax.associative_scan(join, pairs, axis=axis))
+
+
+@fused("axis")
+def _running_logsumexp_by_steps(x: Array, axis: int) -> Array:
+    """``_running_logsumexp`` one element after the other: the same operations for all sizes."""
+    def in_order(join: Callable[..., Any], pairs: tuple[Array, Array]) -> tuple[Array, Array]:
+        first, *rest = (jnp.moveaxis(p, axis, 0) for p in pairs)
+
+        def step(before: Any, new: Any) -> tuple[Any, Any]:
+            both = join(before, new)
+            return both, both
+
+        start = jnp.full(first.shape[1:], jnp.finfo(x.dtype).min, x.dtype), jnp.zeros(first.shape[1:], x.dtype)
+        top, total = scan(step, start, (first, *rest))[1]
+        return jnp.moveaxis(top, 0, axis), jnp.moveaxis(total, 0, axis)
+
+    return _joined(x, in_order)
+
+
+def _joined(x: Array, accumulate: Callable[..., Any]) -> Array:
     info = jnp.finfo(x.dtype)
     shift = jnp.where(jnp.isnan(x), info.min, jnp.clip(lax.stop_gradient(x), info.min, info.max))
 
@@ -57,7 +80,7 @@ def _running_logsumexp(x: Array, axis: int) -> Array:
         top = lax.max(m, n)
         return top, s * jnp.exp(m - top) + t * jnp.exp(n - top)
 
-    top, total = lax.associative_scan(join, (shift, jnp.exp(x - shift)), axis=axis)
+    top, total = accumulate(join, (shift, jnp.exp(x - shift)))
     nothing = total == 0  # only -inf so far: the derivative is 0, as in logsumexp
     return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
 

@@ -181,7 +181,8 @@ def test_fills_of_lanes_that_are_not_contiguous(randomness, compiled):
 def _fills_of_computed(x):
     """Fills of tensors that operators have computed, which keep the memory order of what is mapped."""
     drawn = [
-        x.sin().normal_(), (x * x).uniform_(), torch.randn_like(x.sin() + 1), torch.empty_like(x.cos()).exponential_(), x.clone().geometric_(0.5),
+        x.sin().normal_(), (x * x).uniform_(), torch.randn_like(x.sin() + 1),
+        torch.empty_like(x.cos()).exponential_(), x.clone().geometric_(0.5),
         x.clamp(3).random_(), F.dropout(x + x),
     ]  # fmt: skip
     return torch.cat([t.flatten() for t in drawn])

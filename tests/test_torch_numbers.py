@@ -178,6 +178,29 @@ def test_fills_of_lanes_that_are_not_contiguous(randomness, compiled):
     assert_as_in_torch(way, _fills, compiled)
 
 
+def _fills_of_computed(x):
+    """Fills of tensors that operators have computed, which keep the memory order of what is mapped."""
+    drawn = [
+        x.sin().normal_(), (x * x).uniform_(), torch.randn_like(x.sin() + 1),
+        torch.empty_like(x.cos()).exponential_(), x.clone().geometric_(0.5),
+        x.clamp(3).random_(), F.dropout(x + x),
+    ]  # fmt: skip
+    return torch.cat([t.flatten() for t in drawn])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("randomness", [DIFFERENT, SAME], ids=["different", "same"])
+def test_fills_of_computed_tensors(randomness, compiled):
+    def way(lib, f):
+        def also(x):  # torch's vmap refuses bernoulli_ if it is nested
+            return f(x), x.sin().bernoulli_(0.3), x.mT.sin().bernoulli_(0.3), x.bernoulli_(0.6)
+
+        first = [lib.vmap(also, in_dims=dim, **randomness)(CUBE.clone()) for dim in (0, 1, 2)]
+        return *first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(CUBE[None].repeat(5, 1, 1, 1))
+
+    assert_as_in_torch(way, _fills_of_computed, compiled)
+
+
 def _seeded(x):
     torch.manual_seed(1)
     first = torch.rand(6)

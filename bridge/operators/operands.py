@@ -94,7 +94,11 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
                 out = requires_grad.tie(out, values, no_grad)
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
-        return wrap_all(out, device_of(args, kwargs), _layout(func, args, kwargs))
+        layout = _layout(func, args, kwargs)
+        made = wrap_all(out, device_of(args, kwargs), layout)
+        if layout is not PLAIN and type(made) is Traced and state.level.root.drawn is not None and _keeps_order(func):
+            torch_numbers.lay_out(made, func, args, kwargs)
+        return made
 
     return run_pure
 
@@ -111,7 +115,7 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
     if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
         return PLAIN
-    if not chosen and torch.Tag.pointwise not in func.tags and name not in _COPIES:
+    if not chosen and not _keeps_order(func):
         return None, False
     try:
         like = on_meta(func, args, kwargs)
@@ -123,6 +127,11 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     lies = like.shape, like.stride()
     known = chosen or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
     return strides_of(like), known
+
+
+def _keeps_order(func: torch._ops.OpOverload) -> bool:
+    """Whether a result has the memory order of the operands."""
+    return torch.Tag.pointwise in func.tags or func._schema.name in _COPIES
 
 
 def _unknown(t: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ class Geometry:
     outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
     between: tuple[int, ...] = ()  # the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane
     known: bool = True  # if the tensor is computed: its strides are those that PyTorch gives it
+    lane_strides: tuple[int, ...] | None = None  # if it is computed under vmap: the strides that a lane has in PyTorch
     asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
     @classmethod

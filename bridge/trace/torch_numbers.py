@@ -24,7 +24,7 @@ from bridge.lowering.registry import overload
 from bridge.process import process
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state
-from bridge.trace.storage import Node, contiguous
+from bridge.trace.storage import Geometry, Node, contiguous
 from bridge.trace.tracing import Traced
 
 ERROR = (
@@ -120,10 +120,10 @@ class Draw:
     vmaps: tuple[tuple[int, str], ...]
     generator: torch.Generator | None
 
-    def made(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    def made(self, device: str = "cpu") -> tuple[torch.Tensor, tuple[bool, ...]]:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
         sizes = [size for size, _ in self.vmaps]
-        given = [x.made(sizes) if type(x) is Blank else x for x in self.args]
+        given = [x.made(sizes, device) if type(x) is Blank else x for x in self.args]
         kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
 
         def run(levels: Sequence[int]) -> torch.Tensor:
@@ -271,7 +271,22 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
         return None
     vmaps = _vmaps()
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
+    if vmaps and _of_dropout(args[0]):
+        name, blanks = _in_dropout(name, blanks)
     return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
+
+
+def _of_dropout(t: Any) -> bool:
+    """Whether a tensor that is filled may be dropout's own, which comes from empty_like."""
+    return type(t) is Traced and t.node.parent is None and t.node.like is not None
+
+
+def _in_dropout(name: str, args: list[Any]) -> tuple[str, list[Any]]:
+    """A draw of dropout's, as torch's vmap makes it, which replaces dropout."""
+    if name != "aten.bernoulli_.float":
+        return name, args
+    blank = args[0]
+    return "aten.bernoulli.p", [Blank(blank.shape, (0,) * len(blank.shape), blank.dtype, ()), *(args[1:] or [0.5])]
 
 
 def of_arrays(
@@ -286,7 +301,10 @@ def of_arrays(
     vmaps = _vmaps()
     if rules is not None and vmaps:
         _refuse(vmaps, *rules, generator)
-    return _drawn(vmaps, name, _blanks(args, vmaps, fill), (), generator)
+    blanks = _blanks(args, vmaps, fill)
+    if vmaps:
+        name, blanks = _in_dropout(name, blanks)
+    return _drawn(vmaps, name, blanks, (), generator)
 
 
 def by_value(
@@ -343,11 +361,7 @@ def _drawn(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
 ) -> jax.Array:
     assert state.level is not None
-    if name == "aten.bernoulli_.float" and vmaps:  # torch's vmap replaces dropout, which calls it, by this
-        blank = args[0]
-        args = [Blank(blank.shape, (0,) * len(blank.shape), blank.dtype, ()), *(args[1:] or [0.5])]
-        value, mapped = state.level.root.drawn(_draw(vmaps, "aten.bernoulli.p", args, kwargs, generator))
-    elif name.split(".")[1].endswith("_") and vmaps:
+    if name.split(".")[1].endswith("_") and vmaps:
         args, vmaps = _in_place(vmaps, args)
         value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator))
         mapped = (True,) * len(vmaps)
@@ -387,13 +401,34 @@ def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
     geometry = (root.like or root).geometry
     if geometry is None or len(geometry.between) != len(mapped) or "new_" in str(root.maker):  # new_empty's memory is contiguous
         return blank
-    if root.like is None:  # an argument, or a view of one
+    if root.like is None and geometry.lane_strides is None:  # an argument, or a view of one
         return dataclasses.replace(blank, between=geometry.between)
-    if geometry.shape != blank.shape:
+    if geometry.shape != blank.shape or t.node.parent is not None:
         return blank
-    whole = dataclasses.replace(blank, strides=geometry.strides, between=geometry.between)
+    whole = dataclasses.replace(blank, strides=geometry.lane_strides or geometry.strides, between=geometry.between)
+    if root.like is None:
+        return whole
     strides = torch.empty_like(whole.made([each.size for each in vmaps], "meta")).stride()
     return dataclasses.replace(blank, strides=strides[len(mapped) :], between=strides[: len(mapped)])
+
+
+def lay_out(t: Traced, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note how PyTorch's own vmap lays out in memory what an elementwise operator has computed from strided lanes.
+
+    Only the numbers that are drawn into such a tensor, or into one like it, depend on that.
+    """
+    roots = [x.node.root for x in args if type(x) is Traced]
+    if not any((root.like or root).geometry is not None and (root.like or root).geometry.between for root in roots):
+        return
+    vmaps = [each for each in around() if each.kind == "vmap"][::-1]
+    blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else x for x in args]
+    try:
+        whole, mapped = _draw(vmaps, str(func), blanks, tuple(kwargs.items()), None).made("meta")
+    except Exception:  # the operator has no kernel for the device meta
+        return
+    between, strides = whole.stride()[: sum(mapped)], whole.stride()[sum(mapped) :]
+    known = t.node.geometry is not None and t.node.geometry.known and strides == t.stride()
+    t.node.geometry = Geometry(tuple(t.shape), t.stride(), True, between=between, known=known, lane_strides=strides)
 
 
 def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:

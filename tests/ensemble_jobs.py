@@ -100,6 +100,7 @@ def failing(who: int) -> None:
 
 
 def stopping(who: int) -> None:
+    waiting()  # until all watch each other
     if jax.process_index() == who:
         os.kill(os.getpid(), signal.SIGSTOP)
     waiting()

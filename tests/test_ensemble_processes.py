@@ -49,7 +49,7 @@ def compared(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     for run in found:
         assert run["first"] == 0 and run["losses"].shape == (STEPS, jobs.MEMBERS)
         np.testing.assert_allclose(run["losses"], alone["losses"], rtol=2e-6, atol=2e-6)
-        far = worst(run["losses"], alone["losses"]), worst(run["values"], alone["values"])
+        far = worst({"losses": run["losses"]}, {"losses": alone["losses"]}), worst(run["values"], alone["values"])
         print(f"largest difference from one device: of losses {far[0]:.1e}, of parameters and optimizer {far[1]:.1e}")
         assert far[1] < 1e-5
 

@@ -151,6 +151,7 @@ def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
 def _in_jax(compute: Computation, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
     """Run a computation on jax.Arrays, maybe inside a user's own jax.jit or jax.grad; the results are jax.Arrays too."""
     with tracing.root() as root:
+        root.in_jax = torch.is_grad_enabled()  # no_grad around the call does not stop jax.grad
         result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         _carry_out(result, leaves)
         writes = [(t, node.value) for t, node in root.captured.values() if node.version]

@@ -154,9 +154,8 @@ def cnn() -> nn.Module:
 
 #: what is priced: (a function that makes a trainer, a batch, whether it is each member's own)
 PRICED = {
-    "mlp": (_priced(lambda: member(64), nn.functional.mse_loss), (torch.zeros(256, 4), torch.zeros(256, 1)), False),
+    "mlp": (_priced(lambda: member(64), nn.functional.mse_loss), (torch.zeros(16, 256, 4), torch.zeros(16, 256, 1)), True),
     "cnn": (_priced(cnn, nn.functional.cross_entropy), (torch.zeros(256, 1, 8, 8), torch.zeros(256, dtype=torch.long)), False),
-    "own": (_priced(member, nn.functional.mse_loss, optimizer="sgd"), (torch.zeros(16, 256, 4), torch.zeros(16, 256, 1)), True),
 }
 
 

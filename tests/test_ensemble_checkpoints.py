@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ import ensemble_jobs as jobs
 import jax
 import numpy as np
 import pytest
-from test_ensemble_processes import worst
+from test_ensemble_processes import reached, said, worst
 from torch import nn
 
 from bridge.checkpoints import CheckpointError
@@ -55,6 +57,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[st
         assert checkpoints.restore(again, 20) == again.position == 20
 
 
+@pytest.mark.slow
 def test_on_other_meshes(tmp_path: Path) -> None:
     (found,) = launch(jobs.layouts, str(tmp_path), processes=1, devices_per_process=8)
     whole = found.pop("whole")
@@ -136,6 +139,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path, at: int) -> None:
             assert len(fit(trainer, checkpoints, on={8: terminate})) == 24 - at and trainer.position == 24
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     found = launch(jobs.preempted, str(tmp_path), 5, 1, processes=2)
     (position,) = {run["position"] for run in found}
@@ -144,6 +148,21 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
         trainer = jobs.trainer_of(devices=1)
         assert checkpoints.restore(trainer) == position
         assert worst(found[0]["values"], jobs.values(trainer)) == 0
+
+
+def test_sigterm_to_the_launching_process_is_passed_on(tmp_path: Path) -> None:
+    def terminated() -> None:
+        while reached(tmp_path) < 5:
+            time.sleep(0.01)
+        terminate()
+
+    threading.Thread(target=terminated, daemon=True).start()
+    with pytest.raises(SystemExit) as ended:
+        launch(jobs.train, str(tmp_path / "run"), 0, 0.3, processes=2, logs=tmp_path / "logs")
+    assert ended.value.code == 143
+    assert not any("lost" in said(tmp_path, p) for p in range(2))
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.restore(jobs.trainer_of(devices=1)) >= 5
 
 
 def test_sharding_is_the_trainers(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_loops_of_the_trainer_count_in_full() -> None:
 
 
 def test_wrong_arguments() -> None:
-    make, batch, _ = jobs.PRICED["mlp"]
+    make, batch, _ = jobs.PRICED["cnn"]
     for words, args in [
         ("mesh: expected positive numbers", (make, 16, batch, {"rows": 4})),
         ("mesh: expected positive numbers", (make, 16, batch, {"member": 0})),
@@ -71,5 +71,5 @@ def test_wrong_arguments() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             dry_run(*args)
-    with pytest.raises(ValueError, match=r"batch: expected tensors \[16, rows, ...\] with own=True"):
-        dry_run(make, 16, tuple(x.expand(8, *x.shape) for x in batch), {"member": 4}, own=True)
+    with pytest.raises(ValueError, match=r"batch: expected tensors \[32, rows, ...\] with own=True"):
+        dry_run(make, 32, jobs.PRICED["mlp"][1], {"member": 4}, own=True)

@@ -49,7 +49,9 @@ def compared(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     for run in found:
         assert run["first"] == 0 and run["losses"].shape == (STEPS, jobs.MEMBERS)
         np.testing.assert_allclose(run["losses"], alone["losses"], rtol=2e-6, atol=2e-6)
-        assert worst(run["values"], alone["values"]) < 1e-5
+        far = worst(run["losses"], alone["losses"]), worst(run["values"], alone["values"])
+        print(f"largest difference from one device: of losses {far[0]:.1e}, of parameters and optimizer {far[1]:.1e}")
+        assert far[1] < 1e-5
 
 
 @pytest.mark.parametrize(("processes", "data"), [(2, 1), *(pytest.param(4, data, marks=pytest.mark.slow) for data in (1, 2))])
@@ -106,16 +108,16 @@ def whole(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "run").glob("*") if path.name.isdigit())
 
 
-def test_a_process_is_killed_and_the_run_goes_on_with_fewer(tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_process_is_killed_and_the_run_goes_on_with_one(tmp_path: Path, alone: dict[str, Any]) -> None:
     seconds = killed(tmp_path, 1, lambda: 10 in whole(tmp_path), count=3)
     assert seconds is not None and seconds < LIMIT
     for p in (0, 2):
         assert f"process {p} of 3 ends because another one is lost: process 1 of 3 (number " in said(tmp_path, p)
     newest = whole(tmp_path)[-1]
-    for run in launch(jobs.train, str(tmp_path / "run"), processes=2, limit=LIMIT):
-        assert run["first"] == newest >= 10  # nothing is lost but the steps since the newest checkpoint
-        assert worst(run["values"], alone["values"]) < 1e-5
-        np.testing.assert_allclose(run["losses"], alone["losses"][newest:], rtol=2e-6, atol=2e-6)
+    run = jobs.train(str(tmp_path / "run"), devices=1)
+    assert run["first"] == newest >= 10  # nothing is lost but the steps since the newest checkpoint
+    assert worst(run["values"], alone["values"]) < 1e-5
+    np.testing.assert_allclose(run["losses"], alone["losses"][newest:], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -143,7 +145,8 @@ def test_processes_are_killed_at_random_moments(tmp_path: Path, alone: dict[str,
         rows.append((victim, at, taken, named, run["first"], count, worst(run["values"], four)))
         print("| {} | {} | {:.2f} s | {} | {} | {} | {:.1e} |".format(*rows[-1]), flush=True)
         assert taken < LIMIT and run["first"] == saved and rows[-1][-1] <= (0.0 if count == 4 else 1e-6)
-    assert all(len(row[3]) == 3 for row in rows), "each of the others names the one that was killed"
+    # each of the others names the one that was killed, unless training was over
+    assert all(len(named) == 3 or at == STEPS for _, at, _, named, *_ in rows)
 
 
 def test_a_process_fails(tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ class _Running:
                 pipe.close()
             failed += [i for i, p in enumerate(self.processes) if p.exitcode not in (None, 0, _PREEMPTED) and i not in failed]
             if failed and until == float("inf"):
-                until = time.monotonic() + self.limit
+                until = time.monotonic() + 0.9 * self.limit
         codes = [process.exitcode for process in self.processes]
         if failed or until < float("inf"):
             # others end because of the first, by the watch or, if that was process 0, by JAX; one that is stopped does not end
@@ -404,6 +404,10 @@ def _child(pipe: Connection, environment: dict[str, str], target: Any, args: tup
         watch = _connected(f"127.0.0.1:{settings['port']}", count, me, settings["timeout"], settings["limit"], {})
         result = _run(target, args)
         pipe.send(("result", result))
+    except SystemExit as error:  # of a script, or Preempted
+        if watch:
+            watch.leave("" if error.code in (None, 0, _PREEMPTED) else f"SystemExit: {error.code}")
+        raise
     except Exception as error:
         traceback.print_exc()
         text = watch.failure(error) if watch else str(error)

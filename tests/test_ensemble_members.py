@@ -130,6 +130,16 @@ def test_another_architecture_is_refused(name):
         Ensemble.of([one, two])
 
 
+def test_parametrized_layers_are_one_architecture():
+    def normed() -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+    ens = Ensemble(normed, 2)
+    assert equal(Ensemble.of(list(ens))[1], ens[1]) and sorted(ens.params) == sorted(n for n, _ in normed().named_parameters())
+    with pytest.raises(ValueError, match=r"'.*' is .* in member 0, .* in member 1"):
+        Ensemble.of([normed(), nn.Linear(3, 2)])
+
+
 def test_equal_tensors_that_are_no_buffers_are_allowed():
     assert len(Ensemble.of([with_extra(torch.ones(2)), with_extra(torch.ones(2))])) == 2
 

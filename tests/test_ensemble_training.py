@@ -232,6 +232,17 @@ def test_fit_goes_on_where_it_was():
     assert bits(second.state) == bits(whole.state)
 
 
+def test_what_members_compute_under_no_grad_is_constant():
+    """Spectral norm finds its vectors so, at each step anew."""
+    ens = Ensemble(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), N)
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, "sgd", lr=0.3)
+    found = torch.stack([trainer.step(ROWS, LABELS) for _ in range(5)])
+    expected = loop(members, lambda p, i: torch.optim.SGD(p, 0.3), lambda i, step: (ROWS, LABELS), 5)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    agree(ens, members)
+
+
 def test_batches_of_each_member():
     ens = Ensemble(mlp, N)
     members = list(ens)

@@ -184,6 +184,50 @@ def test_call_under_jax_transforms() -> None:
     close(per_sample["0.weight"].sum(0), model[0].weight.grad)
 
 
+class Stops(nn.Module):
+    """Some of its values are computed, or written, under no_grad."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.w = how, nn.Parameter(torch.linspace(-1, 2, 6).view(2, 3))
+        self.register_buffer("v", torch.tensor([0.5, -1.0, 2.0]))
+        self.register_buffer("u", torch.ones(2))
+
+    @torch.no_grad()
+    def stopped(self) -> torch.Tensor:
+        if self.how == "a result":
+            return self.w @ self.v
+        if self.how == "out=":
+            return torch.mv(self.w, self.v, out=self.u)
+        if self.how == "a buffer changed":
+            return self.u.copy_(self.w @ self.v)
+        if self.how == "the parameter changed":
+            self.w.mul_(3)
+        return self.u
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.stopped().clone() * (self.w @ x).sin()).sum()
+
+
+@pytest.mark.parametrize("how", ["a result", "out=", "a buffer changed", "the parameter changed"])
+def test_no_grad_inside_stops_jaxs_derivatives(how: str) -> None:
+    module, x = Stops(how), torch.tensor([1.0, 0.3, -0.2])
+    params, buffers = bridge.params(module), bridge.buffers(module)
+
+    def loss(params: Any) -> Any:
+        return bridge.call(module, params, buffers, (jnp.asarray(x.numpy()),))[0]
+
+    expected = copy.deepcopy(module)
+    expected(x).backward()
+    def mapped(params: Any) -> Any:
+        return jax.vmap(loss)(jax.tree.map(lambda x: x[None], params)).sum()
+
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(mapped)):
+        close(gradient(params)["w"], expected.w.grad)
+    with torch.no_grad():  # around the call it stops nothing
+        assert np.asarray(jax.grad(loss)(params)["w"]).any()
+
+
 def test_call_mode_and_key() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)).eval())
     x = jnp.ones((50, 50))

@@ -154,6 +154,7 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
 
     def body(values: list[Any]) -> list[Any]:
         with tracing.root() as root:
+            root.in_jax = torch.is_grad_enabled()  # no_grad around the call does not stop jax.grad
             result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in values])
             _carry_out(result, leaves)
             writes = [(t, node.value) for t, node in root.captured.values() if node.version]

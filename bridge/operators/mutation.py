@@ -86,7 +86,8 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
             "Please clone() the tensor before performing the operation."
         )
     keep = not (detached or torch.is_grad_enabled()) and innermost("jvp") is None  # forward mode ignores no_grad
-    assign(target, value, detached or None, keep=keep and (state.level.root.recorded or innermost("grad") is not None))
+    root = state.level.root
+    assign(target, value, detached or None, keep=keep and (root.recorded or root.in_jax or innermost("grad") is not None))
 
 
 def write_plan(func: torch._ops.OpOverload) -> Plan:

@@ -189,13 +189,13 @@ _FORMATS = frozenset((torch.channels_last, torch.channels_last_3d))
 
 
 def stop(out: Any) -> Any:
-    """Make values computed under no_grad constants to every enclosing grad transform; forward mode does not obey no_grad."""
+    """Make values computed under no_grad constants to every enclosing grad transform and to JAX's own; our forward mode ignores no_grad."""
     level, root = state.level, state.level.root
     if level.kind == "function":  # the Function's own rule gives the derivative
         return out
     probes = [root.probe] if root.recorded else []
     probes += [each.probe for each in around() if each.kind == "grad"]
-    if not probes:
+    if not (probes or root.in_jax):
         return out
     if innermost("jvp") is None:
         return jax.tree_util.tree_map(constant, out)

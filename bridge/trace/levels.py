@@ -58,6 +58,7 @@ class Level:
     with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
     behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
     recorded: bool = False  # whether torch's autograd may go back through the traced values
+    in_jax: bool = False  # whether JAX's own transforms around the call may differentiate them
     lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
     def __post_init__(self) -> None:

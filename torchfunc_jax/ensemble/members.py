@@ -15,6 +15,7 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 import bridge
 from bridge import checkpoint_files, compiling
@@ -387,7 +388,7 @@ def _kinds(module: nn.Module) -> dict[str, Any]:
     """What must be the same in all members: the layers' classes, their plain attributes, their tensors' shapes and dtypes."""
     found: dict[str, Any] = {}
     for path, layer in module.named_modules():
-        found[path or "the module"] = type(layer)
+        found[path or "the module"] = type_before_parametrizations(layer)  # torch makes a class for each parametrized layer
         for name, value in vars(layer).items():
             where = f"{path}.{name}" if path else name
             if isinstance(value, torch.Tensor):

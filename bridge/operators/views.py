@@ -147,9 +147,6 @@ def as_strided_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return plan_of(aten.clone.default)((as_strided(args, kwargs),), {"memory_format": torch.contiguous_format})
 
 
-_scattered = pure(aten.as_strided_scatter.default, LOWERINGS[aten.as_strided_scatter.default])
-
-
 @own_rule("aten.as_strided_scatter")
 def as_strided_scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, src, *rest = args
@@ -157,7 +154,7 @@ def as_strided_scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _first_place(root)
     whole = root.value.size == base.numel()
     if base.is_contiguous() and (whole or (len(rest) < 3 and "storage_offset" not in kwargs)):
-        return _scattered(args, kwargs)
+        return pure(aten.as_strided_scatter.default, LOWERINGS[aten.as_strided_scatter.default])(args, kwargs)
     if not whole:
         raise OutsideOfView(f"as_strided_scatter: it counts from where the memory of a view's base begins; call .clone() first{at_line()}")
     out = plan_of(aten.clone.default)((base,), {})

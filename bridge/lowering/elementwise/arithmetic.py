@@ -319,8 +319,9 @@ def _extremum(fn: Callable, beyond: Callable) -> Callable:
     return lambda a, b: fn(a, b) if a.dtype.kind in "iub" else function(a, b)
 
 
-aten_maximum = lowering("aten.maximum", "aten.max.other")(binary(_extremum(lax.max, lax.lt)))
-aten_minimum = lowering("aten.minimum", "aten.min.other")(binary(_extremum(lax.min, lax.gt)))
+_maximum, _minimum = _extremum(lax.max, lax.lt), _extremum(lax.min, lax.gt)
+aten_maximum = lowering("aten.maximum", "aten.max.other")(binary(_maximum))
+aten_minimum = lowering("aten.minimum", "aten.min.other")(binary(_minimum))
 lowering("aten.fmax")(binary(_fmax))
 lowering("aten.fmin")(binary(_fmin))
 
@@ -329,22 +330,50 @@ lowering("aten.fmin")(binary(_fmin))
 BOUNDS_ARE_OUTSIDE = torch.__version__ >= (2, 14)  # type: ignore[operator]  # torch's own class compares with tuples
 
 
+@jax.custom_jvp
+def _between(x: Array, low: Array, high: Array) -> Array:
+    """x between two arrays, with the derivatives that PyTorch has from 2.14 on."""
+    return lax.min(lax.max(x, low), high)
+
+
+def _slope_inside(x: Array, low: Array, high: Array, _: Array) -> Array:
+    tie = lax.bitwise_and(lax.bitwise_or(lax.eq(x, low), lax.eq(x, high)), lax.lt(low, high))
+    return choose(lax.bitwise_or(lax.lt(x, low), lax.gt(x, high)), 0, choose(tie, 0.5, like(1, x)))
+
+
+def _slope_at_bound(beyond: Array, x: Array, low: Array, high: Array, at: Array) -> Array:
+    return choose(beyond, 1, choose(lax.bitwise_and(lax.eq(x, at), lax.lt(low, high)), 0.5, like(0, x)))
+
+
+def _slope_below(x: Array, low: Array, high: Array, _: Array) -> Array:
+    return _slope_at_bound(lax.bitwise_and(lax.lt(x, low), lax.le(low, high)), x, low, high, low)
+
+
+def _slope_above(x: Array, low: Array, high: Array, _: Array) -> Array:
+    """If the bounds cross, the upper one is the result."""
+    beyond = lax.bitwise_or(lax.lt(high, low), lax.bitwise_and(lax.gt(x, high), lax.le(low, high)))
+    return _slope_at_bound(beyond, x, low, high, high)
+
+
+define_slopes(_between, _slope_inside, _slope_below, _slope_above)
+
+
 @functools.partial(fused, static_argnums=(3, 4, 5))
 def _clamp(x: Array, low: Array | None, high: Array | None, dtype: np.dtype, nan_bounds: bool, numbers: bool) -> Array:
     """Clamp by selection, so that the derivative goes to the selected operand; a NaN bound gives NaN."""
+    given, *bounds = align(*(cast(b, dtype) for b in (x, low, high) if b is not None))
+    if BOUNDS_ARE_OUTSIDE and not numbers and is_floating(dtype):
+        return _between(given, *bounds) if len(bounds) == 2 else (_minimum if low is None else _maximum)(given, *bounds)
     tests = [(lax.lt, lax.gt if BOUNDS_ARE_OUTSIDE else lax.ge)] * (low is not None)
     tests += [(lax.gt, lax.lt if BOUNDS_ARE_OUTSIDE else lax.le)] * (high is not None)
-    x, *bounds = align(*(cast(b, dtype) for b in (x, low, high) if b is not None))
-    given, shared, inside = x, BOUNDS_ARE_OUTSIDE and not numbers and is_floating(dtype), []
+    x, inside = given, []
     for (outside_of, inside_of), bound in zip(tests, bounds, strict=True):
-        outside, tie = outside_of(x, bound), lax.eq(x, bound)
+        outside = outside_of(x, bound)
         if nan_bounds:
             outside = lax.bitwise_or(outside, lax.ne(bound, bound))
-        if len(bounds) == 2:
-            tie = lax.bitwise_and(tie, lax.ne(*bounds))
         inside.append(inside_of(given, bound))
-        x = lax.select_n(outside, lax.select_n(tie, x, lax.max(x, bound)) if shared else x, bound)
-    if is_floating(dtype) and (numbers or not BOUNDS_ARE_OUTSIDE):  # a NaN is not inside
+        x = lax.select_n(outside, x, bound)
+    if is_floating(dtype):  # a NaN is not inside
         x = lax.select_n(functools.reduce(lax.bitwise_and, inside), lax.stop_gradient(x), given)
         if not numbers:
             x = _with_bounds(given, x, low if low is None else bounds[0], high if high is None else bounds[-1])

@@ -705,3 +705,13 @@ def test_the_backward_pass_is_compiled_while_the_forward_pass_is_unless_it_runs_
     out.sum().backward()
     assert (pair.back.executable is made) == ahead
     torch.testing.assert_close(x.grad, 2.5 * slope(x.detach()))
+
+
+@pytest.mark.parametrize("count", [1000, 1_000_000])  # few numbers are added up in one loop, many in parts
+def test_the_first_run_adds_up_exactly(count: int) -> None:
+    x = torch.rand(2, count, generator=torch.Generator().manual_seed(0)) + 1
+    total = x.double().sum(1)
+    slope = torchfunc_jax.grad(lambda w, row: (w * row).sum())
+    found = torchfunc_jax.vmap(lambda row: row.sum())(x), torchfunc_jax.vmap(slope, (None, 0))(torch.tensor(1.0), x)
+    for sums in found:
+        assert ((sums - total) / total).abs().max() < 1e-6

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -10,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax import lax
+from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling
 from bridge.process import process
@@ -21,6 +23,10 @@ _FAST = {
     "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
     "xla_llvm_disable_expensive_passes": True,
 }
+#: XLA adds up more than 32 numbers in parts. That is more exact, but each part is a kernel of its own: without it a small program takes
+#: two thirds of the time to compile.
+_ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
+_FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
 
 
 class Tiered:
@@ -53,7 +59,7 @@ class Tiered:
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     if jax.default_backend() == "cpu":
-                        self.executable, self._again = _quickly(lowered), _lowering(traced, args)
+                        self.executable, self._again = _quickly(lowered, _longest_sum(traced.jaxpr.jaxpr)), _lowering(traced, args)
                     else:
                         self.executable = lowered.compile()
                 self._took = time.perf_counter() - start
@@ -100,10 +106,18 @@ def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], 
     return lambda: jax.jit(run).lower(*avals)
 
 
-def _quickly(lowered: Any) -> jax.stages.Compiled:
+def _longest_sum(jaxpr: Jaxpr) -> int:
+    """How many numbers are added up or multiplied at most for one result of a reduction; the products of matrices do not count."""
+    sums: list[Any] = [e for e in jaxpr.eqns if e.primitive in (lax.reduce_sum_p, lax.reduce_prod_p)]
+    counts = [math.prod([e.invars[0].aval.shape[d] for d in e.params["axes"]]) for e in sums]
+    return max([*counts, *map(_longest_sum, subjaxprs(jaxpr))], default=0)
+
+
+def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
+    options = _FAST | (_ONE_KERNEL if longest_sum <= _FEW else {})
     while True:
         try:
-            fast = {option: value for option, value in _FAST.items() if option not in process.unknown_options}
+            fast = {option: value for option, value in options.items() if option not in process.unknown_options}
             return lowered.compile(fast)
         except jax.errors.JaxRuntimeError as error:
             unknown = {option for option in fast if f"'{option}'" in str(error)}

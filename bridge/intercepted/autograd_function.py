@@ -34,7 +34,7 @@ from bridge.process import process
 from bridge.record import entries
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
-from bridge.trace.random_keys import SeededInside
+from bridge.trace.random_keys import SeededInside, repeated
 from bridge.trace.storage import Node, OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
@@ -116,7 +116,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
         return call.run(values)
-    with torch.no_grad(), private.set_forward_mode_enabled(False):
+    with torch.no_grad(), private.set_forward_mode_enabled(False), repeated():
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
     return call.run(values, out)
 

@@ -148,6 +148,19 @@ def source(level: Level) -> Level:
     return level
 
 
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """The random numbers that are drawn while this is entered are drawn again afterwards, by code that runs for the second time."""
+    level = state.level
+    assert level is not None
+    keyed, drawn = source(level), level.root.drawn
+    draws, at = keyed.draws, None if drawn is None else drawn.at
+    yield
+    keyed.draws = draws
+    if drawn is not None:
+        drawn.at = at
+
+
 def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     refuse_in_loop("a random number")
     level.draws += 1

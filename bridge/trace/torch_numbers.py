@@ -227,6 +227,7 @@ class AtOnce:
     """The draws of a call that is not compiled: they are made when their operators run.
 
     Attributes:
+        at: how many draws the function has asked for; if it is set back, the same numbers come again.
         key: the JAX key of the call, once it is drawn.
     """
 
@@ -234,7 +235,6 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
-        self.kept: list[Any] = []
         self.at, self.runs, self.key = 0, 0, None
         self.by_torch = by_torch()
 
@@ -256,9 +256,12 @@ class AtOnce:
         self.at += 1
         return self.at
 
-    def sees(self) -> bool:
-        """Whether a draw that is made now has values."""
-        return True
+    def found(self, draw: Draw | ByValue) -> None:
+        """What the next draw has given before, if it is asked for again."""
+
+    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
+        """What a draw gives; ``drawn`` keeps the numbers."""
+        return found
 
     def mark(self) -> torch.Tensor:
         """A point of the program, for ``rewind``."""
@@ -276,13 +279,17 @@ class AtEachCall:
     Args:
         seeds: an input of the program, in the trace of the whole program.
         meets: called with a generator before the first draw from it.
+
+    Attributes:
+        at: how many draws the function has asked for; if it is set back, the same numbers come again.
     """
 
     def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
         self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
         self.draws: list[Draw | ByValue | Rewind] = []
         self.met: set[int] = set()
-        self.kept: list[Any] = []  # JAX forgets what computes a value that nothing uses; its numbers have to be drawn
+        self.at = 0
+        self.given: list[tuple[Draw | ByValue, Any]] = []  # JAX would forget what computes a value that nothing uses
 
     def place(self, draw: Draw | ByValue) -> int:
         """The place of this draw, which is the next one of the program."""
@@ -294,15 +301,27 @@ class AtEachCall:
         self.draws.append(draw)
         return len(self.draws) - 1
 
-    def sees(self) -> bool:
-        """Whether the values of a draw that is made now are computed by the whole program, and not inside of a loop or a checkpoint."""
-        return private.only_transforms_inside(self.trace)
+    def found(self, draw: Draw | ByValue) -> Any:
+        """What the next draw has given before, if it is asked for again."""
+        if self.at >= len(self.given) or self.given[self.at][0].name != draw.name:  # inside of a trace of JAX's, less is known of lanes
+            return None
+        self.at += 1
+        return self.given[self.at - 1][1]
+
+    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
+        """Note what a draw gives, and return it."""
+        self.given[self.at :] = [(draw, found)]
+        self.at += 1
+        return found
 
     def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
+        found = self.found(draw)
+        if found is not None:
+            return found
         place = self.place(draw)
         numbers, mapped = draw.tried()
         params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-        return private.bound_outside(self.seeds, _draw_p, params), mapped
+        return self.keep(draw, (private.bound_outside(self.seeds, _draw_p, params), mapped))
 
     def mark(self) -> int:
         """A point of the program, for ``rewind``."""
@@ -317,7 +336,7 @@ class AtEachCall:
 
         The program does not use the other draws.
         """
-        self.kept.clear()
+        self.given.clear()
         found = [eqn for eqn in jaxpr.eqns if eqn.primitive in (_draw_p, _by_value_p)]
         if not found:
             return jaxpr, [], []
@@ -394,17 +413,17 @@ def by_value(
         return None
     if state.compiling or (level.root.staged and private.folds_constants()):
         raise pieces.NotPure
-    vmaps = _vmaps()
-    if not drawn.sees():
+    vmaps, draw = _vmaps(), ByValue(name, tuple(args), generator)
+    found = drawn.found(draw)
+    if found is not None:
+        return found
+    if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or a checkpoint's values are not known
         return None
     if vmaps:
         _refuse(vmaps, name, [*operands, *args], generator)
     lanes = [each.lane for each in vmaps if each.randomness == "different"]
-    draw = ByValue(name, tuple(args), generator)
     params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
-    found = _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
-    drawn.kept.append(found)
-    return found
+    return drawn.keep(draw, _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params))
 
 
 def _vmaps() -> list[Level]:

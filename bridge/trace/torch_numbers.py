@@ -235,6 +235,7 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
+        self.generators: dict[int, Any] = {}  # explicit generators from which JAX's keys come, with these keys
         self.at, self.runs, self.key = 0, 0, None
         self.by_torch = by_torch()
 
@@ -289,7 +290,7 @@ class AtEachCall:
         self.draws: list[Draw | ByValue | Rewind] = []
         self.met: set[int] = set()
         self.at = 0
-        self.given: list[tuple[Draw | ByValue, Any]] = []  # JAX would forget what computes a value that nothing uses
+        self.given: dict[int, tuple[str, Any]] = {}  # by a draw's place: its operator, and what it gives; JAX would forget what computes a value that nothing uses
 
     def place(self, draw: Draw | ByValue) -> int:
         """The place of this draw, which is the next one of the program."""
@@ -303,14 +304,15 @@ class AtEachCall:
 
     def found(self, draw: Draw | ByValue) -> Any:
         """What the next draw has given before, if it is asked for again."""
-        if self.at >= len(self.given) or self.given[self.at][0].name != draw.name:  # inside of a trace of JAX's, less is known of lanes
+        name, found = self.given.get(self.at, ("", None))
+        if name != draw.name:  # the operands may look different, because inside of a trace of JAX's less is known of lanes
             return None
         self.at += 1
-        return self.given[self.at - 1][1]
+        return found
 
     def keep(self, draw: Draw | ByValue, found: Any) -> Any:
         """Note what a draw gives, and return it."""
-        self.given[self.at :] = [(draw, found)]
+        self.given[self.at] = draw.name, found
         self.at += 1
         return found
 

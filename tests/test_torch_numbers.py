@@ -315,7 +315,7 @@ def test_distributions(name, way, compiled):
         WAYS[way](torch.func, DISTRIBUTIONS[name])
     except RuntimeError:  # torch.func refuses it: an autograd.Function without a rule, the same numbers for different probabilities
         if "same" in way and name not in ("Multinomial", "Beta", "Dirichlet"):
-            with pytest.raises(RuntimeError, match="same randomness with a batched tensor input|different inplace randomness"):
+            with pytest.raises(RuntimeError, match=r"same randomness with a batched|different inplace randomness"):
                 WAYS[way](torchfunc_jax, DISTRIBUTIONS[name])
         return
     assert_as_in_torch(WAYS[way], DISTRIBUTIONS[name], compiled, 1e-5)

@@ -290,7 +290,8 @@ class AtEachCall:
         self.draws: list[Draw | ByValue | Rewind] = []
         self.met: set[int] = set()
         self.at = 0
-        self.given: dict[int, tuple[str, Any]] = {}  # by a draw's place: its operator, and what it gives; JAX would forget what computes a value that nothing uses
+        #: by a draw's place: its operator, and what it gives, because JAX forgets what computes a value that nothing uses
+        self.given: dict[int, tuple[str, Any]] = {}
 
     def place(self, draw: Draw | ByValue) -> int:
         """The place of this draw, which is the next one of the program."""
@@ -342,12 +343,11 @@ class AtEachCall:
         found = [eqn for eqn in jaxpr.eqns if eqn.primitive in (_draw_p, _by_value_p)]
         if not found:
             return jaxpr, [], []
+        by_value = [(eqn.params["of"], eqn.invars) for eqn in found if eqn.primitive is _by_value_p]
         return jaxpr.replace(
             eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive not in (_draw_p, _by_value_p)],
             invars=[*jaxpr.invars, *[eqn.outvars[0] for eqn in found]], debug_info=jaxpr.debug_info.with_unknown_names(),
-        ), [eqn.params["draw"] for eqn in found], [  # fmt: skip
-            (eqn.params["of"], eqn.invars) for eqn in found if eqn.primitive is _by_value_p
-        ]
+        ), [eqn.params["draw"] for eqn in found], by_value  # fmt: skip
 
 
 _draw_p = Primitive("drawn_by_torch")  # the numbers of a draw, in a program that is being traced
@@ -603,5 +603,6 @@ BY_VALUE = frozenset(
 process.random_numbers = os.environ.get("TORCHFUNC_JAX_RANDOM_NUMBERS", "torch")
 checked(process.random_numbers)
 __all__ = [
-    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "ByValue", "Draw", "Rewind", "by_torch", "checked", "made", "numbers", "random_numbers",
+    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "ByValue", "Draw", "Rewind",
+    "by_torch", "checked", "made", "numbers", "random_numbers",
 ]

@@ -214,7 +214,7 @@ class _Draws:
         self.first = True
 
     def __call__(self, draw: Draw) -> tuple[jax.Array, Any]:
-        if self.first:
+        if self.first and self.at == len(self.made):
             self.made.append((draw, *self.drawn(draw)))
         elif self.at >= len(self.made) or self.made[self.at][0] != draw:
             raise Differ("draws other random numbers")

@@ -77,6 +77,8 @@ forward_mode_enabled: Callable[[], bool] = _named("torch._C._is_fwd_grad_enabled
 set_forward_mode_enabled = _named("torch.autograd.forward_ad._set_fwd_grad_enabled")
 #: The ``info`` argument of a Function's vmap staticmethod.
 vmap_info = _named("torch._functorch.autograd_function.VmapInfo")
+#: The Function that samples a Dirichlet distribution, and with it Beta.
+Dirichlet = _named("torch.distributions.dirichlet._Dirichlet")
 torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
 _begin_vmap, _end_vmap = _named("torch._C._functorch._vmap_increment_nesting"), _named("torch._C._functorch._vmap_decrement_nesting")
 _add_batch_dim, _remove_batch_dim = _named("torch._C._functorch._add_batch_dim"), _named("torch._C._functorch._remove_batch_dim")
@@ -327,6 +329,21 @@ def trace_of(value: Any) -> Any:
 def current_trace() -> Any:
     """The JAX trace in progress; inside a function that jax.vmap maps, the one of its tracers."""
     return jax._src.core.trace_ctx.trace
+
+
+def only_transforms_inside(outermost: Any) -> bool:
+    """Whether nothing but vmaps and derivatives lies between a trace and the one in progress, as a loop or a checkpoint of JAX's does."""
+    trace = current_trace()
+    while trace is not outermost and not isinstance(trace, jax._src.interpreters.partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+        if trace is None:
+            return False
+    return trace is outermost
+
+
+def folds_constants() -> bool:
+    """Whether JAX now computes on constants at once, also while it traces (``jax.ensure_compile_time_eval``)."""
+    return jax._src.config.eager_constant_folding.value
 
 
 def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:

@@ -63,7 +63,6 @@ QUICK = ("FakeTensorMode", "a FakeTensor outside of its mode", "torch.func.vmap"
 FAILS = {("jacfwd", "export, strict"), ("hessian", "export, strict")} | {
     ("linearize", look) for look in ("torch.func.vmap", "torch.func.grad", "torch.func.jvp", "forward_ad")
 } | {(name, "compile, fullgraph") for name in ("jet", "jet, coefficients")}  # dynamo fails at a jvp of a jvp
-FAILS.add(("an ensemble", "a FakeTensor outside of its mode"))  # it captures the FakeTensor, and its arguments are none: ours fails
 
 
 def _flat(out: Any) -> list[torch.Tensor]:
@@ -196,6 +195,27 @@ def test_what_was_made_outside_is_torchs_where_torch_looks(name: str, look: str)
     if not isinstance(expected, type):  # torch.func's own pullback cannot be recorded by make_fx, ours is made anew
         _agree(found, expected)
     same(ours(_X), theirs(_X), rtol=1e-6, atol=1e-6)  # and JAX's again afterwards
+
+
+_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+_FAKE = _MODE.from_tensor(_X[0])
+#: Calls that capture a FakeTensor outside of its mode.
+CAPTURES: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "vmap": lambda T, jit: jit(T.vmap(lambda row: row * _FAKE))(_X),
+    "grad": lambda T, jit: jit(T.grad(lambda x: (x * _FAKE).sum()))(_X),
+    "vjp": lambda T, jit: jit(lambda x: T.vjp(lambda x: x * _FAKE, x)[0])(_X),
+    "functionalize": lambda T, jit: jit(T.functionalize(lambda x: x * _FAKE))(_X),
+    "grad in vmap": lambda T, jit: jit(T.vmap(T.grad(lambda x: (x * _FAKE).sum())))(_X),
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, torchfunc_jax.jit], ids=["un-jitted", "jit"])
+@pytest.mark.parametrize("name", CAPTURES)
+def test_a_captured_fake_tensor_is_torchs(name: str, around: Any) -> None:
+    for _ in range(2):
+        found, expected = CAPTURES[name](torchfunc_jax, around), CAPTURES[name](REAL, lambda f: f)
+        assert type(found) is FakeTensor and found.shape == expected.shape
+    assert state.level is None and state.recorder is None
 
 
 def test_jit_inside_of_what_torch_compiles() -> None:

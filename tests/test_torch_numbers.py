@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ OPERATORS = {
     "attention": lambda x: _attention(*[x.expand(4, 3, 6) + 1] * 3)[0],
 }
 UNMAPPED = {"normal of both": lambda x: torch.normal(x, x.exp()), "lstm": lambda x: _recurrent(x.expand(3, 2, 6) + 1)[0]}
-#: how many numbers they draw depends on values; under jit, JAX draws
+#: how many numbers they draw depends on values; under jit these are computed first
 BY_VALUE = {
     "poisson": lambda x: torch.poisson(x.exp() * 3),
     "_standard_gamma": lambda x: torch._standard_gamma(x.exp()),
@@ -125,9 +126,61 @@ def test_operators_that_torchs_vmap_does_not_know(compiled):
     assert_as_in_torch(WAYS["plain"], _all_of(UNMAPPED, "plain"), compiled, 1e-5)
 
 
-@pytest.mark.parametrize("way", ["plain", "different", "nested"])
-def test_numbers_that_depend_on_values(way):
-    assert_as_in_torch(WAYS[way], _all_of({**BY_VALUE, "dropout": OPERATORS["dropout"]}, way), tolerance=1e-6)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", ["plain", "different", "nested", "chunks"])
+def test_numbers_that_depend_on_values(way, compiled):
+    table = {**BY_VALUE, "dropout": OPERATORS["dropout"], "of constants": lambda x: torch._standard_gamma(torch.full((3,), 2.0)) + x[0]}
+    assert_as_in_torch(WAYS[way], _all_of(table, way), compiled, tolerance=1e-5)
+
+
+_rates = torch.rand(6) + 1
+
+
+def _written(x):
+    y = x.exp()
+    y.mul_(10)
+    return torch.poisson(y) + y
+
+
+#: Programs whose draws depend on values that the program computes, or on the numbers of earlier draws.
+COMPUTED = {
+    "of another draw": lambda x: torch._standard_gamma(torch.poisson((x.exp() + torch.rand(6)) * 5) + 1) + torch.rand(6),
+    "not used": lambda x: (torch.poisson(x.exp()), x + torch.rand(6))[1],
+    "of a captured tensor": lambda x: torch.poisson(_rates * 3) + x,
+    "of a written tensor": _written,
+    "in a loop": lambda x: functools.reduce(lambda y, _: torch.poisson(y * 2) + torch.rand(6), range(3), x.exp()),
+    "rrelu": lambda x: F.rrelu(x, training=True) + torch.rand(6),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_numbers_that_depend_on_computed_values(name, requires_grad, compiled):
+    def way(lib, f):
+        return [call(row + k) for k, row in enumerate(X.clone().requires_grad_(requires_grad).unbind())]
+
+    f = COMPUTED[name]
+    call = f
+    torch.manual_seed(3)
+    expected = way(torch.func, f), torch.get_rng_state()
+    call = jit(f) if compiled else functionalize(f)
+    torch.manual_seed(3)
+    torch.testing.assert_close(way(torchfunc_jax, f), expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.get_rng_state(), expected[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_numbers_that_depend_on_values_and_come_from_a_generator(compiled):
+    theirs, ours = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+
+    def draw(x, generator):
+        return torch.poisson(x.exp(), generator=generator), torch.rand(6, generator=generator)
+
+    run = (jit if compiled else functionalize)(lambda x: draw(x, ours))
+    for row in X:
+        torch.testing.assert_close(run(row), draw(row, theirs), rtol=0, atol=0)
+    assert torch.equal(ours.get_state(), theirs.get_state())
 
 
 @pytest.mark.slow
@@ -251,16 +304,113 @@ DISTRIBUTIONS = {
     "Poisson": lambda x: distributions.Poisson(x.exp()).sample(),
     "Binomial": lambda x: distributions.Binomial(5, logits=x).sample(),
 }
-DEPEND_ON_VALUES = ("Gamma", "Beta", "Dirichlet", "StudentT", "Chi2", "Poisson", "Binomial")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", ["plain", "different", "same", "nested", "different in same", "chunks"])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_distributions(name, compiled):
-    if compiled and name in DEPEND_ON_VALUES:
+def test_distributions(name, way, compiled):
+    try:
+        WAYS[way](torch.func, DISTRIBUTIONS[name])
+    except RuntimeError:  # torch.func refuses it: an autograd.Function without a rule, the same numbers for different probabilities
+        if "same" in way and name not in ("Multinomial", "Beta", "Dirichlet"):
+            with pytest.raises(RuntimeError, match=r"same randomness with a batched|different inplace randomness"):
+                WAYS[way](torchfunc_jax, DISTRIBUTIONS[name])
         return
-    assert_as_in_torch(WAYS["plain"], DISTRIBUTIONS[name], compiled, 1e-5)
+    assert_as_in_torch(WAYS[way], DISTRIBUTIONS[name], compiled, 1e-5)
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplies by random numbers."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        scale = torch.rand_like(x)
+        return x * scale, scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, g, _):
+        return g * ctx.saved_tensors[0]
+
+
+class _OldScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(scale := torch.rand_like(x))
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+#: Functions that multiply by random numbers, which their derivative must use too.
+SCALED = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand": lambda x: x * torch.rand(6),
+    "Function": lambda x: _Scaled.apply(x)[0],
+    "gamma": lambda x: x * torch._standard_gamma(torch.ones(6)),
+}
+
+
+@pytest.mark.parametrize("numbers", ["torch", "jax"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_derivative_uses_the_numbers_of_the_value(name, requires_grad, compiled, numbers):
+    """Also what a pullback computes anew, because torch's graph goes on through it; draws in between have numbers of their own."""
+    f, x = SCALED[name], torch.ones(6, requires_grad=requires_grad)
+
+    def derivatives(lib, x):
+        def loss(a):
+            y = f(a)
+            return y.sum(), y
+
+        out, pull = lib.vjp(f, x)
+        between = torch.rand(6)
+        found = [(out, pull(x)[0]), (between, torch.rand(6)), lib.grad(loss, has_aux=True)(x)[::-1]]
+        if name != "Function":  # it has no jvp
+            found.append(lib.jvp(f, (x,), (x,)))
+        if name != "Function" and lib is torchfunc_jax:  # torch.func's draws other numbers for the output than for the derivative
+            value, push = lib.linearize(f, x)
+            found.append((value, push(x)))
+        return [(a.detach(), b.detach()) for a, b in found]
+
+    run = jit(lambda x: derivatives(torchfunc_jax, x)) if compiled else lambda x: derivatives(torchfunc_jax, x)
+    with random_numbers(numbers):
+        torch.manual_seed(3)
+        found = run(x)
+    for k, (value, derivative) in enumerate(found):
+        if k != 1:
+            torch.testing.assert_close(value, derivative)
+    if numbers == "torch":
+        torch.manual_seed(3)
+        expected = derivatives(torch.func, x)
+        torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_function_with_a_context_of_pytorchs_draws_once(compiled):
+    def twice(x):
+        return _OldScaled.apply(_OldScaled.apply(x)) * torch.rand(6)
+
+    run = jit(twice) if compiled else functionalize(twice)
+    found = []
+    for call in (twice, run, run):
+        torch.manual_seed(3)
+        x = torch.ones(6, requires_grad=True)
+        y = call(x)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), x), torch.rand(2)])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
 
 
 def test_the_switch():

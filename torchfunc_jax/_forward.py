@@ -24,6 +24,7 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
+from bridge.trace.random_keys import Place
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.tracing import value_of
 from torchfunc_jax import _args
@@ -246,9 +247,11 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
     pushes: list[Any] = []
+    began: list[Place] = []
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
+        began[:] = [Place.here()]
         body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
         with forward_mode():
             outs, push, rest = varying.linearize(body, *target.split(values), has_aux=True)
@@ -265,7 +268,8 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         leaves = _tangent_leaves(tangents, target.diff_spec, wanted)
         if recorded:
             autograd.check_unchanged(versions)
-            return jvp_with_argnums(func, primals, tangents, None, False, False, tied=False)[1]
+            with transforms.off():
+                return jvp_with_argnums(began[0].again()(func), primals, tangents, None, False, False, tied=False)[1]
 
         def forward(values: list[Any]) -> Result:
             return Result(list(push(*values)))

@@ -21,6 +21,7 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
+from bridge.trace.random_keys import Place
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
@@ -279,9 +280,11 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         return done
     target = Differentiated(func, primals, {}, argnums, api)
     pulls: list[Any] = []
+    began: list[Place] = []
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
+        began[:] = [Place.here()]
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
         outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         pulls[:] = [pull]
@@ -303,7 +306,8 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
                 return Result([conj(g) for g in pull([conj(c) for c in values])], like=target.split(target.call.arrays))
             # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
             inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
-            _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
+            with began[0].again():
+                _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
             return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
 
         grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)

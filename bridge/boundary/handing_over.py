@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from bridge import private
 from bridge.convert import trees
+from bridge.programs import closure_scan
 from bridge.trace.levels import state
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -31,9 +32,13 @@ def torch_looks(given: Any) -> bool:
     return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
 
 
-def has_fake(given: Any) -> bool:
-    """Whether a FakeTensor is among the arguments of a call: it has no values, and outside of its mode too torch computes with it."""
-    return any(map(private.is_fake, trees.flatten(given)[0]))
+def has_fake(func: Any, given: Any) -> bool:
+    """Whether a FakeTensor is among the arguments of an outermost call or is captured: without values, it is always torch's."""
+    if state.level is not None or state.recorder is not None:
+        return False
+    leaves = trees.flatten(given)[0]
+    captured = closure_scan.scan(func, *filter(callable, leaves), deeper=True).tensors.values()
+    return any(map(private.is_fake, [*leaves, *[t for t, _ in captured]]))
 
 
 def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -44,8 +49,8 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
             return theirs()(*args, **kwargs)
         try:
             return _ours(ours, args, kwargs)
-        except TypeError:  # asked only now: it costs a look at each argument
-            if has_fake((args, kwargs)):
+        except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
+            if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)
             raise
 

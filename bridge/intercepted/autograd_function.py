@@ -34,7 +34,7 @@ from bridge.process import process
 from bridge.record import entries
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
-from bridge.trace.random_keys import SeededInside
+from bridge.trace.random_keys import Place, SeededInside
 from bridge.trace.storage import Node, OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
@@ -100,6 +100,8 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
         return rematerialized(args[0], args[2:], {})
     if cls is BackwardHookFunction and ctx is not None:
         return gradient_hooks.module_hooks(ctx, args)
+    if cls is private.Dirichlet:  # the lowering of the operator that it calls has its derivative
+        return cls.forward(ctx, *args)
     op = private.operator_without_formula(cls)
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
@@ -114,8 +116,10 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
         return call.run(values)
+    place = Place.here()
     with torch.no_grad(), private.set_forward_mode_enabled(False):
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
+    place.go()
     return call.run(values, out)
 
 
@@ -329,9 +333,11 @@ class _Call:
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
             captured, values = [[g.value for g in part] for part in captured], [g.value for g in given]
+            place = Place.here()
             outs, residuals, kept = rules.forward(captured, values, [bool(g.perturbed) for g in given])
             # at the enclosing levels the outputs have the Function's own derivative again
             if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
+                place.go()
                 outs = _called(f, captured, values)
             return outs, (captured, kept, kept.linked(residuals, [*outs, *values]))
 
@@ -350,7 +356,9 @@ class _Call:
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (captured, *values), (_, *tangents) = primals, tangents
+            place = Place.here()
             _, residuals, kept = rules.forward(captured, values, [not isinstance(t, SymbolicZero) for t in tangents])
+            place.go()
             outs = _called(f, captured, values)
             given = [_materialized(t, kept.materialize) for t in tangents]
             found = rules.jvp(captured, kept, kept.linked(residuals, [*outs, *values]), given)

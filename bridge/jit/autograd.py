@@ -25,8 +25,8 @@ class ProgramNode(torch.autograd.Function):
     @opaque
     def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run, _, kinds, copied = compiled.pair(active)
-        random = compiled.program.random()
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        random = compiled.program.random(values)
         with jax.enable_x64(True), compiling.at_call():
             outs, rest, pull = run(values, random)
         if compiled.bounds is not None:

@@ -203,7 +203,7 @@ class Compiled:
             active = self._active(every)
             if any(self.pair(active).kinds):
                 return self._recorded(leaves, captured, every, active)
-        random = program.random()
+        random = program.random(values)
         donation = None
         if self.donated and self.torch_out:
             donation = Donation(self.inputs(leaves, captured), values, self.donated, self.in_place)

@@ -110,7 +110,7 @@ class Jitted:
         try:
             return self._called(args, kwargs)
         except TypeError:
-            if has_fake((args, kwargs)):
+            if has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)
             raise
 

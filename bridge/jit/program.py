@@ -34,7 +34,7 @@ from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.stacks import stack_p, unstack_p
-from bridge.trace.torch_numbers import AtEachCall, Draw, Rewind, by_torch, made
+from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
@@ -83,7 +83,7 @@ class Program:
     sources: list[int]
     behind: list[int]
     shared: list[tuple[int, int | Output, tuple[View, ...]]]
-    drawn: list[Draw | Rewind]
+    drawn: list[Draw | ByValue | Rewind]
     numbers: list[int]
 
     def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -145,11 +145,11 @@ class Program:
     def is_random(self) -> bool:
         return bool(self.draws or self.generators or self.drawn)
 
-    def random(self) -> tuple[np.ndarray, list[jax.Array]] | None:
+    def random(self, inputs: Sequence[Any]) -> tuple[np.ndarray, list[jax.Array]] | None:
         """Fresh seeds and numbers for one call, drawn only from the generators that the program uses; None if it uses none."""
         if not self.is_random:
             return None
-        drawn = made(self.drawn)
+        drawn = made(self.drawn, [*inputs, _ANY_SEEDS], self.numbers)
         seeds = np.zeros(_SEEDS, np.int64)
         if self.draws:
             seeds[0] = random_keys.seed_from(None)
@@ -271,15 +271,18 @@ def trace(
         closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     spec, static, is_tensor = info["meta"]
     drawn = info.get("drawn")
-    jaxpr, numbers = (closed.jaxpr, []) if drawn is None else drawn.as_inputs(closed.jaxpr)
+    jaxpr, numbers, by_value = (closed.jaxpr, [], []) if drawn is None else drawn.as_inputs(closed.jaxpr)
     met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates}
     used = [k for k, (t, _) in enumerate(candidates) if id(t) in met]
     missing = [t for key, (t, _) in met.items() if key not in known]
     order = {id(t): i for i, t in enumerate([*[candidates[k][0] for k in used], *missing], first)}
-    jaxpr = simplified(jaxpr.replace(
+    jaxpr = jaxpr.replace(
         invars=[*jaxpr.invars[:first], *[jaxpr.invars[first + k] for k in used], *jaxpr.invars[first + len(candidates) :]],
         debug_info=jaxpr.debug_info.with_unknown_names(),
-    ))  # fmt: skip
+    )
+    for draw, operands in by_value:
+        draw.computed_by(jaxpr, closed.consts, operands)
+    jaxpr = simplified(jaxpr)
     written = [t if isinstance(t, int) else order[id(t)] for t in info["written"]]
     strided = [k for k, g in enumerate(traceable.geometries) if g.asked]
     strided += [order[key] for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked]

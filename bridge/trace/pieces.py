@@ -147,7 +147,7 @@ def _folded(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     try:
         with jax.ensure_compile_time_eval():
             return lower(*args, **kwargs)
-    except jax.errors.JAXTypeError:  # the lowering draws a random key, which is an input of the program
+    except (NotPure, jax.errors.JAXTypeError):  # the lowering draws random numbers, or a key, which are inputs of the program
         return _inlined(lower, args, kwargs)
 
 

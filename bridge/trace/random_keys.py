@@ -6,6 +6,7 @@ vmap with randomness="different" gives every lane its own key; with "same" all l
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -148,6 +149,44 @@ def source(level: Level) -> Level:
     return level
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A point of a program, from which on random operators can draw the same numbers again."""
+
+    once: Any
+    drawn: Any
+    at: int
+    draws: int
+
+    @classmethod
+    def here(cls) -> Place:
+        """Where the program is now."""
+        level = state.level
+        if level is None:  # JAX calls a rule when its trace has closed
+            return cls(None, None, 0, 0)
+        drawn = level.root.drawn
+        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws)
+
+    def go(self) -> None:
+        """Let random operators draw the numbers again that they have drawn from here on."""
+        if state.level is None:
+            return
+        source(state.level).draws = self.draws
+        state.level.root.once, state.level.root.drawn = self.once, self.drawn
+        if self.drawn is not None:
+            self.drawn.at = self.at
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """While entered, code runs for the second time; it gets the same numbers, and nothing is drawn."""
+        before = Place.here()
+        self.go()
+        try:
+            yield
+        finally:
+            before.go()
+
+
 def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
     refuse_in_loop("a random number")
     level.draws += 1
@@ -188,12 +227,12 @@ def key_of_lane(parent: Level, lane: jax.Array, first: list[int] | None = None) 
 def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
     if root.seeds is not None:
         return root.seeds(generator)
-    if generator is not None:  # one seed per call, even if a transform has to start again
+    keeps = root if root.once is None else root.once  # one seed per call, even if a transform has to start again
+    if generator is not None:
         which = private.which_generator(generator)
-        if which not in root.generators:
-            root.generators[which] = (generator, _key_from(generator))
-        return root.generators[which][1]
-    keeps = root if root.once is None else root.once
+        if which not in keeps.generators:
+            keeps.generators[which] = (generator, _key_from(generator))
+        return keeps.generators[which][1]
     if keeps.key is None:
         keeps.key = _key_from(None)
     return keeps.key

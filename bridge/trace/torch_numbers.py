@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
 
-from bridge import private
+from bridge import compiling, private
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import process
@@ -155,8 +155,57 @@ class Rewind:
     before: int
 
 
-def made(draws: Sequence[Draw | Rewind]) -> list[torch.Tensor | None]:
-    """Make the draws of a program in order; None for a Rewind."""
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
+class ByValue:
+    """One use of a random operator whose numbers depend on the values of its operands, which a program computes.
+
+    Attributes:
+        name: the operator's.
+        args: its arguments after the operands.
+        generator: None for torch's default one.
+        needs: on which of the program's inputs its operands depend; these may be numbers of earlier draws.
+        operands: computes the operands from these inputs.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    generator: torch.Generator | None
+    needs: list[int] = dataclasses.field(default_factory=list, compare=False)
+    operands: Callable[..., list[jax.Array]] = dataclasses.field(default=lambda *_: [], compare=False)
+
+    def made(self, operands: Sequence[jax.Array]) -> torch.Tensor:
+        """The numbers for these operands."""
+        with private.plain_torch():
+            given = [tensors.to_torch(x) for x in operands]
+            if self.name != "aten.rrelu":
+                return overload(self.name)(*given, *self.args, self.generator)
+            noise = torch.empty_like(given[0])  # what it multiplies by
+            overload("aten.rrelu_with_noise")(given[0], noise, *self.args, self.generator)
+            return noise
+
+    def computed_by(self, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> None:
+        """Note how the operands, variables of a program, are computed from the program's inputs."""
+        used, eqns = {v for v in operands if not isinstance(v, Literal)}, []
+        for eqn in reversed(jaxpr.eqns):
+            if not used.isdisjoint(eqn.outvars):
+                used.update(v for v in eqn.invars if not isinstance(v, Literal))
+                eqns.append(eqn)
+        self.needs = [k for k, v in enumerate(jaxpr.invars) if v in used]
+        part = jaxpr.replace(
+            eqns=eqns[::-1], invars=[jaxpr.invars[k] for k in self.needs], outvars=[*operands],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )  # fmt: skip
+        self.operands = jax.jit(lambda *given: jax.core.eval_jaxpr(part, consts, *given), compiler_options=compiling.options())
+
+
+def made(draws: Sequence[Draw | ByValue | Rewind], inputs: Sequence[Any], numbers: Sequence[int]) -> list[torch.Tensor | None]:
+    """Make the draws of a program in order; None for a Rewind.
+
+    Args:
+        draws: the program's.
+        inputs: the inputs of the program before the numbers.
+        numbers: which of the draws give the numbers.
+    """
     states = {draw.before: torch.Tensor() for draw in draws if isinstance(draw, Rewind)}
     found: list[torch.Tensor | None] = []
     for k, draw in enumerate(draws):
@@ -165,8 +214,12 @@ def made(draws: Sequence[Draw | Rewind]) -> list[torch.Tensor | None]:
         if isinstance(draw, Rewind):
             torch.set_rng_state(states[draw.before])
             found.append(None)
-        else:
+        elif isinstance(draw, Draw):
             found.append(draw.made()[0])
+        else:
+            with jax.enable_x64(True), compiling.correctly():
+                given = [inputs[i] if i < len(inputs) else tensors.to_jax(found[numbers[i - len(inputs)]]) for i in draw.needs]
+                found.append(draw.made(draw.operands(*given)))
     return found
 
 
@@ -174,6 +227,7 @@ class AtOnce:
     """The draws of a call that is not compiled: they are made when their operators run.
 
     Attributes:
+        at: how many draws the function has asked for; if it is set back, the same numbers come again.
         key: the JAX key of the call, once it is drawn.
     """
 
@@ -181,6 +235,7 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
+        self.generators: dict[int, Any] = {}  # explicit generators from which JAX's keys come, with these keys
         self.at, self.runs, self.key = 0, 0, None
         self.by_torch = by_torch()
 
@@ -197,10 +252,17 @@ class AtOnce:
             self.drawn[at] = tensors.to_jax(numbers), mapped
         return self.drawn[at]
 
-    def place(self) -> int:
+    def place(self, draw: Any = None) -> int:
         """The place of the next draw in the program."""
         self.at += 1
         return self.at
+
+    def found(self, draw: Draw | ByValue) -> None:
+        """What the next draw has given before, if it is asked for again."""
+
+    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
+        """What a draw gives; ``drawn`` keeps the numbers."""
+        return found
 
     def mark(self) -> torch.Tensor:
         """A point of the program, for ``rewind``."""
@@ -218,23 +280,51 @@ class AtEachCall:
     Args:
         seeds: an input of the program, in the trace of the whole program.
         meets: called with a generator before the first draw from it.
+
+    Attributes:
+        at: how many draws the function has asked for; if it is set back, the same numbers come again.
     """
 
     def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
         self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
-        self.draws: list[Draw | Rewind] = []
+        self.draws: list[Draw | ByValue | Rewind] = []
         self.met: set[int] = set()
+        self.at = 0
+        #: by a draw's place: its operator, and what it gives, because JAX forgets what computes a value that nothing uses
+        self.given: dict[int, tuple[str, Any]] = {}
 
-    def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
+    def place(self, draw: Draw | ByValue) -> int:
+        """The place of this draw, which is the next one of the program."""
         generator = torch.default_generator if draw.generator is None else draw.generator
         which = private.which_generator(generator)
         if which not in self.met:
             self.meets(draw.generator)
             self.met.add(which)
-        numbers, mapped = draw.tried()
         self.draws.append(draw)
-        params = {"draw": len(self.draws) - 1, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-        return private.bound_outside(self.seeds, _draw_p, params), mapped
+        return len(self.draws) - 1
+
+    def found(self, draw: Draw | ByValue) -> Any:
+        """What the next draw has given before, if it is asked for again."""
+        name, found = self.given.get(self.at, ("", None))
+        if name != draw.name:  # the operands may look different, because inside of a trace of JAX's less is known of lanes
+            return None
+        self.at += 1
+        return found
+
+    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
+        """Note what a draw gives, and return it."""
+        self.given[self.at] = draw.name, found
+        self.at += 1
+        return found
+
+    def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
+        found = self.found(draw)
+        if found is not None:
+            return found
+        place = self.place(draw)
+        numbers, mapped = draw.tried()
+        params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
+        return self.keep(draw, (private.bound_outside(self.seeds, _draw_p, params), mapped))
 
     def mark(self) -> int:
         """A point of the program, for ``rewind``."""
@@ -244,15 +334,20 @@ class AtEachCall:
         """Let torch's default generator draw the same numbers again as from that point on."""
         self.draws.append(Rewind(mark))
 
-    def as_inputs(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[int]]:
-        """The program with its draws as its last inputs, and which of the draws these are; it does not use the others."""
-        found = [eqn for eqn in jaxpr.eqns if eqn.primitive is _draw_p]
+    def as_inputs(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[int], list[tuple[ByValue, list[Any]]]]:
+        """The program with its draws as its last inputs, which of the draws these are, and those that depend on values with their operands.
+
+        The program does not use the other draws.
+        """
+        self.given.clear()
+        found = [eqn for eqn in jaxpr.eqns if eqn.primitive in (_draw_p, _by_value_p)]
         if not found:
-            return jaxpr, []
+            return jaxpr, [], []
+        by_value = [(eqn.params["of"], eqn.invars) for eqn in found if eqn.primitive is _by_value_p]
         return jaxpr.replace(
-            eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive is not _draw_p], invars=[*jaxpr.invars, *[eqn.outvars[0] for eqn in found]],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        ), [eqn.params["draw"] for eqn in found]  # fmt: skip
+            eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive not in (_draw_p, _by_value_p)],
+            invars=[*jaxpr.invars, *[eqn.outvars[0] for eqn in found]], debug_info=jaxpr.debug_info.with_unknown_names(),
+        ), [eqn.params["draw"] for eqn in found], by_value  # fmt: skip
 
 
 _draw_p = Primitive("drawn_by_torch")  # the numbers of a draw, in a program that is being traced
@@ -310,22 +405,27 @@ def of_arrays(
 def by_value(
     name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
 ) -> jax.Array | None:
-    """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``.  A program that is compiled has no values when it draws."""
+    """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
     level = state.level
     if level is None:
         return None
     level.root.by_value = True
     drawn = level.root.drawn
-    if type(drawn) is not AtOnce or any(each.keyed for each in around()):
+    if not isinstance(drawn, AtOnce | AtEachCall) or any(each.keyed for each in around()):
         return None
-    if state.compiling:
+    if state.compiling or (level.root.staged and private.folds_constants()):
         raise pieces.NotPure
-    vmaps = _vmaps()
+    vmaps, draw = _vmaps(), ByValue(name, tuple(args), generator)
+    found = drawn.found(draw)
+    if found is not None:
+        return found
+    if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or a checkpoint's values are not known
+        return None
     if vmaps:
         _refuse(vmaps, name, [*operands, *args], generator)
     lanes = [each.lane for each in vmaps if each.randomness == "different"]
-    params = {"name": name, "args": tuple(args), "generator": generator, "lanes": len(lanes), "drawn": drawn, "at": drawn.place()}
-    return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
+    params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
+    return drawn.keep(draw, _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params))
 
 
 def _vmaps() -> list[Level]:
@@ -469,18 +569,11 @@ _by_value_p.def_abstract_eval(lambda first, *_, **__: first)
 
 
 @_by_value_p.def_impl
-def _by_value(*operands: jax.Array, name: str, args: Any, generator: Any, lanes: int, drawn: AtOnce, at: int) -> jax.Array:
+def _by_value(*operands: jax.Array, of: ByValue, lanes: int, drawn: AtOnce, draw: int) -> jax.Array:
     """Draw, or return what an earlier run of the same function has drawn."""
-    if at not in drawn.drawn:
-        with private.plain_torch():
-            given = [tensors.to_torch(x) for x in operands]
-            if name == "aten.rrelu":  # what it multiplies by
-                noise = torch.empty_like(given[0])
-                overload("aten.rrelu_with_noise")(given[0], noise, *args, generator)
-                drawn.drawn[at] = tensors.to_jax(noise)
-            else:
-                drawn.drawn[at] = tensors.to_jax(overload(name)(*given, *args, generator))
-    return drawn.drawn[at]
+    if draw not in drawn.drawn:
+        drawn.drawn[draw] = tensors.to_jax(of.made(operands))
+    return drawn.drawn[draw]
 
 
 def _values_of_lanes(given: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
@@ -510,5 +603,6 @@ BY_VALUE = frozenset(
 process.random_numbers = os.environ.get("TORCHFUNC_JAX_RANDOM_NUMBERS", "torch")
 checked(process.random_numbers)
 __all__ = [
-    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "Draw", "Rewind", "by_torch", "checked", "made", "numbers", "random_numbers",
+    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "ByValue", "Draw", "Rewind",
+    "by_torch", "checked", "made", "numbers", "random_numbers",
 ]

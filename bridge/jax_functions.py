@@ -142,7 +142,8 @@ class _Program(Unsearched):
         if state.recorder is not None:
             raise Unrecordable("a JAX function without tensors")
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            return list(_Node.apply(self, [], *given))
+            # what a hook on saved tensors (a checkpoint, save_on_cpu) shall see are the arguments, so the backward keeps nothing else
+            return list(_Node.apply(self, [] if private.saved_tensor_pack() is None else None, *given))
         return self.jitted(*given)
 
     # -- its derivatives and its map, as programs ------------------------------------------------------------------------------------------
@@ -189,8 +190,9 @@ def _primitives(jaxpr: Jaxpr) -> set[str]:
 class _Node(autograd.Untransformed):
     """A call of a program as one node of torch's graph, under torch.func's transforms and forward-mode AD too.
 
-    Its rules are programs, so that they have rules as well. ``held`` is an empty list if no transform is in progress: it gets the call's
-    arguments and results as a graph of their own, whose backward has kept what it needs. A derivative of the backward runs fn again.
+    Its rules are programs, so that they have rules as well. ``held`` is an empty list if no transform is in progress and no hook is on
+    saved tensors: it gets the call's arguments and results as a graph of their own, whose backward has kept what it needs. A derivative of
+    the backward runs fn again.
     """
 
     @staticmethod

@@ -222,6 +222,24 @@ def test_records(caplog: pytest.LogCaptureFixture) -> None:
     assert "a JAX function without tensors" in caplog.text
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_checkpoints(jit: bool) -> None:
+    """A checkpoint counts what is saved when it runs again; a program that is made meanwhile saves nothing in it."""
+    f, weight = bridge.from_jax(lambda x, w: jnp.sin(x) @ w), torch.eye(3, dtype=torch.float64, requires_grad=True)
+    run, leaf = torchfunc_jax.jit(f) if jit else f, X.clone().requires_grad_()
+    for _ in range(2):
+        out, expected = torch.utils.checkpoint.checkpoint(run, leaf * 2, weight, use_reentrant=False), (leaf * 2).sin() @ weight
+        same(*[torch.autograd.grad(y.square().sum(), (leaf, weight)) for y in (out, expected)])
+
+
+def test_hooks_on_saved_tensors_see_the_arguments() -> None:
+    seen, leaf = list[torch.Tensor](), X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: 2 * t):  # type: ignore[func-returns-value]
+        out = bridge.from_jax(jnp.sin)(leaf)
+    same(seen, [leaf])
+    same(torch.autograd.grad(out.sum(), leaf), ((2 * leaf).cos(),))
+
+
 def test_complex() -> None:
     f, z = bridge.from_jax(lambda z: jnp.abs(z) ** 2 * z), torch.randn(3, dtype=torch.complex128)
     leaf = z.clone().requires_grad_()

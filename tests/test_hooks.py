@@ -199,6 +199,15 @@ def test_hooks_on_saved_tensors_are_refused(transform: str) -> None:
         same(grad(lambda x: (x * x).sum())(torch.ones(3)), torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("wrap", [jit, functionalize, vmap, lambda f: vmap(lambda row: f(row.requires_grad_()))])
+def test_a_checkpoint_does_not_count_what_a_trace_saves(wrap: Any) -> None:
+    """The first call makes a trace, the one of the backward pass need not."""
+    weight, x = torch.randn(3, 2, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    f = lambda row: (row.sin() @ weight).tanh()
+    out = torch.utils.checkpoint.checkpoint(wrap(f), x, use_reentrant=False)
+    same(torch.autograd.grad(out.sum(), (x, weight)), torch.autograd.grad(f(x).sum(), (x, weight)))
+
+
 @pytest.mark.parametrize("taken", [lambda t: t.numpy(), np.asarray, lambda t: np.sin(t), lambda t: np.asarray(jnp.asarray(t))])
 @pytest.mark.parametrize("way", ["grad", "jacrev", "vjp", "jvp", "jit(grad)"])
 def test_numbers_of_what_is_differentiated(way: str, taken: Callable[..., Any]) -> None:

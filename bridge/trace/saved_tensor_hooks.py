@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,11 +15,28 @@ _REFUSED = (
 )
 
 
+def _unchanged(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def _pytorchs(pack: Callable[..., Any]) -> bool:
+    """Whether PyTorch itself has entered these hooks (a checkpoint, save_on_cpu): they change no values."""
+    return pack is _unchanged or (getattr(pack, "__module__", None) or "").startswith("torch.")
+
+
 def refuse_hooks() -> None:
-    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks change no values, so they pass."""
+    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks pass."""
     pack = private.saved_tensor_pack()
-    if pack is not None and not (getattr(pack, "__module__", None) or "").startswith("torch."):
+    if pack is not None and not _pytorchs(pack):
         raise RuntimeError(_REFUSED)
+
+
+def hidden_from_pytorch() -> contextlib.AbstractContextManager[Any]:
+    """While entered, PyTorch's own hooks see nothing: a checkpoint counts what is saved, and a trace is not made when it runs again."""
+    pack = private.saved_tensor_pack()
+    if pack is None or not _pytorchs(pack):
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
 
 def without_hooks() -> contextlib.AbstractContextManager[None]:

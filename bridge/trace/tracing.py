@@ -20,7 +20,7 @@ from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
-from bridge.trace import python_numbers
+from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import read, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
@@ -312,7 +312,7 @@ def root() -> Iterator[Level]:
     """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Everything is restored on exit, even after an error."""
     with (
         jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
-        push("root") as level, _Mode(),
+        saved_tensor_hooks.hidden_from_pytorch(), push("root") as level, _Mode(),
     ):
         try:
             yield level

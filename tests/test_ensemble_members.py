@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from torchfunc_jax.ensemble import Ensemble
 
@@ -140,6 +141,23 @@ def test_parametrized_layers_are_one_architecture():
         Ensemble.of([normed(), nn.Linear(3, 2)])
 
 
+@pytest.mark.parametrize("hook", ["spectral_norm", "weight_norm", "pruning"])
+def test_tensors_that_hooks_compute(hook):
+    """Old spectral_norm and weight_norm, and pruning: a member's weight is its own, also before it is called."""
+    make = {
+        "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
+        "pruning": lambda: prune.l1_unstructured(nn.Linear(3, 2), "weight", 0.5),
+    }[hook]
+    modules, x = [make() for _ in range(3)], torch.randn(4, 3)
+    for module in modules:
+        module(x)
+    ens = Ensemble.of(modules)
+    for member, module in zip(ens, modules, strict=True):
+        assert equal(member, module)
+        torch.testing.assert_close(member.weight.detach(), module.eval()(torch.eye(3)).T.detach() - module.bias[:, None].detach())
+    torch.testing.assert_close(ens.logits(x), torch.stack([module(x) for module in modules]))
+
+
 def test_equal_tensors_that_are_no_buffers_are_allowed():
     assert len(Ensemble.of([with_extra(torch.ones(2)), with_extra(torch.ones(2))])) == 2
 
@@ -148,6 +166,7 @@ REFUSED = {
     "no members": (lambda: Ensemble(Net, 0), ValueError, "positive multiple"),
     "an empty list": (lambda: Ensemble.of([]), ValueError, "positive multiple"),
     "no module": (lambda: Ensemble(lambda: 3, 2), TypeError, "expected an nn.Module as member 0, got int"),
+    "a compiled module": (lambda: Ensemble(lambda: torch.compile(nn.Linear(3, 2)), 2), TypeError, "expected the module itself"),
     "a lazy module": (lambda: Ensemble(lambda: nn.LazyLinear(2), 2), TypeError, "not initialized"),
     "other axes": (lambda: Ensemble(Net, 2, mesh=jax.make_mesh((1,), ("x",))), ValueError, r'axes "member" and "data"'),
 }

@@ -95,7 +95,9 @@ class Ensemble:
         first = make(0)
         if not isinstance(first, nn.Module):
             raise TypeError(f"expected an nn.Module as member 0, got {type(first).__name__}")
-        self._begin(copy.deepcopy(first), make_member)
+        if hasattr(first, "_orig_mod"):
+            raise TypeError("expected the module itself, got what torch.compile makes of it; all members are compiled as one program")
+        self._begin(_computed(_duplicate(first)), make_member)
         self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
 
     def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
@@ -103,6 +105,7 @@ class Ensemble:
         self._kinds = _kinds(template)
         self._make_member = make_member
         self._programs: dict[Any, Any] = {}
+        self.changes = 0  # how often other members came into some of its places, which a trainer has to know
 
     def _set(self, n: int, state: Rows) -> None:
         names = [name for name, _ in self.template.named_parameters()]
@@ -130,7 +133,7 @@ class Ensemble:
             raise LookupError(
                 f"member {i} is kept by another process, this one keeps {self.local}; ask there, or write a checkpoint"
             ) from None
-        return bridge.load(copy.deepcopy(self.template), params, buffers)
+        return _computed(bridge.load(_duplicate(self.template), params, buffers))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self[i] for i in range(len(self)))
@@ -186,6 +189,7 @@ class Ensemble:
         rows = [self._rows(module, f"member {before + k}") for k, module in enumerate(modules)]
         widened = self.placement.taken({**self.params, **self.buffers}, np.arange(n) % before)
         self._set(n, self.placement.replaced(widened, dict(zip(range(before, n), rows, strict=True))))
+        self.changes += 1
 
     def drop(self, indices: int | Iterable[int]) -> None:
         """Remove members; the others keep their order.
@@ -223,12 +227,13 @@ class Ensemble:
         found = self._indices(indices)
         self.placement.check(len(found))
         self._set(len(found), self.placement.taken({**self.params, **self.buffers}, np.array(found)))
+        self.changes += 1
 
     def _indices(self, indices: int | Iterable[int]) -> list[int]:
         return [self._index(i) for i in (indices if isinstance(indices, Iterable) else [indices])]
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
-        """Give members new initial values: those that they have in an ensemble of this seed.
+        """Give members new initial values: those that they have in an ensemble of this seed. In training, use ``Trainer.reseed``.
 
         Raises:
             IndexError: there is no such member.
@@ -249,6 +254,7 @@ class Ensemble:
             with _seeded(seed, i):
                 rows[i] = self._rows(self._make_member(), f"member {i}")
         self._set(len(self), self.placement.replaced({**self.params, **self.buffers}, rows))
+        self.changes += 1
 
     def copy(self) -> Ensemble:
         """An ensemble with copies of the values, for example a snapshot of one that is being trained.
@@ -323,7 +329,8 @@ class Ensemble:
             if name not in own or name not in state or list(state[name].shape) != [n, *own[name].shape]:
                 raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
-        bridge.load(made.template, *({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers)))
+        mine = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
+        _computed(bridge.load(made.template, *mine))
         return made
 
     # -- outputs -----------------------------------------------------------------------------------------------------------------------
@@ -348,17 +355,18 @@ class Ensemble:
         """
         place = self.placement
         leaves = jax.tree.leaves(inputs)
-        rows = {x.shape[0] if x.ndim else None for x in leaves}
+        rows, wide = {x.shape[0] if x.ndim else None for x in leaves}, wide_types(leaves, self.template)
 
         def one(params: Rows, buffers: Rows, inputs: Any) -> Any:
-            args, kwargs = arguments(inputs)
+            with jax.enable_x64(True):
+                args, kwargs = arguments(widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype))))
             return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
 
         def program(axis: str | None) -> Any:
             every = lanes(one, (0, 0, None), chunk)
             return jax.jit(place.over(every, (place.spec(MEMBER), place.spec(MEMBER), place.spec(axis)), place.spec(MEMBER, axis), False))
 
-        key = (jax.tree.structure(inputs), tuple((x.shape, x.dtype) for x in leaves), chunk)
+        key = (jax.tree.structure(inputs), tuple((x.shape, str(x.dtype)) for x in leaves), wide, chunk)
         with compiling.correctly():
             if key not in self._programs:
                 axis = DATA if len(rows) == 1 and None not in rows and not rows.copy().pop() % place.size(DATA) else None
@@ -382,6 +390,31 @@ def _seeded(seed: int, index: int) -> Iterator[None]:
 
 # -- one architecture --------------------------------------------------------------------------------------------------------------------
 _PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
+#: what stands behind the names of the parameters of which a hook computes a tensor before each call
+_HOOKED = ("_orig", "_g")  # torch.nn.utils: spectral_norm and prune, weight_norm
+
+
+def _hooked(layer: nn.Module) -> list[str]:
+    """The tensors of a layer that hooks of torch.nn.utils compute of its parameters before each call."""
+    own = dict(layer.named_parameters(recurse=False))
+    return [name for name, x in vars(layer).items() if isinstance(x, torch.Tensor) and any(name + end in own for end in _HOOKED)]
+
+
+def _duplicate(module: nn.Module) -> nn.Module:
+    """A deep copy, in which hooks have still to compute their tensors; ``copy.deepcopy`` refuses those that are results."""
+    return copy.deepcopy(module, {id(vars(layer)[name]): torch.empty(0) for layer in module.modules() for name in _hooked(layer)})
+
+
+def _computed(module: nn.Module) -> nn.Module:
+    """The module, in which hooks have computed their tensors of the values that it has now."""
+    for layer in module.modules():
+        for name in _hooked(layer):
+            mode, layer.training = layer.training, False  # else spectral_norm takes a step of its iteration
+            for hook in layer._forward_pre_hooks.values():
+                if name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+                    hook(layer, ())
+            layer.training = mode
+    return module
 
 
 def _kinds(module: nn.Module) -> dict[str, Any]:
@@ -389,7 +422,10 @@ def _kinds(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, layer in module.named_modules():
         found[path or "the module"] = type_before_parametrizations(layer)  # torch makes a class for each parametrized layer
+        hooked = _hooked(layer)
         for name, value in vars(layer).items():
+            if name in hooked:
+                continue
             where = f"{path}.{name}" if path else name
             if isinstance(value, torch.Tensor):
                 found[where] = value.detach().clone()
@@ -432,6 +468,19 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def wide_types(leaves: Iterable[Any], member: nn.Module) -> tuple[torch.dtype | None, ...]:
+    """The 64-bit types that a member needs of these tensors and arrays, of which JAX makes 32-bit ones: of integers, and its own."""
+    own = {torch.int64} | {p.dtype for p in member.parameters()} & {torch.float64}
+    named = {name: t for t in own for name in (str(t), str(t).removeprefix("torch."))}
+    return tuple(None if isinstance(x, jax.Array) else named.get(str(getattr(x, "dtype", None))) for x in leaves)
+
+
+def widened(tree: Any, wide: tuple[torch.dtype | None, ...], cast: Callable[[Any, torch.dtype], Any]) -> Any:
+    """A tree whose leaves are cast to what ``wide_types`` has found."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [cast(x, t) if t else x for x, t in zip(leaves, wide, strict=True)])
 
 
 def as_shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +13,12 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 import bridge
 from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
 from bridge.modules import as_tensor
+from torchfunc_jax.ensemble.architecture import compare, computed, duplicate, kinds, unchanged
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
 
 Rows = dict[str, jax.Array]
@@ -97,12 +95,12 @@ class Ensemble:
             raise TypeError(f"expected an nn.Module as member 0, got {type(first).__name__}")
         if hasattr(first, "_orig_mod"):
             raise TypeError("expected the module itself, got what torch.compile makes of it; all members are compiled as one program")
-        self._begin(_computed(_duplicate(first)), make_member)
+        self._begin(computed(duplicate(first)), make_member)
         self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
 
     def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
         self.template = template
-        self._kinds = _kinds(template)
+        self._kinds = kinds(template)
         self._make_member = make_member
         self._programs: dict[Any, Any] = {}
         self.changes = 0  # how often other members came into some of its places, which a trainer has to know
@@ -117,7 +115,7 @@ class Ensemble:
         """The arrays of a module that is to be a member; ValueError if its architecture is not the template's."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module as {who}, got {type(module).__name__}")
-        _compare(self.template, self._kinds, module, who)
+        compare(self.template, self._kinds, module, who)
         return {name: crossing(t.detach(), name) for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
     # -- members -----------------------------------------------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ class Ensemble:
             raise LookupError(
                 f"member {i} is kept by another process, this one keeps {self.local}; ask there, or write a checkpoint"
             ) from None
-        return _computed(bridge.load(_duplicate(self.template), params, buffers))
+        return computed(bridge.load(duplicate(self.template), params, buffers))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self[i] for i in range(len(self)))
@@ -330,7 +328,7 @@ class Ensemble:
                 raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
         mine = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
-        _computed(bridge.load(made.template, *mine))
+        computed(bridge.load(made.template, *mine))
         return made
 
     # -- outputs -----------------------------------------------------------------------------------------------------------------------
@@ -360,7 +358,8 @@ class Ensemble:
         def one(params: Rows, buffers: Rows, inputs: Any) -> Any:
             with jax.enable_x64(True):
                 args, kwargs = arguments(widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype))))
-            return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
+            with unchanged(self.template):
+                return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
 
         def program(axis: str | None) -> Any:
             every = lanes(one, (0, 0, None), chunk)
@@ -386,80 +385,6 @@ def _seeded(seed: int, index: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1))
         yield
-
-
-# -- one architecture --------------------------------------------------------------------------------------------------------------------
-_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
-#: what stands behind the names of the parameters of which a hook computes a tensor before each call
-_HOOKED = ("_orig", "_g")  # torch.nn.utils: spectral_norm and prune, weight_norm
-
-
-def _hooked(layer: nn.Module) -> list[str]:
-    """The tensors of a layer that hooks of torch.nn.utils compute of its parameters before each call."""
-    own = dict(layer.named_parameters(recurse=False))
-    return [name for name, x in vars(layer).items() if isinstance(x, torch.Tensor) and any(name + end in own for end in _HOOKED)]
-
-
-def _duplicate(module: nn.Module) -> nn.Module:
-    """A deep copy, in which hooks have still to compute their tensors; ``copy.deepcopy`` refuses those that are results."""
-    return copy.deepcopy(module, {id(vars(layer)[name]): torch.empty(0) for layer in module.modules() for name in _hooked(layer)})
-
-
-def _computed(module: nn.Module) -> nn.Module:
-    """The module, in which hooks have computed their tensors of the values that it has now."""
-    for layer in module.modules():
-        for name in _hooked(layer):
-            mode, layer.training = layer.training, False  # else spectral_norm takes a step of its iteration
-            for hook in layer._forward_pre_hooks.values():
-                if name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
-                    hook(layer, ())
-            layer.training = mode
-    return module
-
-
-def _kinds(module: nn.Module) -> dict[str, Any]:
-    """What must be the same in all members: the layers' classes, their plain attributes, their tensors' shapes and dtypes."""
-    found: dict[str, Any] = {}
-    for path, layer in module.named_modules():
-        found[path or "the module"] = type_before_parametrizations(layer)  # torch makes a class for each parametrized layer
-        hooked = _hooked(layer)
-        for name, value in vars(layer).items():
-            if name in hooked:
-                continue
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, torch.Tensor):
-                found[where] = value.detach().clone()
-            elif isinstance(value, _PLAIN) and not name.startswith("__"):
-                found[where] = value
-    for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(t):
-            raise TypeError(f"make_member: {name!r} is not initialized; call the module once, so that it has a shape")
-        found[name] = (tuple(t.shape), t.dtype, t.requires_grad)
-    return found
-
-
-def _compare(template: nn.Module, expected: Mapping[str, Any], module: nn.Module, who: str) -> None:
-    found = expected if module is template else _kinds(module)
-    if found is expected:
-        return
-    tensors_ = dict([*template.named_parameters(), *template.named_buffers()])
-    for name in {**expected, **found}:
-        ours, theirs = expected.get(name, "missing"), found.get(name, "missing")
-        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            if ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs):
-                continue
-            raise ValueError(f"{who}: the tensor {name!r} is neither a parameter nor a buffer, and it differs; use register_buffer")
-        if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor) or ours != theirs:
-            what = "parameter or buffer" if name in tensors_ else "attribute or layer"
-            raise ValueError(
-                f"all members must have one architecture, and the {what} {name!r} is {_shown(ours)} in member 0, {_shown(theirs)} in {who}"
-            )
-
-
-def _shown(kind: Any) -> str:
-    if isinstance(kind, tuple) and len(kind) == 3 and isinstance(kind[1], torch.dtype):
-        return f"{kind[1]} of shape {kind[0]}" + ("" if kind[2] else " without requires_grad")
-    return kind.__name__ if isinstance(kind, type) else repr(kind)
 
 
 # -- functions of one member ---------------------------------------------------------------------------------------------------------------

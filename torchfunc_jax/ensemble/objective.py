@@ -11,6 +11,7 @@ import jax
 import torch
 from torch import nn
 
+from torchfunc_jax.ensemble.architecture import unchanged
 from torchfunc_jax.ensemble.members import arguments, widened
 from torchfunc_jax.ensemble.meshes import DATA
 from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
@@ -34,7 +35,11 @@ class Objective(nn.Module):
         super().__init__()
         self.member, self.settings = member, settings
 
-    def forward(
+    def forward(self, *args: Any) -> torch.Tensor:
+        with unchanged(self.member):
+            return self._value(*args)
+
+    def _value(
         self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[torch.dtype | None, ...], augmented: bool
     ) -> torch.Tensor:
         how, before = self.settings, {name: (p, p._version) for name, p in self.member.named_parameters()}

@@ -661,8 +661,10 @@ def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:
 def _each(name: str, value: Any, n: int) -> np.ndarray:
     """A number of each member, [n]; ValueError if it is neither a float nor [n]."""
     found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, jax.dtypes.canonicalize_dtype(np.float64))
-    if np.isnan(found).any() or (found.min(initial=0) < 0 and name in ("lr", "weight_decay", "clip", "temperature")):
+    if np.isnan(found).any() or (found.min(initial=0) < 0 and name in ("lr", "weight_decay", "clip")):
         raise ValueError(f"{name}: expected numbers that are not negative, got {value}")
+    if name == "temperature" and not (found > 0).all():
+        raise ValueError(f"temperature: expected positive numbers, got {value}")
     if found.shape not in ((), (n,)):
         raise ValueError(f"{name}: expected a number, or {n} numbers, one for each member; got shape {found.shape}")
     return np.broadcast_to(found, (n,))

@@ -49,7 +49,10 @@ def values(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_devices: int = 1, devices: Any = None) -> dict[str, Any]:
-    """Train for three epochs of eight steps, each member on a sample of its own; from the newest checkpoint, if there is a folder."""
+    """Train for three epochs of eight steps, each member on a sample of its own; from the newest checkpoint, if there is a folder.
+
+    The validation data have a number of rows that no two devices share.
+    """
     begin = time.process_time()
     trainer = trainer_of(data_devices, devices)
     checkpoint = None if folder is None else Checkpoints(folder, every=every, keep=2)
@@ -59,7 +62,10 @@ def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_de
         if folder and jax.process_index() == 0:
             Path(folder, "reached.txt").write_text(str(trainer.position))
 
-    losses = trainer.fit(data(), epochs=3, batch_size=8, bootstrap=True, checkpoint=checkpoint, on_step=reached)
+    held_out = tuple(x[:7] for x in data())
+    losses = trainer.fit(
+        data(), epochs=3, batch_size=8, bootstrap=True, validation=held_out, keep_best=True, checkpoint=checkpoint, on_step=reached
+    )
     if checkpoint is not None:
         checkpoint.close()
     first = trainer.position - len(losses)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.sharding import AxisType
 from torch import nn
 
+import bridge
 from torchfunc_jax.ensemble import Ensemble, Trainer, exploit, halve
 
 
@@ -34,15 +36,21 @@ class Net(nn.Module):
         return self.head(self.drop(F.relu(self.second(F.relu(self.norm(self.conv(x))))).flatten(1)))
 
 
-class Pooling(nn.Module):
-    """Max pooling and an LSTM, at which shard_map's check of varying axes stops."""
+@bridge.from_jax
+def summed(x: jax.Array) -> jax.Array:
+    """The sum over the first axis by a loop of the user's, at which shard_map's check of varying axes stops."""
+    return jax.lax.fori_loop(0, x.shape[0], lambda i, total: total + x[i], jnp.zeros(x.shape[1:], x.dtype))
+
+
+class Unchecked(nn.Module):
+    """Max pooling, an LSTM, and a function of JAX."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(F.max_pool2d(x, 2)[:, 0])[0][:, -1])
+        return self.head(summed(self.rnn(F.max_pool2d(x, 2)[:, 0])[0].transpose(0, 1)))
 
 
 DRAW = torch.Generator().manual_seed(0)
@@ -100,7 +108,7 @@ def in_parts() -> Any:
 
 
 def unchecked() -> Any:
-    return {"one": trained(None, Pooling), "4x2": trained(mesh(4, 2), Pooling)}
+    return {"one": trained(None, Unchecked), "4x2": trained(mesh(4, 2), Unchecked)}
 
 
 def within_the_users_mesh() -> Any:
@@ -157,7 +165,9 @@ def life() -> Any:
         exact = np.array_equal(np.asarray(ens.params["conv.weight"]), before[sources])
         losses = [trainer.step(IMAGES, LABELS).tolist()]
         kept = halve(trainer, trainer.losses(IMAGES, LABELS))
-        losses += [trainer.step(IMAGES, LABELS).tolist(), *trainer.fit((IMAGES, LABELS), validation=(IMAGES, LABELS), patience=1).tolist()]
+        trainer.reseed(1, seed=5)
+        losses += [trainer.step(IMAGES, LABELS).tolist(), trainer.losses(IMAGES[:5], LABELS[:5]).tolist()]
+        losses += trainer.fit((IMAGES, LABELS), validation=(IMAGES[:7], LABELS[:7]), patience=1).tolist()
         average = values(trainer.snapshot("average").params)
         ens.append(*list(ens)[:4])
         ens.reseed([1, 6], seed=9)

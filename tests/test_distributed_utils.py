@@ -307,7 +307,7 @@ def test_buckets_hold_at_least_their_size() -> None:
 
 # -- real processes -----------------------------------------------------------------------------------------------------------------
 def in_processes(count: int, jobs: list[str], absent: int | None = None) -> list[dict[str, Any]]:
-    """What each process prints; all of them are ended when one fails or takes longer than two minutes."""
+    """What each process prints; all of them are ended when one fails or takes longer than five minutes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -322,7 +322,7 @@ def in_processes(count: int, jobs: list[str], absent: int | None = None) -> list
         for p in range(count) if p != absent
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120) for process in running]
+        said = [process.communicate(timeout=300) for process in running]
         assert [process.returncode for process in running] == [0] * len(running), "\n".join(error[-3000:] for _, error in said)
         return [json.loads(out.splitlines()[-1]) for out, _ in said]
     finally:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from torchfunc_jax.ensemble import Ensemble
+from torchfunc_jax.ensemble import Ensemble, Trainer
 
 
 class Net(nn.Module):
@@ -105,6 +108,10 @@ def with_extra(value: Any) -> nn.Module:
     return net
 
 
+def scaled(scale: float) -> Any:
+    return lambda x: x * scale
+
+
 def frozen() -> nn.Module:
     net = Net()
     net.conv.weight.requires_grad_(False)
@@ -119,6 +126,13 @@ DIFFERENT = {
     "a mode": (Net(), Net().eval(), "'training' is True in member 0, False in member 1"),
     "requires_grad": (Net(), frozen(), "'conv.weight' .* without requires_grad in member 1"),
     "a tensor that is no buffer": (with_extra(torch.ones(2)), with_extra(torch.zeros(2)), "'extra' is neither a parameter nor a buffer"),
+    "a setting in a dict": (with_extra({"scale": [1.0, 2.0]}), with_extra({"scale": [1.0, 3.0]}), "'extra' is .*2.0.* in member 0, .*3.0"),
+    "a function": (with_extra(torch.relu), with_extra(torch.tanh), "'extra' is <.* relu.*tanh"),
+    "a function of its own": (with_extra(scaled(1.0)), with_extra(scaled(2.0)), "'extra' is <function"),
+    "a partial function": (with_extra(partial(torch.mul, other=1)), with_extra(partial(torch.mul, other=2)), "'extra' is functools"),
+    "an array": (with_extra(np.ones(2)), with_extra(np.zeros(2)), "'extra' is array"),
+    "tensors in a list": (with_extra([torch.ones(2)]), with_extra([torch.zeros(2)]), r"'extra' is \[tensor"),
+    "a class in an attribute": (with_extra(nn.ReLU), with_extra(nn.Tanh), "'extra' is ReLU in member 0, Tanh in member 1"),
     "a dtype": (Net(), Net().double(), "'narrow' is torch.bfloat16 of shape .* torch.float64|'conv.weight' is torch.float32 of shape"),
 }
 
@@ -140,14 +154,62 @@ def test_parametrized_layers_are_one_architecture():
         Ensemble.of([normed(), nn.Linear(3, 2)])
 
 
-def test_equal_tensors_that_are_no_buffers_are_allowed():
-    assert len(Ensemble.of([with_extra(torch.ones(2)), with_extra(torch.ones(2))])) == 2
+@pytest.mark.parametrize("hook", ["spectral_norm", "weight_norm", "pruning"])
+def test_tensors_that_hooks_compute(hook):
+    """Old spectral_norm and weight_norm, and pruning: a member's weight is its own, also before it is called."""
+    make = {
+        "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
+        "pruning": lambda: prune.l1_unstructured(nn.Linear(3, 2), "weight", 0.5),
+    }[hook]
+    modules, x = [make() for _ in range(3)], torch.randn(4, 3)
+    for module in modules:
+        module(x)
+    ens = Ensemble.of(modules)
+    for member, module in zip(ens, modules, strict=True):
+        assert equal(member, module)
+        torch.testing.assert_close(member.weight.detach(), module.eval()(torch.eye(3)).T.detach() - module.bias[:, None].detach())
+    torch.testing.assert_close(ens.logits(x), torch.stack([module(x) for module in modules]))
+
+
+EQUAL: dict[str, Any] = {
+    "tensors": lambda: torch.ones(2), "a dict of lists": lambda: {"a": [1, np.ones(2), torch.zeros(1)]}, "NaN": lambda: [math.nan],
+    "a function": lambda: scaled(2.0), "a partial function": lambda: partial(torch.mul, other=2), "a generator": torch.Generator,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_attributes_are_allowed(name):
+    assert len(Ensemble.of([with_extra(EQUAL[name]()), with_extra(EQUAL[name]())])) == 2
+
+
+class Remembers(nn.Linear):
+    """Stores what it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_what_members_store_does_not_stay_in_the_ensemble():
+    """Neither from their calls before, nor from those in programs, in which it has no values."""
+    modules, x = [Remembers(3, 2) for _ in range(2)], torch.randn(4, 3)
+    for module in modules:
+        module(x)
+    ens = Ensemble.of(modules)
+    trainer = Trainer(ens, lambda member, x: member(x).square().mean() + member.last.square().mean(), lr=0.0, loss_of="module")
+    expected = torch.stack([2 * module(x).square().mean() for module in modules]).detach()
+    torch.testing.assert_close(trainer.step(x), expected)
+    torch.testing.assert_close(ens.logits(x), torch.stack([module(x) for module in modules]).detach())
+    for member, module in zip(ens, modules, strict=True):
+        assert torch.equal(member(x), module(x)) and member.last.shape == (4, 2)
+    assert not hasattr(Trainer(Ensemble(lambda: Remembers(3, 2), 2), lambda out: out.sum()).ensemble[0], "last")
 
 
 REFUSED = {
     "no members": (lambda: Ensemble(Net, 0), ValueError, "positive multiple"),
     "an empty list": (lambda: Ensemble.of([]), ValueError, "positive multiple"),
     "no module": (lambda: Ensemble(lambda: 3, 2), TypeError, "expected an nn.Module as member 0, got int"),
+    "a compiled module": (lambda: Ensemble(lambda: torch.compile(nn.Linear(3, 2)), 2), TypeError, "expected the module itself"),
     "a lazy module": (lambda: Ensemble(lambda: nn.LazyLinear(2), 2), TypeError, "not initialized"),
     "other axes": (lambda: Ensemble(Net, 2, mesh=jax.make_mesh((1,), ("x",))), ValueError, r'axes "member" and "data"'),
 }

@@ -191,6 +191,37 @@ def test_against_size_is_the_mean_of_drawn_members() -> None:
     assert all(min(abs(v - q) for q in pairs) < 1e-12 for v in values["nll"][1])
 
 
+def test_values_of_torch_uncertainty() -> None:
+    """On the same predictions, where it is installed. No confidence is 1 here, and no two are equal: docs/ensembles.md has what differs."""
+    theirs = pytest.importorskip("torch_uncertainty.metrics", reason="torch-uncertainty is not installed")
+    torchmetrics = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
+    _, p, labels = draw(7)
+    mean, far = p.mean(0), draw(8, scale=0.5)[1]
+    score, is_far = torch.cat([metrics.entropy(mean), metrics.entropy(far.mean(0))]), torch.arange(400) >= 200
+    classes = {"task": "multiclass", "num_classes": 5, "num_bins": 15}
+    rows: dict[str, tuple[torch.Tensor, Any]] = {
+        "NLL": (metrics.categorical_nll(mean, labels), theirs.CategoricalNLL()),
+        "Brier": (metrics.brier_score(mean, labels), theirs.BrierScore(num_classes=5)),
+        "ECE": (metrics.calibration_error(mean, labels), theirs.CalibrationError(**classes)),
+        "ACE": (metrics.adaptive_calibration_error(mean, labels), theirs.AdaptiveCalibrationError(**classes)),
+        "AURC": (metrics.aurc(mean, labels), theirs.AURC()), "AUGRC": (metrics.augrc(mean, labels), theirs.AUGRC()),
+        "coverage": (metrics.cov_at_risk(mean, labels, 0.05), theirs.CovAt5Risk()),
+        "risk": (metrics.risk_at_cov(mean, labels, 0.8), theirs.RiskAt80Cov()),
+    }
+    for name, (ours, metric) in rows.items():
+        metric.update(mean.float(), labels)
+        assert float(ours) == pytest.approx(float(metric.compute()), abs=1e-6), name
+    metric = theirs.FPR95(pos_label=1)
+    metric.update(score.float(), is_far.long())
+    assert float(metrics.fpr95(score, is_far)) == pytest.approx(float(metric.compute()), abs=1e-6)
+    for ours, metric in ((metrics.auroc, torchmetrics.binary_auroc), (metrics.average_precision, torchmetrics.binary_average_precision)):
+        assert float(ours(score, is_far)) == pytest.approx(float(metric(score.float(), is_far.long())), abs=1e-6)
+    for ours, name in ((metrics.mutual_information, "MutualInformation"), (metrics.disagreement, "Disagreement")):
+        metric = getattr(theirs, name)(reduction="none")
+        metric.update(p.transpose(0, 1).float())
+        torch.testing.assert_close(ours(p), metric.compute().double(), rtol=0, atol=1e-6)
+
+
 # ---- temperatures ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scale", [0.3, 1.0, 8.0])
 def test_temperatures_minimize_the_likelihood(scale: float) -> None:

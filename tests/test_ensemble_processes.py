@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from torchfunc_jax.ensemble import LOST, ProcessError, initialize, launch
+from torchfunc_jax.ensemble import processes as launching
 
 LIMIT = 20.0  # seconds in which the others end; the machine of the tests may be busy
 STEPS = 24
@@ -154,6 +155,36 @@ def test_a_process_fails(tmp_path: Path) -> None:
         launch(jobs.failing, 1, processes=3, limit=LIMIT, logs=tmp_path / "logs")
     assert failed.value.process == 1 and "another one is lost: process 1 of 3 (number" in said(tmp_path, 0)
     assert "has failed: ValueError: no such number" in said(tmp_path, 2)
+
+
+class Ending:
+    """A process of launch that ends, and says its last words, when it has been asked a second time whether it runs."""
+
+    def __init__(self, code: int, words: Any) -> None:
+        self.code, self.words, self.asked = code, words, 0
+        self.pipe, self.other = multiprocessing.Pipe(duplex=False)
+        self.sentinel, self.kept = multiprocessing.Pipe(duplex=False)
+
+    @property
+    def exitcode(self) -> int | None:
+        self.asked += 1
+        if self.asked == 2:
+            if self.words is not None:
+                self.other.send(self.words)
+            self.other.close()
+        return None if self.asked <= 2 else self.code
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, ("result", 5)), (-9, None)])
+def test_a_process_ends_while_nobody_looks(code: int, words: Any) -> None:
+    process = Ending(code, words)
+    running = launching._Running.__new__(launching._Running)
+    running.limit, running.processes, running.pipes = 5.0, [process], [process.pipe]
+    if code == 0:
+        assert running.results() == [5]
+    else:
+        with pytest.raises(ProcessError, match="process 0 of 1 was ended by signal 9"):
+            running.results()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from torchfunc_jax.ensemble import Ensemble, Trainer, early_stop, exploit, halve
 
@@ -241,6 +243,126 @@ def test_what_members_compute_under_no_grad_is_constant():
     expected = loop(members, lambda p, i: torch.optim.SGD(p, 0.3), lambda i, step: (ROWS, LABELS), 5)
     torch.testing.assert_close(found, expected, **CLOSE)
     agree(ens, members)
+
+
+# -- kinds of members ---------------------------------------------------------------------------------------------------------------
+class Counting(nn.Module):
+    """Buffers of whole numbers and bools that its forward changes, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("bytes", torch.zeros(3, dtype=torch.uint8))
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("short", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+            self.bytes = self.bytes + 1
+            self.seen.logical_or_(torch.tensor(True))
+            self.short += self.count.to(torch.int16)
+        return self.layer(x) * self.scale + 0.1 * self.count
+
+
+class Tied(nn.Module):
+    """An embedding with padding, whose weight is that of a linear layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out, self.head = nn.Embedding(7, 6, padding_idx=0), nn.Linear(6, 7, bias=False), nn.Linear(7, 3)
+        self.out.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.out(self.words(x)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any = nn.LSTM, **how: Any) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(4, 5, batch_first=True, **how), nn.Linear(10 if "bidirectional" in how else 5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class OneHot(nn.Linear):
+    """Takes integers, which torch wants to be int64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.one_hot(x[:, 0], 7).float())
+
+
+class Of(nn.Module):
+    """A function of a batch times a matrix."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.eye(4) + 0.1 * torch.randn(4, 4)), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x @ self.weight).flatten(1)[:, :3]
+
+
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.3)
+
+
+SEQUENCES = torch.randn(12, 5, 4, generator=torch.Generator().manual_seed(2))
+WORDS = torch.randint(7, (12, 5), generator=torch.Generator().manual_seed(2))
+SQUARES = torch.randn(12, 4, 4, generator=torch.Generator().manual_seed(2))
+LONG = torch.arange(18) / 4
+KINDS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "buffers of integers": (Counting, ROWS),
+    "tied weights": (Tied, WORDS),
+    "LSTM": (Recurrent, SEQUENCES),
+    "two LSTMs, both ways": (lambda: Recurrent(num_layers=2, bidirectional=True), SEQUENCES),
+    "GRU": (lambda: Recurrent(nn.GRU), SEQUENCES),
+    "embedding with sparse gradients": (lambda: nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(20, 3)), WORDS),
+    "bag of words": (lambda: nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), WORDS),
+    "one-hot rows": (lambda: OneHot(7, 3), WORDS),
+    "float64": (lambda: nn.Linear(4, 3).double(), ROWS.double()),
+    "spectral norm by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), ROWS),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), ROWS),
+    "weight norm by a hook": (lambda: nn.utils.weight_norm(nn.Linear(4, 3)), ROWS),
+    "pruned": (pruned, ROWS),
+    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)), ROWS),
+    "attention": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), nn.Flatten(), nn.Linear(20, 3)), SEQUENCES,
+    ),
+    "GroupNorm": (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3)), IMAGES),
+    "max pooling": (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)), IMAGES),
+    # indices of 64 bits, in a program without 64-bit types
+    "nearest pixels": (lambda: Of(lambda x: F.interpolate(x[:, None], size=(7, 7))), SQUARES),
+    "long windows": (lambda: Of(lambda x: (x.sum(2)[:, :1] * LONG).unfold(1, 17, 1)), SQUARES),
+    "a part replaced": (lambda: Of(lambda x: torch.slice_scatter(x, x[:, :2] * 2, 1, 1, 3)), SQUARES),
+    "fractional pooling": (
+        lambda: Of(lambda x: F.fractional_max_pool2d(x[:, None], 2, output_size=2, _random_samples=torch.full((12, 1, 2), 0.3))), SQUARES,
+    ),
+    "log-determinant": (lambda: Of(lambda x: torch.linalg.slogdet(x + 4 * torch.eye(4))[1][:, None] * torch.arange(3.0)), SQUARES),
+}
+QUICK = ("buffers of integers", "one-hot rows", "weight norm by a hook", "orthogonal", "nearest pixels")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS])
+def test_kinds_of_members(name, tmp_path):
+    """Trained beside the loop; then predictions, a file, and the state dicts in modules of one's own."""
+    make, inputs = KINDS[name]
+    ens, rates = Ensemble(make, N, seed=1), [0.01, 0.1, 0.2]
+    members = list(ens)
+    trainer = Trainer(ens, F.cross_entropy, "sgd", lr=rates, momentum=0.9)
+    found = torch.stack([trainer.step(inputs, LABELS) for _ in range(3)])
+    expected = loop(members, lambda p, i: torch.optim.SGD(p, rates[i], momentum=0.9), lambda i, step: (inputs, LABELS), 3)
+    torch.testing.assert_close(found.float(), expected, **CLOSE)
+    agree(ens, members)
+    ens.save(tmp_path / "ens.pt")
+    logits = ens.logits(inputs)
+    assert torch.equal(logits, Ensemble.load(tmp_path / "ens.pt", make).logits(inputs))
+    for i, module in enumerate(make() for _ in members):
+        module.load_state_dict(ens.state_dict(i))
+        for one in (module, ens[i]):
+            torch.testing.assert_close(one.eval()(inputs).detach(), logits[i].to(one(inputs).dtype), **CLOSE)
 
 
 def test_batches_of_each_member():
@@ -486,6 +608,53 @@ def test_halving_keeps_the_best():
     agree(one.ensemble, list(two.ensemble))
 
 
+def test_a_member_that_is_seeded_again_begins_anew():
+    """As in a new ensemble and trainer of that seed, with its own settings; the others go on."""
+    rates = [0.1, 1e30, 0.05]
+    how = {"ema": 0.9, "freeze_diverged": True}
+    make = lambda seed, rates: Trainer(Ensemble(Net, N, seed=seed), F.cross_entropy, lr=rates, seed=seed, **how)
+    one, two, new = make(0, rates), make(0, rates), make(7, [0.1, 0.02, 0.05])
+    for trainer in (one, two):
+        trainer.fit((IMAGES, LABELS), epochs=3, validation=(IMAGES, LABELS), keep_best=True)
+    assert two.state.active.tolist() == [True, False, True]
+    two.reseed(1, seed=7)
+    two.state = dataclasses.replace(two.state, numbers={**two.state.numbers, "lr": two.state.numbers["lr"].at[1].set(0.02)})
+    assert two.state.active.all() and two.state.step.tolist() == [3, 0, 3] and np.isinf(two.state.best[1])
+    for _ in range(3):
+        found, going_on, begun = two.step(IMAGES, LABELS), one.step(IMAGES, LABELS), new.step(IMAGES, LABELS)
+        assert torch.equal(found[[0, 2]], going_on[[0, 2]]) and found[1] == begun[1]
+    for field in ("params", "buffers", "optimizer", "keys", "average", "averaged", "waited"):
+        for a, b, c in zip(*(jax.tree.leaves(getattr(t.state, field)) for t in (two, one, new)), strict=True):
+            assert np.array_equal(a[1], c[1]) and np.array_equal(np.delete(a, 1, 0), np.delete(b, 1, 0)), field
+
+
+@pytest.mark.parametrize("change", ["drop and append", "take", "reseed", "another trainer's take"])
+def test_a_trainer_refuses_other_members_than_its_own(change):
+    """Their optimizer's state would be that of the members before."""
+    trainer = Trainer(Ensemble(mlp, N), F.cross_entropy)
+    ens, other = trainer.ensemble, Trainer(trainer.ensemble, F.cross_entropy)
+    trainer.step(ROWS, LABELS)
+    {
+        "drop and append": lambda: (ens.drop(0), ens.append(mlp())), "take": lambda: ens.take([1, 0, 2]),
+        "reseed": lambda: ens.reseed(1, 5),
+        "another trainer's take": lambda: other.take([1, 0, 2]),
+    }[change]()
+    with pytest.raises(RuntimeError, match=r"the ensemble's members were changed.*use Trainer.take or Trainer.reseed"):
+        trainer.step(ROWS, LABELS)
+    members = list(ens)
+    again = Trainer(ens, F.cross_entropy, "sgd", lr=0.1)
+    found = torch.stack([again.step(ROWS, LABELS) for _ in range(2)])
+    torch.testing.assert_close(found, loop(members, lambda p, i: torch.optim.SGD(p, 0.1), lambda i, step: (ROWS, LABELS), 2), **CLOSE)
+
+
+def test_validation_data_need_not_fit_the_parts_of_a_batch():
+    one, two = (Trainer(Ensemble(mlp, N), F.cross_entropy, accumulate=parts) for parts in (1, 4))
+    for trainer in (one, two):
+        trainer.fit((ROWS, LABELS), validation=(ROWS[:7], LABELS[:7]), patience=3)
+    torch.testing.assert_close(np.asarray(one.state.best), np.asarray(two.state.best), **CLOSE)
+    torch.testing.assert_close(one.losses(ROWS[:5], LABELS[:5]), two.losses(ROWS[:5], LABELS[:5]), **CLOSE)
+
+
 def test_averages():
     trainer = Trainer(Ensemble(mlp, N), F.cross_entropy, "sgd", lr=0.5)
     models = [torch.optim.swa_utils.AveragedModel(m) for m in trainer.ensemble]
@@ -527,6 +696,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not one for each member": (lambda: trained(lr=[0.1, 0.2]), ValueError, r"lr: expected a number, or 3 numbers.*\(2,\)"),
     "a loss of each row": (lambda: trained(loss=lambda out, y: out.sum(1)), ValueError, r"without dimensions, got shape \(12,\)"),
     "other terms": (lambda: trained(loss_weights={"a": 1.0}), ValueError, r"weights of \[''\].*got \['a'\]"),
+    "several values": (lambda: trained(loss=lambda out, y: (out.sum(), y)), ValueError, "without dimensions, got tuple"),
+    "no terms": (lambda: trained(loss=lambda out, y: {}), ValueError, "got an empty dict"),
+    "a loss of integers": (lambda: trained(loss=lambda out, y: out.argmax()), ValueError, "floating-point tensor, got torch.int64"),
+    "a class of torch.optim's": (lambda: trained(optimizer=torch.optim.AdamW), TypeError, "by name, 'adamw'"),
+    "an optimizer of torch.optim's": (lambda: trained(optimizer=torch.optim.SGD(mlp().parameters())), TypeError, "by name, 'sgd'"),
+    "groups of parameters": (lambda: trained(params=[{"params": []}]), TypeError, "'adam' has no 'params'"),
+    "numbers of groups": (lambda: trained(lr={"0.weight": 0.1}), TypeError, "lr: expected a number or one for each.*optax.partition"),
+    "a word for a number": (lambda: trained(lr="fast"), TypeError, "lr: expected numbers, got 'fast'"),
+    "a number for a switch": (lambda: trained(amsgrad=0.5), TypeError, "amsgrad: expected True or False, got 0.5"),
+    "one beta": (lambda: trained(betas=0.9), TypeError, "betas: expected a tuple of 2"),
+    "a negative rate": (lambda: trained(lr=[0.1, -1.0, 0.1]), ValueError, "lr: expected numbers that are not negative"),
+    "a rate that is NaN": (lambda: trained(lr=float("nan")), ValueError, "lr: expected numbers that are not negative, got nan"),
+    "a written parameter": (
+        lambda: Trainer(Ensemble(lambda: nn.Embedding(7, 3, max_norm=1.0), N), F.cross_entropy).step(LABELS, LABELS), ValueError,
+        "member: its forward writes to the parameter 'weight'",
+    ),
+    "no batch": (lambda: trained(batch=()), ValueError, "expected inputs and targets, got nothing"),
+    "a data set": (lambda: fitted(data=torch.utils.data.TensorDataset(ROWS)), TypeError, "expected a tuple of tensors, got TensorDataset"),
     "a setting": (lambda: trained(loss_of="modul"), ValueError, "loss_of: expected 'outputs' or 'module', got 'modul'"),
     "parts of a batch": (lambda: trained(accumulate=5), ValueError, "multiple of 5 rows"),
     "chunk": (lambda: trained(chunk=0), ValueError, "chunk: expected a positive integer, got 0"),

@@ -176,7 +176,7 @@ def dry_run(
     axes, auto = tuple(shape), (AxisType.Auto,) * len(shape)
     device = Placement(None).device
     trainer = make_trainer(lanes, Mesh(np.array([device]).reshape([1] * len(axes)), axes, axis_types=auto))
-    arrays, wide = trainer._arrays(jax.tree.map(shard, tuple(batch)), own)
+    arrays, wide = trainer._arrays(jax.tree.map(shard, tuple(batch)), own, trainer.accumulate)
     if along[DATA] > 1:  # the same operations as with other devices: BatchNorm's statistics, say, are then of the whole batch
         _share(trainer)
 

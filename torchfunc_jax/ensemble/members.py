@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +13,12 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 import bridge
 from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
 from bridge.modules import as_tensor
+from torchfunc_jax.ensemble.architecture import compare, computed, duplicate, kinds, unchanged
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
 
 Rows = dict[str, jax.Array]
@@ -95,14 +93,17 @@ class Ensemble:
         first = make(0)
         if not isinstance(first, nn.Module):
             raise TypeError(f"expected an nn.Module as member 0, got {type(first).__name__}")
-        self._begin(copy.deepcopy(first), make_member)
+        if hasattr(first, "_orig_mod"):
+            raise TypeError("expected the module itself, got what torch.compile makes of it; all members are compiled as one program")
+        self._begin(computed(duplicate(first)), make_member)
         self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
 
     def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
         self.template = template
-        self._kinds = _kinds(template)
+        self._kinds = kinds(template)
         self._make_member = make_member
         self._programs: dict[Any, Any] = {}
+        self.changes = 0  # how often other members came into some of its places, which a trainer has to know
 
     def _set(self, n: int, state: Rows) -> None:
         names = [name for name, _ in self.template.named_parameters()]
@@ -114,7 +115,7 @@ class Ensemble:
         """The arrays of a module that is to be a member; ValueError if its architecture is not the template's."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module as {who}, got {type(module).__name__}")
-        _compare(self.template, self._kinds, module, who)
+        compare(self.template, self._kinds, module, who)
         return {name: crossing(t.detach(), name) for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
     # -- members -----------------------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Ensemble:
             raise LookupError(
                 f"member {i} is kept by another process, this one keeps {self.local}; ask there, or write a checkpoint"
             ) from None
-        return bridge.load(copy.deepcopy(self.template), params, buffers)
+        return computed(bridge.load(duplicate(self.template), params, buffers))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self[i] for i in range(len(self)))
@@ -186,6 +187,7 @@ class Ensemble:
         rows = [self._rows(module, f"member {before + k}") for k, module in enumerate(modules)]
         widened = self.placement.taken({**self.params, **self.buffers}, np.arange(n) % before)
         self._set(n, self.placement.replaced(widened, dict(zip(range(before, n), rows, strict=True))))
+        self.changes += 1
 
     def drop(self, indices: int | Iterable[int]) -> None:
         """Remove members; the others keep their order.
@@ -223,12 +225,13 @@ class Ensemble:
         found = self._indices(indices)
         self.placement.check(len(found))
         self._set(len(found), self.placement.taken({**self.params, **self.buffers}, np.array(found)))
+        self.changes += 1
 
     def _indices(self, indices: int | Iterable[int]) -> list[int]:
         return [self._index(i) for i in (indices if isinstance(indices, Iterable) else [indices])]
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
-        """Give members new initial values: those that they have in an ensemble of this seed.
+        """Give members new initial values: those that they have in an ensemble of this seed. In training, use ``Trainer.reseed``.
 
         Raises:
             IndexError: there is no such member.
@@ -249,6 +252,7 @@ class Ensemble:
             with _seeded(seed, i):
                 rows[i] = self._rows(self._make_member(), f"member {i}")
         self._set(len(self), self.placement.replaced({**self.params, **self.buffers}, rows))
+        self.changes += 1
 
     def copy(self) -> Ensemble:
         """An ensemble with copies of the values, for example a snapshot of one that is being trained.
@@ -323,7 +327,8 @@ class Ensemble:
             if name not in own or name not in state or list(state[name].shape) != [n, *own[name].shape]:
                 raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
-        bridge.load(made.template, *({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers)))
+        mine = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
+        computed(bridge.load(made.template, *mine))
         return made
 
     # -- outputs -----------------------------------------------------------------------------------------------------------------------
@@ -348,17 +353,19 @@ class Ensemble:
         """
         place = self.placement
         leaves = jax.tree.leaves(inputs)
-        rows = {x.shape[0] if x.ndim else None for x in leaves}
+        rows, wide = {x.shape[0] if x.ndim else None for x in leaves}, wide_types(leaves, self.template)
 
         def one(params: Rows, buffers: Rows, inputs: Any) -> Any:
-            args, kwargs = arguments(inputs)
-            return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
+            with jax.enable_x64(True):
+                args, kwargs = arguments(widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype))))
+            with unchanged(self.template):
+                return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
 
         def program(axis: str | None) -> Any:
             every = lanes(one, (0, 0, None), chunk)
             return jax.jit(place.over(every, (place.spec(MEMBER), place.spec(MEMBER), place.spec(axis)), place.spec(MEMBER, axis), False))
 
-        key = (jax.tree.structure(inputs), tuple((x.shape, x.dtype) for x in leaves), chunk)
+        key = (jax.tree.structure(inputs), tuple((x.shape, str(x.dtype)) for x in leaves), wide, chunk)
         with compiling.correctly():
             if key not in self._programs:
                 axis = DATA if len(rows) == 1 and None not in rows and not rows.copy().pop() % place.size(DATA) else None
@@ -380,58 +387,25 @@ def _seeded(seed: int, index: int) -> Iterator[None]:
         yield
 
 
-# -- one architecture --------------------------------------------------------------------------------------------------------------------
-_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
-
-
-def _kinds(module: nn.Module) -> dict[str, Any]:
-    """What must be the same in all members: the layers' classes, their plain attributes, their tensors' shapes and dtypes."""
-    found: dict[str, Any] = {}
-    for path, layer in module.named_modules():
-        found[path or "the module"] = type_before_parametrizations(layer)  # torch makes a class for each parametrized layer
-        for name, value in vars(layer).items():
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, torch.Tensor):
-                found[where] = value.detach().clone()
-            elif isinstance(value, _PLAIN) and not name.startswith("__"):
-                found[where] = value
-    for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(t):
-            raise TypeError(f"make_member: {name!r} is not initialized; call the module once, so that it has a shape")
-        found[name] = (tuple(t.shape), t.dtype, t.requires_grad)
-    return found
-
-
-def _compare(template: nn.Module, expected: Mapping[str, Any], module: nn.Module, who: str) -> None:
-    found = expected if module is template else _kinds(module)
-    if found is expected:
-        return
-    tensors_ = dict([*template.named_parameters(), *template.named_buffers()])
-    for name in {**expected, **found}:
-        ours, theirs = expected.get(name, "missing"), found.get(name, "missing")
-        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            if ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs):
-                continue
-            raise ValueError(f"{who}: the tensor {name!r} is neither a parameter nor a buffer, and it differs; use register_buffer")
-        if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor) or ours != theirs:
-            what = "parameter or buffer" if name in tensors_ else "attribute or layer"
-            raise ValueError(
-                f"all members must have one architecture, and the {what} {name!r} is {_shown(ours)} in member 0, {_shown(theirs)} in {who}"
-            )
-
-
-def _shown(kind: Any) -> str:
-    if isinstance(kind, tuple) and len(kind) == 3 and isinstance(kind[1], torch.dtype):
-        return f"{kind[1]} of shape {kind[0]}" + ("" if kind[2] else " without requires_grad")
-    return kind.__name__ if isinstance(kind, type) else repr(kind)
-
-
 # -- functions of one member ---------------------------------------------------------------------------------------------------------------
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs as positional and keyword arguments of a member."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def wide_types(leaves: Iterable[Any], member: nn.Module) -> tuple[torch.dtype | None, ...]:
+    """The 64-bit types that a member needs of these tensors and arrays, of which JAX makes 32-bit ones: of integers, and its own."""
+    own = {torch.int64} | {p.dtype for p in member.parameters()} & {torch.float64}
+    named = {name: t for t in own for name in (str(t), str(t).removeprefix("torch."))}
+    return tuple(None if isinstance(x, jax.Array) else named.get(str(getattr(x, "dtype", None))) for x in leaves)
+
+
+def widened(tree: Any, wide: tuple[torch.dtype | None, ...], cast: Callable[[Any, torch.dtype], Any]) -> Any:
+    """A tree whose leaves are cast to what ``wide_types`` has found."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [cast(x, t) if t else x for x, t in zip(leaves, wide, strict=True)])
 
 
 def as_shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,8 @@ import jax
 import torch
 from torch import nn
 
-from torchfunc_jax.ensemble.members import arguments
+from torchfunc_jax.ensemble.architecture import unchanged
+from torchfunc_jax.ensemble.members import arguments, widened
 from torchfunc_jax.ensemble.meshes import DATA
 from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
 
@@ -34,10 +35,15 @@ class Objective(nn.Module):
         super().__init__()
         self.member, self.settings = member, settings
 
-    def forward(self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[bool, ...], augmented: bool) -> torch.Tensor:
-        how = self.settings
-        leaves, tree = jax.tree.flatten(batch)
-        batch = jax.tree.unflatten(tree, [x.long() if w else x for x, w in zip(leaves, wide, strict=True)])
+    def forward(self, *args: Any) -> torch.Tensor:
+        with unchanged(self.member):
+            return self._value(*args)
+
+    def _value(
+        self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[torch.dtype | None, ...], augmented: bool
+    ) -> torch.Tensor:
+        how, before = self.settings, {name: (p, p._version) for name, p in self.member.named_parameters()}
+        batch = widened(batch, wide, torch.Tensor.to)
         with contextlib.ExitStack() as modes:
             if how.synced:
                 modes.enter_context(SyncedBatchNorm(DATA))
@@ -54,6 +60,12 @@ class Objective(nn.Module):
                     modes.close()
                     out = jax.tree.map(lambda x: x.float() if x.dtype == how.dtype else x, out)
                 found = how.loss(self._tempered(out, numbers), *batch[1:])
+        for name, p in self.member.named_parameters():
+            if p is not before[name][0] or p._version != before[name][1]:
+                raise ValueError(
+                    f"member: its forward writes to the parameter {name!r} (as nn.Embedding with max_norm does), and the step would lose "
+                    "what it writes; let it compute with a changed copy, or write to a buffer"
+                )
         return self._weighted(found, numbers.get("loss_weights"))
 
     @staticmethod
@@ -67,10 +79,14 @@ class Objective(nn.Module):
     @staticmethod
     def _weighted(found: Any, weights: Any) -> torch.Tensor:
         terms = found if isinstance(found, Mapping) else {"": found}
+        if not terms:
+            raise ValueError("loss: expected a tensor without dimensions, or a dict of them, got an empty dict")
         for name, term in terms.items():
             if not isinstance(term, torch.Tensor) or term.dim():
                 what = f"shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else type(term).__name__
                 raise ValueError(f"loss: expected a tensor without dimensions{f' as {name!r}' if name else ''}, got {what}; take its mean")
+            if not term.is_floating_point():
+                raise ValueError(f"loss: expected a floating-point tensor{f' as {name!r}' if name else ''}, got {term.dtype}")
         if weights is None:
             return functools.reduce(torch.add, terms.values())
         given = weights if isinstance(weights, Mapping) else {"": weights}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import torch
 
 Tree = Any
 Numbers = Mapping[str, Any]
@@ -196,6 +197,9 @@ def find(optimizer: str | Callable[..., Any] | Any, given: Mapping[str, Any]) ->
                 "and the numbers beside it"
             )
         return _of_optax(lambda: optimizer, {}, {})
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected torch.optim's by name, {kind.__name__.lower()!r}, and its numbers beside it, got the class")
     if not callable(optimizer):
         raise TypeError(f"optimizer: expected a name, or an optimizer of Optax's or a function that makes one, got {type(optimizer)}")
     return _of_optax(optimizer, numbers, options)
@@ -205,9 +209,14 @@ def _by_name(name: str, numbers: Numbers, given: Mapping[str, Any]) -> Optimizer
     if name not in _RULES:
         raise ValueError(f"optimizer: expected one of {', '.join(sorted(_RULES))}, or an optimizer of Optax's, got {name!r}")
     leaf = _RULES[name]
-    for key in [*numbers, *given]:
+    for key, value in {**numbers, **given}.items():
         if key not in leaf.numbers and key not in leaf.options:
             raise TypeError(f"optimizer: {name!r} has no {key!r}; it has {', '.join([*leaf.numbers, *leaf.options])}")
+        if (key in given) != (key in leaf.options):
+            raise TypeError(f"{key}: expected {'True or False' if key in leaf.options else 'numbers'}, got {value!r}")
+        if isinstance(value, Mapping):
+            raise TypeError(f"{key}: expected a number or one for each member, got a dict; for groups of parameters use optax.partition")
+    numbers = {key: _paired(key, value, leaf.numbers[key]) for key, value in numbers.items()}
     options: dict[str, Any] = {**leaf.options, **given, "momentum": "momentum" in numbers}
     slots = leaf.slots(options)
 
@@ -229,6 +238,15 @@ def _by_name(name: str, numbers: Numbers, given: Mapping[str, Any]) -> Optimizer
         return after, {"count": count, **kept}
 
     return Optimizer(init, update, {**leaf.numbers, **numbers})
+
+
+def _paired(name: str, value: Any, default: Any) -> Any:
+    """A tuple where the default is one, and elsewhere none: other sequences are numbers of the members."""
+    if not isinstance(default, tuple):
+        return list(value) if isinstance(value, tuple) else value
+    if not isinstance(value, tuple | list) or len(value) != len(default):
+        raise TypeError(f"{name}: expected a tuple of {len(default)}, each a number or one for each member, got {value!r}")
+    return tuple(value)
 
 
 def _of_optax(make: Callable[..., Any], numbers: Numbers, options: Mapping[str, Any]) -> Optimizer:

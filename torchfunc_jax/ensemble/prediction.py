@@ -271,5 +271,5 @@ def _all_numbers(values: torch.Tensor, name: str) -> None:
         shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
         raise ValueError(
             f"{name}: {len(bad)} of {len(values)} members gave NaN or infinity: {shown}; "
-            "leave them out (Ensemble.drop), or train them again (Ensemble.reseed)"
+            "leave them out (Ensemble.drop), or train them again (Trainer.reseed)"
         )

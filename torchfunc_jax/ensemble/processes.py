@@ -359,17 +359,22 @@ class _Running:
         count, until = len(self.processes), float("inf")
         told: dict[int, tuple[str, Any]] = {}
         failed: list[int] = []  # in the order of their ends
-        while (alive := [p.sentinel for p in self.processes if p.exitcode is None]) and time.monotonic() < until:
-            wait([*alive, *(pipe for pipe in self.pipes if not pipe.closed)], 0.5)
+
+        def look() -> None:
             for i, pipe in enumerate(self.pipes):
                 with contextlib.suppress(EOFError, OSError):
                     while not pipe.closed and pipe.poll():
                         told[i] = pipe.recv()
                     continue
                 pipe.close()
-            failed += [i for i, p in enumerate(self.processes) if p.exitcode not in (None, 0, _PREEMPTED) and i not in failed]
+            failed.extend(i for i, p in enumerate(self.processes) if p.exitcode not in (None, 0, _PREEMPTED) and i not in failed)
+
+        while (alive := [p.sentinel for p in self.processes if p.exitcode is None]) and time.monotonic() < until:
+            wait([*alive, *(pipe for pipe in self.pipes if not pipe.closed)], 0.5)
+            look()
             if failed and until == float("inf"):
                 until = time.monotonic() + 0.9 * self.limit
+        look()  # at those that have ended since
         codes = [process.exitcode for process in self.processes]
         if failed or until < float("inf"):
             # others end because of the first, by the watch or, if that was process 0, by JAX; one that is stopped does not end

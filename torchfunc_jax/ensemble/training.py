@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,12 +18,13 @@ import bridge
 from bridge import compiling
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
-from torchfunc_jax.ensemble.members import Ensemble, lanes
+from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered
 from torchfunc_jax.ensemble.objective import Objective, Settings
 from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
 _log = logging.getLogger("torchfunc_jax")
+Wide = tuple[torch.dtype | None, ...]  # of each tensor of a batch: see ``wide_types``
 _ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
 
 
@@ -117,10 +119,15 @@ class Trainer:
         arrays = {name: _mapped(lambda x, who: None if callable(x) else _each(who, x, n), x, name) for name, x in numbers.items()}
         arrays = {name: x for name, x in arrays.items() if x is not None}
         placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
-        state = jax.jit(self._start, static_argnums=2, out_shardings=place.sharding(MEMBER))(ensemble.params, placed, seed)
-        self._n, self._rest = n, {**state, "order": place.put_rows(np.asarray(jax.random.key_data(jax.random.key(seed))))}
+        self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
+        self._rest = {**self._begun(placed, seed), "order": place.put_rows(order)}
         self._programs: dict[Any, Any] = {}
         self._check_vma = True
+
+    def _begun(self, numbers: Any, seed: int) -> dict[str, Any]:
+        """All of the state at the first step but the members, and the order of the data that they share."""
+        begin = jax.jit(self._start, static_argnums=2, out_shardings=self.ensemble.placement.sharding(MEMBER))
+        return begin(self.ensemble.params, numbers, seed)
 
     def _start(self, params: Any, numbers: Any, seed: int) -> dict[str, Any]:
         n = len(self.ensemble)
@@ -143,10 +150,10 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """All that training changes; it may be set. Its arrays are used up by the next step."""
-        if len(self.ensemble) != self._n:
+        if self.ensemble.changes != self._changes:
             raise RuntimeError(
-                f"the ensemble has {len(self.ensemble)} members, and had {self._n} when this trainer was made; use Trainer.take, or make "
-                "another trainer"
+                "the ensemble's members were changed, and this trainer has the optimizer's state and the settings of those before (it has "
+                f"{len(self.ensemble)} members, and had {self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
             )
         return TrainState(params=self.ensemble.params, buffers=self.ensemble.buffers, **self._rest)
 
@@ -177,7 +184,7 @@ class Trainer:
             now["lr"] = now["lr"] * jnp.asarray(self._schedule(step), wide)
         return now
 
-    def _loss(self, params: Any, state: TrainState, batch: Any, key: Any, wide: tuple[bool, ...], training: Any, augmented: bool) -> Any:
+    def _loss(self, params: Any, state: TrainState, batch: Any, key: Any, wide: Wide, training: Any, augmented: bool) -> Any:
         """(loss, buffers) of a batch; ``params`` has the parameters that are trained."""
         named = {f"member.{name}": x for name, x in {**state.params, **params}.items()}
         buffers = {f"member.{name}": x for name, x in state.buffers.items()}
@@ -191,7 +198,7 @@ class Trainer:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.keys), state.step)
         return key if self._data_axis is None else jax.random.fold_in(key, lax.axis_index(DATA))
 
-    def _gradients(self, state: TrainState, batch: Any, wide: tuple[bool, ...]) -> tuple[jax.Array, Any, Any]:
+    def _gradients(self, state: TrainState, batch: Any, wide: Wide) -> tuple[jax.Array, Any, Any]:
         """The loss, the gradient and the buffers after it, of the part of the batch on this device."""
         key, trained = self._key(state), {name: state.params[name] for name in self._trained}
 
@@ -221,7 +228,7 @@ class Trainer:
         """Losses and gradients of the devices along the axis "data" as those of the whole batch."""
         return parts if self._data_axis is None else (lax.pmean if self.reduction == "mean" else lax.psum)(parts, DATA)
 
-    def _member_step(self, state: TrainState, batch: Any, wide: tuple[bool, ...]) -> tuple[TrainState, jax.Array]:
+    def _member_step(self, state: TrainState, batch: Any, wide: Wide) -> tuple[TrainState, jax.Array]:
         if self._data_axis is None:
             loss, grads, buffers = self._gradients(state, batch, wide)
         else:
@@ -280,11 +287,11 @@ class Trainer:
         given = (states, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
         return jax.jit(place.over(every, given, (states, losses), check_vma), donate_argnums=0)
 
-    def _step_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
+    def _step_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         every = self._of_members(lambda state, batch: self._member_step(state, batch, wide), own, chunk)
         return self._over_devices(every, own, check_vma)
 
-    def _epoch_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
+    def _epoch_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         """A step on rows of data that lie on the devices."""
         def every(state: TrainState, data: Any, rows: jax.Array) -> Any:
             def taken(rows: jax.Array) -> Any:
@@ -297,18 +304,21 @@ class Trainer:
 
         return self._over_devices(every, own, check_vma, data=True)
 
-    def _losses_program(self, own: bool, wide: tuple[bool, ...], chunk: int | None, check_vma: bool, modes: Any) -> Any:
+    def _losses_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any, split: bool = True) -> Any:
         def one(state: TrainState, batch: Any) -> Any:
             loss, _ = self._loss({}, state, batch, self._key(state), wide, False, False)
-            return None, self._joined(loss)
+            return None, self._joined(loss) if split else loss
 
         place = self.ensemble.placement
         every = lanes(one, (0, 0 if own else None), chunk)
-        given = self._parts(None, place.spec(MEMBER)), place.spec(MEMBER, DATA) if own else place.spec(DATA)
+        rows = (DATA,) if split else ()
+        given = self._parts(None, place.spec(MEMBER)), place.spec(MEMBER, *rows) if own else place.spec(*rows)
         run = jax.jit(place.over(every, given, (None, place.spec(MEMBER)), check_vma))
         return lambda state, batch: run(dataclasses.replace(state, order=None), batch)[1]
 
-    def _attempt(self, kind: str, own: bool, wide: tuple[bool, ...], use: Callable[[Any], Any]) -> Any:
+    _whole_losses_program = functools.partialmethod(_losses_program, split=False)
+
+    def _attempt(self, kind: str, own: bool, wide: Wide, use: Callable[[Any], Any]) -> Any:
         """What is done with a program; if shard_map's check stumbles, with one that is not checked."""
         modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
         try:
@@ -321,7 +331,7 @@ class Trainer:
             self._check_vma = False
         return self._attempt(kind, own, wide, use)
 
-    def _run(self, kind: str, own: bool, wide: tuple[bool, ...], *args: Any) -> Any:
+    def _run(self, kind: str, own: bool, wide: Wide, *args: Any) -> Any:
         """Run a program; if memory does not suffice, with half as many members at a time."""
         while True:
             try:
@@ -351,13 +361,16 @@ class Trainer:
             batch: as in ``step``; its values are not used.
             own: as in ``step``.
         """
-        arrays, wide = self._arrays(batch, own)
+        arrays, wide = self._arrays(batch, own, self.accumulate)
         return self._attempt("step", own, wide, lambda program: program.lower(self.state, arrays).compile())
 
-    def _arrays(self, batch: tuple[Any, ...], own: bool) -> tuple[Any, tuple[bool, ...]]:
+    def _arrays(self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True) -> tuple[Any, Wide]:
+        """A batch on the devices, whose parts run one after another; split: each device along the axis "data" has a part of its rows."""
         place = self.ensemble.placement
         leaves, tree = jax.tree.flatten(tuple(batch))
-        first, size, parts = int(own), place.size(DATA), self.accumulate
+        first, size = int(own), place.size(DATA) if split else 1
+        if not leaves:
+            raise ValueError("batch: expected inputs and targets, got nothing")
         for x in leaves:
             if not isinstance(x, torch.Tensor | jax.Array | np.ndarray) or x.ndim <= first:
                 raise ValueError(f"batch: expected tensors of at least {first + 1} dimensions, got {getattr(x, 'shape', type(x).__name__)}")
@@ -369,8 +382,8 @@ class Trainer:
                     f"batch: expected a multiple of {here * parts} rows, for {size} devices along the axis \"data\" and "
                     f"accumulate={parts}, got shape {tuple(x.shape)}"
                 )
-        axes = (MEMBER, DATA) if own else (DATA,)
-        return jax.tree.unflatten(tree, [place.put(x, *axes) for x in leaves]), _wide(leaves)
+        axes = (*(MEMBER,) * own, *(DATA,) * split)
+        return jax.tree.unflatten(tree, [place.put(x, *axes) for x in leaves]), wide_types(leaves, self.ensemble.template)
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
     def step(self, *batch: Any, own: bool = False) -> torch.Tensor:
@@ -387,14 +400,25 @@ class Trainer:
         Raises:
             ValueError: the batch does not fit the members or the mesh; the loss is no tensor without dimensions.
         """
-        arrays, wide = self._arrays(batch, own)
+        arrays, wide = self._arrays(batch, own, self.accumulate)
         self.state, losses = self._run("step", own, wide, arrays)
         return as_tensor(gathered(losses))
 
     def losses(self, *batch: Any, own: bool = False) -> torch.Tensor:
-        """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is trained. As ``step``."""
-        arrays, wide = self._arrays(batch, own)
-        return as_tensor(gathered(self._run("losses", own, wide, arrays)))
+        """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is trained. As ``step``.
+
+        In one process the rows need not be a multiple of the devices along the axis "data": then each of these has all rows.
+        """
+        split = jax.process_count() > 1 or self._splits(batch, own)
+        return self._losses(*self._arrays(batch, own, parts=1, split=split), own, split)
+
+    def _losses(self, arrays: Any, wide: Wide, own: bool, split: bool) -> torch.Tensor:
+        return as_tensor(gathered(self._run("losses" if split else "whole_losses", own, wide, arrays)))
+
+    def _splits(self, batch: Any, own: bool) -> bool:
+        """Whether the devices along the axis "data" can have equal parts of these rows."""
+        size = self.ensemble.placement.size(DATA)
+        return all(np.ndim(x) > own and x.shape[int(own)] % size == 0 for x in jax.tree.leaves(batch))
 
     def order(self, size: int, epoch: int, own: bool = False, bootstrap: bool = False) -> torch.Tensor:
         """The order in which ``fit`` takes ``size`` rows of data in an epoch: [size], or [n, size] if each member has its own.
@@ -467,6 +491,8 @@ class Trainer:
             torch.Size([10, 4])
         """
         place = self.ensemble.placement
+        if not isinstance(data, tuple | list):
+            raise TypeError(f"data: expected a tuple of tensors, got {type(data).__name__}; a TensorDataset has .tensors")
         leaves, tree = jax.tree.flatten(tuple(data))
         sizes = {x.shape[0] for x in leaves}
         if len(sizes) != 1:
@@ -480,8 +506,11 @@ class Trainer:
             )
         if (patience is not None or keep_best) and validation is None:
             raise ValueError("validation: patience and keep_best need data on which losses are computed")
-        own, wide, steps = own or bootstrap, _wide(leaves), size // rows
+        own, wide, steps = own or bootstrap, wide_types(leaves, self.ensemble.template), size // rows
         arrays = jax.tree.unflatten(tree, [place.put_rows(x) for x in leaves])
+        if validation is not None:
+            split, seen = self._splits(validation, False), wide_types(jax.tree.leaves(validation), self.ensemble.template)
+            held_out = jax.tree.map(lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation))
         history: list[jax.Array] = []
         cut = self._program(("cut", own, rows))
         with contextlib.ExitStack() as stack:
@@ -498,7 +527,7 @@ class Trainer:
                     on_step(self, losses)
                 done = False
                 if self.position % steps == 0 and validation is not None:
-                    done = not life.early_stop(self, self.losses(*validation), patience, min_delta, keep_best).any()
+                    done = not life.early_stop(self, self._losses(held_out, seen, False, split), patience, min_delta, keep_best).any()
                 stepped()
                 if done:
                     break
@@ -540,6 +569,43 @@ class Trainer:
         kept = dataclasses.replace(state, order=None, keys=state.keys if keys else None)
         after = place.taken(kept, np.array(found))
         self.state = dataclasses.replace(after, order=state.order, keys=after.keys if keys else state.keys)
+        self._changed()
+
+    def reseed(self, indices: int | Iterable[int], seed: int) -> None:
+        """Let members begin anew: with the initial values and random states that they have with this seed, and no optimizer's state.
+
+        They keep their settings, and become active if they were frozen.
+
+        Args:
+            indices: which.
+            seed: as of an ``Ensemble`` and a ``Trainer``.
+
+        Raises:
+            IndexError: there is no such member.
+            ValueError: the ensemble was made of modules, not of a function that makes them.
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax.ensemble import Ensemble, Trainer
+            >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=2), torch.nn.functional.mse_loss)
+            >>> losses = trainer.step(torch.ones(8, 3), torch.ones(8, 1))
+            >>> trainer.reseed(1, seed=7)
+            >>> trainer.state.step.tolist()
+            [1, 0]
+        """
+        found, before = self.ensemble._indices(indices), self.state
+        self.ensemble.reseed(found, seed)
+        self._changed()
+        params = self.ensemble.params
+        copies = {field: {name: params[name] for name in getattr(before, field)} for field in ("average", "best_params")}
+        new = {**self._begun(before.numbers, seed), "numbers": before.numbers, **copies}
+        old = {name: getattr(before, name) for name in new}
+        anew = self.ensemble.placement.put_rows(np.isin(np.arange(self._n), found), MEMBER)
+        self.state = dataclasses.replace(self.state, **_where(anew, new, old))
+
+    def _changed(self) -> None:
+        self.ensemble.changes += 1
+        self._changes = self.ensemble.changes
 
     def snapshot(self, what: str = "now") -> Ensemble:
         """A copy of the ensemble: as it is "now", with the "average" of the parameters, or with the "best" that early stopping has kept.
@@ -572,12 +638,17 @@ class Trainer:
 
 
 @jax.jit
+def _where(members: jax.Array, new: Any, old: Any) -> Any:
+    """The new values of these members, and the old ones of the others."""
+    return jax.tree.map(lambda x, y: jnp.where(members.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
+
+
+@jax.jit
 def _averaged(average: Any, now: Any, count: jax.Array, active: jax.Array) -> Any:
     def one(a: jax.Array, p: jax.Array) -> jax.Array:
-        shape = (-1, *[1] * (a.ndim - 1))
-        return jnp.where(active.reshape(shape), a + (p - a) / (count + 1).reshape(shape).astype(a.dtype), a)
+        return a + (p - a) / (count + 1).reshape(-1, *[1] * (a.ndim - 1)).astype(a.dtype)
 
-    return jax.tree.map(one, average, now), count + active
+    return _where(active, jax.tree.map(one, average, now), average), count + active
 
 
 def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:
@@ -590,14 +661,13 @@ def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:
 def _each(name: str, value: Any, n: int) -> np.ndarray:
     """A number of each member, [n]; ValueError if it is neither a float nor [n]."""
     found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, jax.dtypes.canonicalize_dtype(np.float64))
+    if np.isnan(found).any() or (found.min(initial=0) < 0 and name in ("lr", "weight_decay", "clip")):
+        raise ValueError(f"{name}: expected numbers that are not negative, got {value}")
+    if name == "temperature" and not (found > 0).all():
+        raise ValueError(f"temperature: expected positive numbers, got {value}")
     if found.shape not in ((), (n,)):
         raise ValueError(f"{name}: expected a number, or {n} numbers, one for each member; got shape {found.shape}")
     return np.broadcast_to(found, (n,))
-
-
-def _wide(leaves: list[Any]) -> tuple[bool, ...]:
-    """Which of the tensors are int64, of which JAX makes int32."""
-    return tuple(getattr(x, "dtype", None) == torch.int64 for x in leaves)
 
 
 def _of_vma(error: Exception) -> bool:

@@ -273,7 +273,7 @@ def aten_slice_scatter(x: Array, src: Array, dim: int = 0, start: int | None = N
 @fused("dim", "start", "step")
 def _overwrite(x: Array, src: Array, dim: int, start: int, step: int) -> Array:
     if step == 1:
-        return lax.dynamic_update_slice(x, src, [np.int64(start if d == dim else 0) for d in range(x.ndim)])
+        return lax.dynamic_update_slice(x, src, [np.int32(start if d == dim else 0) for d in range(x.ndim)])
     n, count = x.shape[dim], src.shape[dim]
     hit = np.zeros(n, np.bool_)
     hit[start : start + (count - 1) * step + 1 : step] = True

@@ -23,7 +23,7 @@ def _zero_pivot(lu: Array) -> Array:
     zero = diagonal(lu) == 0
     if not zero.shape[-1]:
         return jnp.zeros(zero.shape[:-1], jnp.int32)
-    return jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0).astype(jnp.int32)
+    return jnp.where(zero.any(-1), lax.argmax(zero, zero.ndim - 1, jnp.int32) + 1, 0)
 
 
 def _factors(A: Array) -> tuple[Array, ...]:

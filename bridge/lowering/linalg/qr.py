@@ -66,7 +66,7 @@ def _reflected(left: bool, adjoint: bool, a: Array, tau: Array, C: Array) -> Arr
     scale = jnp.conj(tau) if adjoint else tau
 
     def reflect(i: Array, C: Array) -> Array:
-        j = i if adjoint else k - 1 - i
+        j = (i if adjoint else k - 1 - i).astype(jnp.int32)  # the gradient of a slice by int64 is lowered with 64-bit types alone
         v = lax.dynamic_slice_in_dim(below, j, 1, -1)
         t = lax.dynamic_slice_in_dim(scale, j, 1, -1)[..., None]
         return C - matmul(t * v, matmul(mH(v), C))

@@ -44,7 +44,7 @@ def _fractional(x: Array, samples: Array, kernel: tuple[int, ...], out: tuple[in
     flat = jnp.broadcast_to(flat, (*lead, *out, *kernel)).reshape(*lead, blocks, taps)
     elements = lax.stop_gradient(grouped).reshape(*lead, math.prod(image))
     windows = jnp.take_along_axis(elements, flat.reshape(*lead, blocks * taps), 2).reshape(flat.shape)
-    place = jnp.take_along_axis(flat, jnp.argmax(windows, -1, keepdims=True), -1).reshape(*lead, *out)
+    place = jnp.take_along_axis(flat, lax.argmax(windows, windows.ndim - 1, jnp.int32)[..., None], -1).reshape(*lead, *out)
     values, place = take_places(grouped, place, n), place.astype(jnp.int64)
     return (values, place) if x.ndim == n + 2 else (values[0], place[0])
 

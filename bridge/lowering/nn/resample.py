@@ -151,7 +151,7 @@ def _pick_nearest(x: Array, output_size: tuple[int, ...], exact: bool, scales: _
         if out % size == 0 and (at == np.arange(out) // (out // size)).all():
             x = jnp.repeat(x, out // size, dim)  # a broadcast, whose transpose is a sum
         else:
-            x = jnp.take(x, at, dim, mode="clip")
+            x = jnp.take(x, at.astype(np.int32), dim, mode="clip")
     return x
 
 

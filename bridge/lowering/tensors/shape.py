@@ -517,7 +517,7 @@ def _unfold(x: Array, dim: int, size: int, step: int) -> Array:
         rows = [_slice(x, dim, j, j + (count - 1) * step + 1, step) for j in range(size)]
         return aten_stack(rows, x.ndim) if rows else lax.full((*x.shape[:dim], count, *x.shape[dim + 1 :], 0), 0, x.dtype)
     index = np.arange(count)[:, None] * step + np.arange(size)
-    return jnp.moveaxis(jnp.take(x, index, axis=dim, mode="clip"), dim + 1, -1)
+    return jnp.moveaxis(jnp.take(x, index.astype(np.int32), axis=dim, mode="clip"), dim + 1, -1)
 
 
 def _unfold_error(dim: int, size: int, n: int) -> NoReturn:

@@ -17,6 +17,7 @@ import torch
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch import nn
+from torch.nn.utils import parametrize
 
 from bridge.boundary.calls import Traceable
 from bridge.boundary.results import Output, Result, inexact, split_arrays, take_apart
@@ -110,8 +111,9 @@ def unlike(a: Parts, b: Parts) -> str | None:
         return f"it has the submodules {[*b.modules]}, not {[*a.modules]}"
     for path, m in a.modules.items():
         other = b.modules[path]
-        if type(m) is not type(other):
-            return f"{path or 'it'} is a {type(other).__name__}, not a {type(m).__name__}"
+        kind, its = map(parametrize.type_before_parametrizations, (m, other))  # each parametrized module has a class of its own
+        if kind is not its:
+            return f"{path or 'it'} is a {its.__name__}, not a {kind.__name__}"
         for kind in HOOKS:
             hooks, others = ([*x.__dict__.get(kind, {}).values()] for x in (m, other))
             if path and (len(hooks) != len(others) or any(h is not o for h, o in zip(hooks, others, strict=True))):

@@ -126,6 +126,17 @@ class Reading(nn.Module):
         return self.lin(x) * self.scales[0] if self.number >= 0 else x
 
 
+class Parametrized(nn.Module):
+    """Each parametrized module has a class of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lin(x).tanh()
+
+
 TABLE = nn.Parameter(floats(WIDTH, WIDTH))
 
 
@@ -149,6 +160,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "hidden states, by index and keyword": lambda: (Model(Block, with_states), (MASK,)),
     "two tensors and a string": lambda: (Model(Pair, of_tuples), ()),
     "LSTMs": lambda: (Model(Recurrent, one_by_one), ()),
+    "parametrized weights": lambda: (Model(Parametrized, one_by_one), ()),
     "an attribute that is read": lambda: (Model(Reading, one_by_one), ()),
     "one parameter of all blocks": lambda: (Model(Sharing, one_by_one), ()),
     "a Sequential": lambda: (nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]).double(), ()),
@@ -323,6 +335,8 @@ class Scaled(nn.Module):
         self.lin = nn.Linear(WIDTH, WIDTH + 1 if how == "shape" and number == 3 else WIDTH, bias=how != "bias" or number != 3)
         if how == "class" and number == 3:
             self.lin = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        if how == "parametrization" and number == 3:
+            nn.utils.parametrizations.weight_norm(self.lin)
         if how == "mode" and number == 3:
             self.lin.eval()
         self.drop = nn.Dropout(0.1)
@@ -401,6 +415,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
     "no bias": ("bias", one_by_one, r"layers\.3 differs .* \['lin\.bias'\] are None"),
     "another class": ("class", one_by_one, r"layers\.3 differs .* submodules"),
     "another mode": ("mode", one_by_one, r"layers\.3 has another program than layers\.1, which reads .*drop\.training"),
+    "a parametrization": ("parametrization", one_by_one, r"layers\.3 differs .* submodules"),
     "hooks": ("hooks", one_by_one, r"layers\.2 differs .* lin has other hooks"),
     "a constant": ("constant", one_by_one, r"layers\.2 has another program than layers\.1, which reads number: mul has other operands"),
     "control flow": ("control", one_by_one, r"layers\.3 has another program than layers\.1, which reads number: it has"),

@@ -397,6 +397,39 @@ def test_a_derivative_uses_the_numbers_of_the_value(name, requires_grad, compile
         torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-6, atol=1e-6)
 
 
+#: Ways to pull back through a function f at x.
+PULLED = {
+    "mapped": lambda lib, f, x: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(*lib.vjp(f, x)),
+    "differentiated": lambda lib, f, x: (lambda out, pull: (out, lib.grad(lambda c: (pull(c)[0] ** 2).sum())(x)))(*lib.vjp(f, x)),
+    "twice": lambda lib, f, x: (lambda out, pull: (out, pull(x), torch.rand(2), pull(2 * x)))(*lib.vjp(f, x)),
+    "two of them": lambda lib, f, x: (
+        lambda out, pull, other, its: (out, other, its(x), pull(x)))(*lib.vjp(f, x), *lib.vjp(f, x)),
+    "mapped in a vmap": lambda lib, f, x: lib.vmap(
+        lambda a: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(*lib.vjp(f, a)), **DIFFERENT)(torch.stack([x, x * 2])),
+    "vjp of vjp": lambda lib, f, x: (lambda out, pull: (out, pull(x)))(*lib.vjp(lambda a: lib.vjp(f, a)[1](a)[0], x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("way", PULLED)
+def test_pullbacks_of_random_functions(way, requires_grad, compiled):
+    def noisy(a):
+        return F.dropout(a**2, 0.5) * torch.poisson(torch.full((6,), 3.0)) + _Scaled.apply(a)[0]
+
+    def draw(lib, x):
+        out = PULLED[way](lib, noisy, x)
+        return [t.detach() for t in torch.utils._pytree.tree_leaves(out)]
+
+    x = torch.linspace(1, 2, 6, requires_grad=requires_grad)
+    run = jit(lambda x: draw(torchfunc_jax, x)) if compiled else lambda x: draw(torchfunc_jax, x)
+    torch.manual_seed(3)
+    expected = draw(torch.func, x), torch.rand(2)
+    for _ in range(2):
+        torch.manual_seed(3)
+        torch.testing.assert_close((run(x), torch.rand(2)), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_function_with_a_context_of_pytorchs_draws_once(compiled):
     def twice(x):

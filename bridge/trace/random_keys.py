@@ -15,7 +15,7 @@ import torch
 
 from bridge import private
 from bridge.trace import pieces
-from bridge.trace.levels import Level, around, refuse_in_loop, state
+from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.torch_numbers import ERROR
 
 
@@ -33,7 +33,7 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     level = state.level
     if level is None:
         return jax.random.key(seed_from(generator))
-    if any(each.kind == "vmap" and each.randomness == "error" for each in around()):
+    if any(each.randomness == "error" for each in vmaps_of_draws()):
         raise RuntimeError(ERROR)
     return _draw(source(level), generator)
 
@@ -157,6 +157,7 @@ class Place:
     drawn: Any
     at: int
     draws: int
+    vmaps: tuple[Level, ...] = ()
 
     @classmethod
     def here(cls) -> Place:
@@ -165,7 +166,7 @@ class Place:
         if level is None:  # JAX calls a rule when its trace has closed
             return cls(None, None, 0, 0)
         drawn = level.root.drawn
-        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws)
+        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws, tuple(vmaps_of_draws()))
 
     def go(self) -> None:
         """Let random operators draw the numbers again that they have drawn from here on."""
@@ -179,11 +180,14 @@ class Place:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """While entered, code runs for the second time; it gets the same numbers, and nothing is drawn."""
-        before = Place.here()
+        assert state.level is not None
+        before, root = Place.here(), state.level.root
+        beside, root.beside = root.beside, tuple([each for each in around() if each.kind == "vmap" and each not in self.vmaps])
         self.go()
         try:
             yield
         finally:
+            root.beside = beside
             before.go()
 
 

@@ -23,7 +23,7 @@ from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import process
 from bridge.trace import pieces, python_numbers
-from bridge.trace.levels import Level, around, refuse_in_loop, state
+from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Geometry, Node, contiguous
 from bridge.trace.tracing import Traced
 
@@ -430,7 +430,7 @@ def by_value(
 
 def _vmaps() -> list[Level]:
     refuse_in_loop("a random number")
-    return [each for each in around() if each.kind == "vmap"][::-1]
+    return vmaps_of_draws()
 
 
 def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> list[Any]:

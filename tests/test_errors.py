@@ -41,6 +41,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     # grad and its family
     "grad of a vector": (lambda T: T.grad(lambda a: a * 2)(x), r"scalar Tensor, got tensor with 2 dims"),
     "grad of a one-element vector": (lambda T: T.grad(lambda a: a.sum()[None])(x), r"scalar Tensor, got tensor with 1 dims"),
+    "grad of a complex number": (lambda T: T.grad(lambda a: (a + 1j).sum())(x), r"only for real scalar outputs but got torch\.complex64"),
     "grad of no tensor": (lambda T: T.grad(lambda a: 2.0)(x), r"return a Tensor, got <class 'float'>"),
     "grad of a tuple": (lambda T: T.grad(lambda a: (a.sum(), a))(x), r"return a Tensor, got <class 'tuple'>"),
     "grad has_aux without aux": (lambda T: T.grad(lambda a: a.sum(), has_aux=True)(x), r"\(output, aux\) if has_aux is True"),

@@ -47,6 +47,31 @@ def linear(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+# -- arguments that require grad, and arguments without leaves ---------------------------------------------------------------------
+def requires_grad(*shape: int) -> Any:
+    return lambda: torch.randn(shape, requires_grad=True)
+
+
+@table(requires_grad(2, 3))
+def vmap_jacfwd_of_a_constant_slope(T):
+    return T.vmap(T.jacfwd(lambda x: [x * 2, x]))
+
+
+@table(requires_grad(2, 3))
+def vmap_jvp_of_a_constant_slope(T):
+    return T.vmap(lambda x: T.vmap(lambda t: T.jvp(lambda a: a * 2, (x,), (t,)))(torch.eye(3)))
+
+
+@table((3,))
+def grad_by_the_parameters_of_a_module_without_any(T):
+    return lambda x: T.grad_and_value(lambda p, x: T.functional_call(nn.Tanh(), p, (x,)).sum())(dict(nn.Tanh().named_parameters()), x)
+
+
+@table((3,))
+def vjp_without_primals(T):
+    return lambda x: T.vjp(lambda: x.sin())[0]
+
+
 # -- vmap -----------------------------------------------------------------------------------------------------------------------
 @table((3, 4), (3, 4))
 def vmap_dot(T):

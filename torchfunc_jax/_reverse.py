@@ -159,6 +159,10 @@ def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
             "jacrev APIs instead?"
         )
+    if out.is_complex():
+        raise RuntimeError(
+            f"{api}: grad can be implicitly created only for real scalar outputs but got {out.dtype}; take its .real or .abs()"
+        )
     aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
     return [out, *aux_tensors], aux_spec
 
@@ -202,6 +206,9 @@ def gradients_and_value(
 
 
 def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any) -> Any:
+    if not active:  # the arguments have no leaves, as the parameters of a module that has none
+        return list(body(*operands)), None
+
     def f(*arguments: Any) -> Any:
         out, *aux = body(*arguments)
         return out, tuple(aux)
@@ -317,6 +324,9 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
 
 def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int) -> Any:
+    if not active:
+        return list(body(*operands)), lambda cotangents: []
+
     def f(*arguments: Any) -> Any:
         outs = body(*arguments)
         return tuple(outs[:n]), tuple(outs[n:])

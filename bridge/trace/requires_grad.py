@@ -81,17 +81,11 @@ def _inexact(v: Any) -> bool:
     return isinstance(v, jax.Array) and bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
-@jax.custom_jvp
 def _tied(value: jax.Array, inputs: list[jax.Array]) -> jax.Array:
-    return value
-
-
-@_tied.defjvp
-def _tied_jvp(primals: Any, tangents: Any) -> Any:
-    value, inputs = primals
-    # the sum of no elements of a tangent is zero, but a linear function of the tangent that JAX keeps
-    zero = sum(jnp.sum(jnp.real(t).reshape(-1)[:0]).astype(value.dtype) for t in tangents[1])
-    return _tied(value, inputs), tangents[0] + jnp.broadcast_to(zero, value.shape)
+    # no custom_jvp: its derivative would be mapped where the inputs are and its value not, which JAX's batching takes for one and the same
+    # the sum of no elements is zero, but a linear function of the input that JAX keeps; -0.0 less zero is -0.0
+    zero = sum(jnp.sum(jnp.real(x).reshape(-1)[:0]).astype(value.dtype) for x in inputs)
+    return value - jnp.broadcast_to(zero, value.shape)
 
 
 def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:

@@ -111,9 +111,9 @@ def unlike(a: Parts, b: Parts) -> str | None:
         return f"it has the submodules {[*b.modules]}, not {[*a.modules]}"
     for path, m in a.modules.items():
         other = b.modules[path]
-        kind, its = map(parametrize.type_before_parametrizations, (m, other))  # each parametrized module has a class of its own
-        if kind is not its:
-            return f"{path or 'it'} is a {its.__name__}, not a {kind.__name__}"
+        own, its = map(parametrize.type_before_parametrizations, (m, other))  # each parametrized module has a class of its own
+        if own is not its:
+            return f"{path or 'it'} is a {its.__name__}, not a {own.__name__}"
         for kind in HOOKS:
             hooks, others = ([*x.__dict__.get(kind, {}).values()] for x in (m, other))
             if path and (len(hooks) != len(others) or any(h is not o for h, o in zip(hooks, others, strict=True))):

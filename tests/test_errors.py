@@ -60,6 +60,8 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "vjp of an integer output": (lambda T: T.vjp(lambda a: a.long(), x)[1](x.long()), r"(?i)floating-point|grad|dtype"),
     "vjp cotangents of another tree": (lambda T: T.vjp(lambda a: (a, a), x)[1](x), r"pytree structure of cotangents"),
     "vjp cotangents of another shape": (lambda T: T.vjp(torch.sin, x)[1](y), r"shape"),
+    "vjp complex cotangents": (lambda T: T.vjp(torch.sin, x)[1](x + 0j), r"For complex Tensors, .* have the same dtype"),
+    "vjp cotangents of no tensor": (lambda T: T.vjp(torch.sin, x)[1](1.0), r"float"),
     "vjp integer primal": (lambda T: T.vjp(lambda a: a.float(), x.long()), r"floating point"),
     "jvp primals no tuple": (lambda T: T.jvp(torch.sin, x, (x,)), r"Expected primals to be a tuple"),
     "jvp tangents of another tree": (lambda T: T.jvp(torch.sin, (x,), (x, x)), r"same python structure"),

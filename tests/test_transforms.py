@@ -448,6 +448,16 @@ def vjp_one(T):
     return fn
 
 
+@table((3,))
+def vjp_cotangents_of_other_dtypes(T):
+    def f(x):
+        _, pull = T.vjp(torch.sin, x)
+        inside = T.vmap(lambda c: pull(c.double() * 2))(torch.stack([x.detach(), -x.detach()]))
+        return pull(x.detach().double()), pull(torch.arange(3)), pull(x.detach() > 0), pull(x.detach().bfloat16()), inside
+
+    return f
+
+
 @table((2, 3), (3, 4), (2, 4))
 def vjp_two_primals(T):
     def fn(x, y, ct):

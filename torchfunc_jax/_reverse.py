@@ -14,7 +14,7 @@ from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.results import Result, conj, is_array, split_arrays
-from bridge.convert import trees
+from bridge.convert import dtypes, trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
@@ -233,12 +233,13 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         has_aux: whether func returns (output, aux).
 
     Returns:
-        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure, shapes and dtypes, and
-        returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes.
+        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure and shapes, converts
+        them to its dtypes, and returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn) cotangents of another structure,
-            shape or dtype than the output.
+        RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn) cotangents of another structure
+            or shape than the output, or complex ones where the output is real, or the other way round.
+        TypeError: (by vjp_fn) a cotangent is not a tensor.
         ValueError: a primal is not a tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.vjp.html
@@ -276,7 +277,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
             with transforms.unwatched():
                 leaves = _cotangent_leaves(cotangents, out_spec, shapes)
             return kept.call(
-                leaves, inputs, lambda grads: trees.unflatten(diff_spec, grads),
+                _converted(leaves, shapes), inputs, lambda grads: trees.unflatten(diff_spec, grads),
                 lambda: vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents),
             )  # fmt: skip
 
@@ -305,7 +306,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     versions = autograd.versions(target.call.arrays) if recorded else []
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-        leaves = _cotangent_leaves(cotangents, out_spec, shapes)
+        leaves = _converted(_cotangent_leaves(cotangents, out_spec, shapes), shapes)
         autograd.check_unchanged(versions)
 
         def back(values: list[Any]) -> Result:
@@ -351,14 +352,21 @@ def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list
         )
     for i, (c, (shape, dtype)) in enumerate(zip(leaves, shapes, strict=True)):
         if not is_array(c):
-            raise RuntimeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
+            raise TypeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
         if tuple(c.shape) != shape:
             raise RuntimeError(
                 f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give "
                 "cotangents of the output's shape"
             )
-        if _args.dtype_of(c) != dtype:
+        if _args.dtype_of(c).is_complex != dtype.is_complex:
             raise RuntimeError(
-                f"cotangents: expected dtype {dtype} at flattened index {i}, the output's, got {_args.dtype_of(c)}; convert it with .to()"
+                "For complex Tensors, both grad_output and output are required to have the same dtype. Mismatch in dtype: grad_output"
+                f"[{i}] has a dtype of {_args.dtype_of(c)} and output[{i}] has a dtype of {dtype}; give cotangents of the output's dtype"
             )
     return leaves
+
+
+def _converted(cotangents: list[Any], shapes: list[Any]) -> list[Any]:
+    """Cotangents in the outputs' dtypes, as PyTorch's autograd converts them."""
+    given = zip(cotangents, shapes, strict=True)
+    return [c.to(dtype) if isinstance(c, torch.Tensor) else c.astype(dtypes.to_jax(dtype)) for c, (_, dtype) in given]

@@ -9,8 +9,10 @@ import math
 import re
 import subprocess
 import sys
+import venv
 from collections import namedtuple
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,9 +221,21 @@ assert "torch" not in sys.modules
 """
 
 
+def _environment(folder: Path) -> str:
+    """The Python of a new environment that has JAX, and flatbuffers to read programs, but neither torch nor this project."""
+    venv.create(folder, with_pip=True)
+    python = str(next(folder.glob("*/python")))
+    wanted = [f"{name}=={version(name)}" for name in ("jax", "jaxlib", "numpy", "flatbuffers")]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True, timeout=600)
+    assert subprocess.run([python, "-c", "import torch"], capture_output=True).returncode
+    return python
+
+
 @needs_files
-def test_without_torch(tmp_path: Path) -> None:
-    """The lines that the page shows, and the acceptance models, in a process in which torch and this project cannot be imported."""
+@pytest.mark.parametrize("environment", ["this one", pytest.param("a new one", marks=pytest.mark.slow)])
+def test_without_torch(environment: str, tmp_path: Path) -> None:
+    """The lines that the page shows, and the acceptance models, where torch and this project cannot be imported."""
+    python = sys.executable if environment == "this one" else _environment(tmp_path / "environment")
     page = (ROOT / "docs" / "export.md").read_text()
     (lines,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(lines.splitlines()) == 4
@@ -236,7 +250,7 @@ def test_without_torch(tmp_path: Path) -> None:
             np.save(folder / f"in{n}.npy", x.numpy())
             expected[f"{k}/out{n}.npy"] = copy.deepcopy(fn)(x).detach().numpy()
     code = BLOCKED + lines + RUN.format(cases=[str(k) for k in range(4)])
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert not found.returncode, found.stderr
     printed = np.array(re.findall(r"[-\d.e]+", found.stdout), np.float32).reshape(7, 3)
     np.testing.assert_allclose(printed, model(torch.ones(7, 20)).detach().numpy(), rtol=1e-4, atol=1e-5)

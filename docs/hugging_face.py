@@ -29,8 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import transformers  # noqa: E402
-from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
+try:
+    import transformers
+    from transformers import AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError:
+    sys.exit('the library transformers is not installed; install it with: pip install "transformers>=5,<6"')
 
 from torchfunc_jax import jit  # noqa: E402
 from torchfunc_jax._machine import machine  # noqa: E402

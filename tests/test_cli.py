@@ -133,7 +133,10 @@ def test_info() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_ctrl_c_leaves_what_was_trained(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchfunc_jax.cli", *SMALL, "--epochs", "100000", "--json", "--output", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TTY_COMPATIBLE": "0"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TTY_COMPATIBLE": "0"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it runs in the background
+    )  # fmt: skip
     assert process.stderr is not None
     while "Training" not in process.stderr.readline():
         assert process.poll() is None, "ended before it trained"

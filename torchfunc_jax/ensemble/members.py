@@ -397,9 +397,13 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def wide_types(leaves: Iterable[Any], member: nn.Module) -> tuple[torch.dtype | None, ...]:
     """The 64-bit types that a member needs of these tensors and arrays, of which JAX makes 32-bit ones: of integers, and its own."""
-    own = {torch.int64} | {p.dtype for p in member.parameters()} & {torch.float64}
-    named = {name: t for t in own for name in (str(t), str(t).removeprefix("torch."))}
-    return tuple(None if isinstance(x, jax.Array) else named.get(str(getattr(x, "dtype", None))) for x in leaves)
+    def of(x: Any) -> torch.dtype | None:
+        name = None if isinstance(x, jax.Array) else str(getattr(x, "dtype", None)).removeprefix("torch.")
+        if name == "float64" and any(p.dtype is torch.float64 for p in member.parameters()):
+            return torch.float64
+        return torch.int64 if name == "int64" else None
+
+    return tuple(of(x) for x in leaves)
 
 
 def widened(tree: Any, wide: tuple[torch.dtype | None, ...], cast: Callable[[Any, torch.dtype], Any]) -> Any:

@@ -21,12 +21,12 @@ class Optimizer(NamedTuple):
 
     Attributes:
         init: (params, numbers by name) -> state.
-        update: (gradients, state, params, numbers by name) -> (new params, new state).
+        update: (gradients, state, params, numbers by name, whether the member takes the step) -> (params, state) after it.
         numbers: the numbers that may differ from member to member, with their defaults.
     """
 
     init: Callable[[Tree, Numbers], Tree]
-    update: Callable[[Tree, Tree, Tree, Numbers], tuple[Tree, Tree]]
+    update: Callable[[Tree, Tree, Tree, Numbers, jax.Array], tuple[Tree, Tree]]
     numbers: Numbers
 
 
@@ -35,7 +35,9 @@ class _Leaf(NamedTuple):
 
     Attributes:
         slots: from the options, the names of what is kept for each parameter; an array like it, zero at first.
-        update: (gradient, parameter, slots by name, numbers, the step's number from 1, options) -> (new parameter, new slots).
+        update: (gradient, parameter, slots by name, numbers, the step's number from 1, options, keep) -> (new parameter, new slots).
+            ``keep`` makes of new slots those of before if the member does not take the step. The rule reads its new slots after it:
+            what XLA stores is then what the parameter is computed from, and slots are neither computed twice nor copied.
         numbers: with torch.optim's defaults.
         options: True or False each, with torch.optim's defaults.
     """
@@ -51,16 +53,17 @@ def _mean(old: jax.Array, new: jax.Array, weight: Any) -> jax.Array:
     return weight * old + (1 - weight) * new
 
 
-def _sgd(g, p, s, h, t, o):
+def _sgd(g, p, s, h, t, o, keep):
     g = g + h["weight_decay"] * p
     if "buffer" not in s:
         return p - h["lr"] * g, {}
     # without momentum the buffer is the gradient itself, as if it were the first one
     buffer = jnp.where((t == 1) | (h["momentum"] == 0), g, h["momentum"] * s["buffer"] + (1 - h["dampening"]) * g)
-    return p - h["lr"] * (g + h["momentum"] * buffer if o["nesterov"] else buffer), {"buffer": buffer}
+    s = keep({"buffer": buffer})
+    return p - h["lr"] * (g + h["momentum"] * s["buffer"] if o["nesterov"] else s["buffer"]), s
 
 
-def _adam(g, p, s, h, t, o):
+def _adam(g, p, s, h, t, o, keep):
     a, b = h["betas"]
     if o["decoupled_weight_decay"]:
         p = p * (1 - h["lr"] * h["weight_decay"])
@@ -69,17 +72,18 @@ def _adam(g, p, s, h, t, o):
     after = {"mean": _mean(s["mean"], g, a), "square": _mean(s["square"], g * g, b)}
     if o["amsgrad"]:
         after["largest"] = jnp.maximum(s["largest"], after["square"])
+    after = keep(after)
     below = jnp.sqrt(after["largest" if o["amsgrad"] else "square"]) / jnp.sqrt(1 - b**t) + h["eps"]
     return p - h["lr"] / (1 - a**t) * after["mean"] / below, after
 
 
-def _adamax(g, p, s, h, t, o):
+def _adamax(g, p, s, h, t, o, keep):
     (a, b), g = h["betas"], g + h["weight_decay"] * p
-    s = {"mean": _mean(s["mean"], g, a), "largest": jnp.maximum(b * s["largest"], jnp.abs(g) + h["eps"])}
+    s = keep({"mean": _mean(s["mean"], g, a), "largest": jnp.maximum(b * s["largest"], jnp.abs(g) + h["eps"])})
     return p - h["lr"] / (1 - a**t) * s["mean"] / s["largest"], s
 
 
-def _nadam(g, p, s, h, t, o):
+def _nadam(g, p, s, h, t, o, keep):
     a, b = h["betas"]
     if o["decoupled_weight_decay"]:
         p = p * (1 - h["lr"] * h["weight_decay"])
@@ -87,18 +91,18 @@ def _nadam(g, p, s, h, t, o):
         g = g + h["weight_decay"] * p
     now, then = (a * (1 - 0.5 * 0.96 ** (k * h["momentum_decay"])) for k in (t, t + 1))
     product = jnp.where(t == 1, 1.0, s["product"]) * now
-    s = {"mean": _mean(s["mean"], g, a), "square": _mean(s["square"], g * g, b), "product": product}
+    s = keep({"mean": _mean(s["mean"], g, a), "square": _mean(s["square"], g * g, b), "product": product})
     below = jnp.sqrt(s["square"] / (1 - b**t)) + h["eps"]
-    return p - h["lr"] * ((1 - now) / (1 - product) * g + then / (1 - product * then) * s["mean"]) / below, s
+    return p - h["lr"] * ((1 - now) / (1 - s["product"]) * g + then / (1 - s["product"] * then) * s["mean"]) / below, s
 
 
-def _radam(g, p, s, h, t, o):
+def _radam(g, p, s, h, t, o, keep):
     a, b = h["betas"]
     if o["decoupled_weight_decay"]:
         p = p * (1 - h["lr"] * h["weight_decay"])
     else:
         g = g + h["weight_decay"] * p
-    s = {"mean": _mean(s["mean"], g, a), "square": _mean(s["square"], g * g, b)}
+    s = keep({"mean": _mean(s["mean"], g, a), "square": _mean(s["square"], g * g, b)})
     limit = 2 / (1 - b) - 1
     length = limit - 2 * t * b**t / (1 - b**t)
     known = jnp.maximum(length, 5.0)
@@ -107,38 +111,39 @@ def _radam(g, p, s, h, t, o):
     return p - h["lr"] / (1 - a**t) * s["mean"] * scale, s
 
 
-def _rmsprop(g, p, s, h, t, o):
+def _rmsprop(g, p, s, h, t, o, keep):
     g = g + h["weight_decay"] * p
     after = {"square": _mean(s["square"], g * g, h["alpha"])}
-    variance = after["square"]
     if o["centered"]:
         after["mean"] = _mean(s["mean"], g, h["alpha"])
-        variance = variance - after["mean"] ** 2
+    after = keep(after)
+    variance = after["square"] - after["mean"] ** 2 if o["centered"] else after["square"]
     change = g / (jnp.sqrt(variance) + h["eps"])
     if "buffer" in s:
-        change = after["buffer"] = h["momentum"] * s["buffer"] + change
+        after |= keep({"buffer": h["momentum"] * s["buffer"] + change})
+        change = after["buffer"]
     return p - h["lr"] * change, after
 
 
-def _adagrad(g, p, s, h, t, o):
+def _adagrad(g, p, s, h, t, o, keep):
     g = g + h["weight_decay"] * p
-    total = jnp.where(t == 1, h["initial_accumulator_value"], s["total"]) + g * g
-    return p - h["lr"] / (1 + (t - 1) * h["lr_decay"]) * g / (jnp.sqrt(total) + h["eps"]), {"total": total}
+    s = keep({"total": jnp.where(t == 1, h["initial_accumulator_value"], s["total"]) + g * g})
+    return p - h["lr"] / (1 + (t - 1) * h["lr_decay"]) * g / (jnp.sqrt(s["total"]) + h["eps"]), s
 
 
-def _adadelta(g, p, s, h, t, o):
+def _adadelta(g, p, s, h, t, o, keep):
     g = g + h["weight_decay"] * p
-    square = _mean(s["square"], g * g, h["rho"])
-    change = jnp.sqrt(s["changes"] + h["eps"]) / jnp.sqrt(square + h["eps"]) * g
-    return p - h["lr"] * change, {"square": square, "changes": _mean(s["changes"], change * change, h["rho"])}
+    after = keep({"square": _mean(s["square"], g * g, h["rho"])})
+    change = jnp.sqrt(s["changes"] + h["eps"]) / jnp.sqrt(after["square"] + h["eps"]) * g
+    return p - h["lr"] * change, after | keep({"changes": _mean(s["changes"], change * change, h["rho"])})
 
 
-def _rprop(g, p, s, h, t, o):
+def _rprop(g, p, s, h, t, o, keep):
     (less, more), (least, most) = h["etas"], h["step_sizes"]
     sign = jnp.sign(g * s["before"])
     size = jnp.where(t == 1, h["lr"], s["size"]) * jnp.where(sign > 0, more, jnp.where(sign < 0, less, 1.0))
-    size, g = jnp.clip(size, least, most), jnp.where(sign < 0, 0.0, g)
-    return p - jnp.sign(g) * size, {"before": g, "size": size}
+    s = keep({"before": jnp.where(sign < 0, 0.0, g), "size": jnp.clip(size, least, most)})
+    return p - jnp.sign(s["before"]) * s["size"], s
 
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -199,7 +204,10 @@ def find(optimizer: str | Callable[..., Any] | Any, given: Mapping[str, Any]) ->
         return _of_optax(lambda: optimizer, {}, {})
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: expected torch.optim's by name, {kind.__name__.lower()!r}, and its numbers beside it, got the class")
+        raise TypeError(
+            f"optimizer: expected torch.optim's by name, {kind.__name__.lower()!r}, and its numbers beside it, "
+            f"got {'the class' if isinstance(optimizer, type) else 'an instance'}"
+        )
     if not callable(optimizer):
         raise TypeError(f"optimizer: expected a name, or an optimizer of Optax's or a function that makes one, got {type(optimizer)}")
     return _of_optax(optimizer, numbers, options)
@@ -223,7 +231,7 @@ def _by_name(name: str, numbers: Numbers, given: Mapping[str, Any]) -> Optimizer
     def init(params: Tree, numbers: Numbers) -> Tree:
         return {"count": jnp.zeros((), jnp.int32), **{slot: jax.tree.map(jnp.zeros_like, params) for slot in slots}}
 
-    def update(grads: Tree, state: Tree, params: Tree, numbers: Numbers) -> tuple[Tree, Tree]:
+    def update(grads: Tree, state: Tree, params: Tree, numbers: Numbers, take: jax.Array) -> tuple[Tree, Tree]:
         count = state["count"] + 1
         kept: dict[str, dict[str, jax.Array]] = {slot: {} for slot in slots}
         after = {}
@@ -231,11 +239,15 @@ def _by_name(name: str, numbers: Numbers, given: Mapping[str, Any]) -> Optimizer
             wide = jnp.promote_types(p.dtype, jnp.float32)  # numbers such as eps are too small for half precision
             h = jax.tree.map(lambda x, wide=wide: x.astype(wide), dict(numbers))
             own = {slot: state[slot][key].astype(wide) for slot in slots}
-            new, own = leaf.update(grads[key].astype(wide), p.astype(wide), own, h, count.astype(wide), options)
-            after[key] = new.astype(p.dtype)
+
+            def keep(new: dict[str, jax.Array], old: dict[str, jax.Array] = own) -> dict[str, jax.Array]:
+                return {slot: jnp.where(take, x, old[slot]) for slot, x in new.items()}
+
+            new, own = leaf.update(grads[key].astype(wide), p.astype(wide), own, h, count.astype(wide), options, keep)
+            after[key] = jnp.where(take, new.astype(p.dtype), p)
             for slot in slots:
                 kept[slot][key] = own[slot].astype(p.dtype)
-        return after, {"count": count, **kept}
+        return after, {"count": jnp.where(take, count, state["count"]), **kept}
 
     return Optimizer(init, update, {**leaf.numbers, **numbers})
 
@@ -261,9 +273,9 @@ def _of_optax(make: Callable[..., Any], numbers: Numbers, options: Mapping[str, 
         own = {"learning_rate" if name == "lr" else name: value for name, value in numbers.items()}
         return make(**own, **options)
 
-    def update(grads: Tree, state: Tree, params: Tree, numbers: Numbers) -> tuple[Tree, Tree]:
+    def update(grads: Tree, state: Tree, params: Tree, numbers: Numbers, take: jax.Array) -> tuple[Tree, Tree]:
         changes, after = made(numbers).update(grads, state, params)
-        state = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-        return jax.tree.map(lambda p, c: (p + c).astype(p.dtype), params, changes), state
+        state = jax.tree.map(lambda new, old: jnp.where(take, new.astype(old.dtype), old), after, state)
+        return jax.tree.map(lambda p, c: jnp.where(take, (p + c).astype(p.dtype), p), params, changes), state
 
     return Optimizer(lambda params, numbers: made(numbers).init(params), update, dict(numbers))

@@ -19,7 +19,7 @@ from bridge import compiling
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
 from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
-from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered
+from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered, gathered_tensor
 from torchfunc_jax.ensemble.objective import Objective, Settings
 from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
@@ -122,7 +122,7 @@ class Trainer:
         self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
         self._rest = {**self._begun(placed, seed), "order": place.put_rows(order)}
         self._programs: dict[Any, Any] = {}
-        self._check_vma = True
+        self._check_vma, self._fits = True, None  # of the last batch, what its check depends on
 
     def _begun(self, numbers: Any, seed: int) -> dict[str, Any]:
         """All of the state at the first step but the members, and the order of the data that they share."""
@@ -161,8 +161,10 @@ class Trainer:
     def state(self, state: TrainState) -> None:
         fields = {name: getattr(state, name) for name in FIELDS}
         params, buffers = fields.pop("params"), fields.pop("buffers")
-        self._n = state.step.shape[0]
-        self.ensemble._set(self._n, {**params, **buffers})
+        self._n = self.ensemble._n = state.step.shape[0]
+        # JAX sorts the names of a dict; here they keep the module's order
+        self.ensemble.params = {name: params[name] for name in self.ensemble.params}
+        self.ensemble.buffers = {name: buffers[name] for name in self.ensemble.buffers}
         self._rest = fields
 
     @property
@@ -248,16 +250,13 @@ class Trainer:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         trained = {name: state.params[name] for name in self._trained}
         now = self._now(state.numbers, state.step, self._optimizer.numbers)
-        params, optimizer = self._optimizer.update(grads, state.optimizer, trained, now)
+        params, optimizer = self._optimizer.update(grads, state.optimizer, trained, now, take)
         average, averaged = state.average, state.averaged
         if self.ema is not None:
             average, averaged = jax.tree.map(lambda a, p: self.ema * a + (1 - self.ema) * p, average, params), averaged + 1
-        after = {
-            "params": {**state.params, **params}, "buffers": buffers, "optimizer": optimizer, "step": state.step + 1, "average": average,
-            "averaged": averaged,
-        }
-        before = {name: getattr(state, name) for name in after}
-        after = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, before)
+        after = {"buffers": buffers, "step": state.step + 1, "average": average, "averaged": averaged}
+        after = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, {name: getattr(state, name) for name in after})
+        after |= {"params": {**state.params, **params}, "optimizer": optimizer}
         return dataclasses.replace(state, active=take if self.freeze_diverged else state.active, **after), loss
 
     # -- programs ----------------------------------------------------------------------------------------------------------------------
@@ -368,7 +367,16 @@ class Trainer:
         """A batch on the devices, whose parts run one after another; split: each device along the axis "data" has a part of its rows."""
         place = self.ensemble.placement
         leaves, tree = jax.tree.flatten(tuple(batch))
-        first, size = int(own), place.size(DATA) if split else 1
+        self._check_batch(leaves, own, parts, place.size(DATA) if split else 1)
+        axes = (*(MEMBER,) * own, *(DATA,) * split)
+        return jax.tree.unflatten(tree, [place.argument(x, *axes) for x in leaves]), wide_types(leaves, self.ensemble.template)
+
+    def _check_batch(self, leaves: list[Any], own: bool, parts: int, size: int) -> None:
+        """Refuse a batch that does not fit the members or the mesh; one with the shapes of the last fits as that did."""
+        found = self._n, own, parts, size, [(type(x), getattr(x, "shape", None)) for x in leaves]
+        if leaves and found == self._fits:
+            return
+        first = int(own)
         if not leaves:
             raise ValueError("batch: expected inputs and targets, got nothing")
         for x in leaves:
@@ -382,8 +390,7 @@ class Trainer:
                     f"batch: expected a multiple of {here * parts} rows, for {size} devices along the axis \"data\" and "
                     f"accumulate={parts}, got shape {tuple(x.shape)}"
                 )
-        axes = (*(MEMBER,) * own, *(DATA,) * split)
-        return jax.tree.unflatten(tree, [place.put(x, *axes) for x in leaves]), wide_types(leaves, self.ensemble.template)
+        self._fits = found
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
     def step(self, *batch: Any, own: bool = False) -> torch.Tensor:
@@ -402,7 +409,7 @@ class Trainer:
         """
         arrays, wide = self._arrays(batch, own, self.accumulate)
         self.state, losses = self._run("step", own, wide, arrays)
-        return as_tensor(gathered(losses))
+        return gathered_tensor(losses)
 
     def losses(self, *batch: Any, own: bool = False) -> torch.Tensor:
         """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is trained. As ``step``.
@@ -413,7 +420,7 @@ class Trainer:
         return self._losses(*self._arrays(batch, own, parts=1, split=split), own, split)
 
     def _losses(self, arrays: Any, wide: Wide, own: bool, split: bool) -> torch.Tensor:
-        return as_tensor(gathered(self._run("losses" if split else "whole_losses", own, wide, arrays)))
+        return gathered_tensor(self._run("losses" if split else "whole_losses", own, wide, arrays))
 
     def _splits(self, batch: Any, own: bool) -> bool:
         """Whether the devices along the axis "data" can have equal parts of these rows."""

@@ -180,6 +180,8 @@ def ways(name: str, model: nn.Module) -> dict[str, Callable[..., Any]]:
         found = {way: f for way, f in found.items() if way in ("call", "jax.grad", "jax.jvp", "jax.vmap(grad)")}
     if name == "while":  # it has no reverse mode
         found = {way: f for way, f in found.items() if way in ("call", "jax.jvp", "jvp")}
+    if name == "torch.autograd.grad":  # a zero that reads no argument, which jax.jit refuses where axes are Explicit
+        del found["vmap(jacrev)"]
     if name == "autograd.Function":  # one without jvp has no forward mode, as in PyTorch
         found = {way: f for way, f in found.items() if way not in ("jax.jvp", "jvp", "hessian")}
     return found

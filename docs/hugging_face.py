@@ -242,7 +242,7 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
     wrong = [(row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows") for row in rows if not row.right]
     if wrong:
         lines += ["## What is not right", "", *(f"- {row.architecture}: {why}" for row, why in wrong), ""]
-    return "\n".join(lines) + section(generations)
+    return "\n".join([*lines, ""]) + section(generations)
 
 
 def section(generations: list[Generation]) -> str:

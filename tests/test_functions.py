@@ -104,3 +104,23 @@ def test_a_backward_that_raises_does_so_in_the_backward_pass(transform: Any) -> 
     with pytest.raises(LookupError, match="too late"):
         out.sum().backward()
     same(transform(Refuses.apply)(x.detach()), x.detach())
+
+
+class Constant(torch.autograd.Function):
+    """Two ones, of whatever; its backward gives 3."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda x: torch.ones(2))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, g: torch.full((3,), 3.0))
+    jvp = staticmethod(lambda ctx, t: torch.full((2,), 5.0))
+
+
+@pytest.mark.parametrize("transform", [vmap, lambda f: jit(vmap(f)), lambda f: vmap(vmap(f))], ids=["vmap", "jit of vmap", "twice"])
+def test_an_output_that_does_not_depend_on_the_mapped_input(transform: Any) -> None:
+    x = torch.zeros(4, 4, 3, requires_grad=True)
+    out = transform(lambda x: Constant.apply(x.flatten()[:3]))(x)
+    assert torch.equal(out, torch.ones(*out.shape)) and out.shape[-1] == 2 and out.requires_grad
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert found.sum().item() == 3 * 3 * out.numel() / 2
+    assert torch.equal(transform(lambda x: torchfunc_jax.jvp(Constant.apply, (x,), (x,))[1])(x.detach()[..., :1].sum(-1)), 5 * out)

@@ -338,7 +338,7 @@ class _Call:
             # at the enclosing levels the outputs have the Function's own derivative again
             if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
                 place.go()
-                outs = _called(f, captured, values)
+                outs = f(captured, *values)
             return outs, (captured, kept, kept.linked(residuals, [*outs, *values]))
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -359,7 +359,7 @@ class _Call:
             place = Place.here()
             _, residuals, kept = rules.forward(captured, values, [not isinstance(t, SymbolicZero) for t in tangents])
             place.go()
-            outs = _called(f, captured, values)
+            outs = f(captured, *values)
             given = [_materialized(t, kept.materialize) for t in tangents]
             found = rules.jvp(captured, kept, kept.linked(residuals, [*outs, *values]), given)
             return outs, [

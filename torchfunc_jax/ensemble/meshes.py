@@ -163,7 +163,7 @@ def crossing(value: torch.Tensor | jax.Array | np.ndarray, name: str = "batch") 
     """A tensor as an array that may share its memory, in a dtype that JAX's configuration allows; ValueError if an integer does not fit."""
     if isinstance(value, torch.Tensor):
         try:
-            value = value.numpy()
+            return _canonical(value.numpy(), name)
         except (RuntimeError, TypeError):  # on another device, requires grad, bfloat16, no memory of its own, ...
             value = tensors.as_numpy(tensors.plain(value)) if value.device.type == "cpu" else tensors.to_jax(value)
     return _canonical(value, name)

@@ -122,7 +122,8 @@ class Trainer:
         self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
         self._rest = {**self._begun(placed, seed), "order": place.put_rows(order)}
         self._programs: dict[Any, Any] = {}
-        self._check_vma, self._fits = True, None  # of the last batch, what its check depends on
+        self._check_vma = True
+        self._fits: tuple[Any, ...] = ()  # of the last batch, what its check depends on
 
     def _begun(self, numbers: Any, seed: int) -> dict[str, Any]:
         """All of the state at the first step but the members, and the order of the data that they share."""

@@ -117,7 +117,7 @@ def unlike(a: Parts, b: Parts) -> str | None:
         for kind in HOOKS:
             hooks, others = ([*x.__dict__.get(kind, {}).values()] for x in (m, other))
             if path and (len(hooks) != len(others) or any(h is not o for h, o in zip(hooks, others, strict=True))):
-                return f"{path} has other hooks"
+                return f"{path} has other {kind.strip('_').replace('_', ' ')}"
     if a.missing != b.missing:
         return f"of its parameters and buffers {b.missing} are None, not {a.missing}"
     names, others = ([[name for name, *_ in slot] for slot in x.slots] for x in (a, b))

@@ -416,7 +416,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
     "another class": ("class", one_by_one, r"layers\.3 differs .* submodules"),
     "another mode": ("mode", one_by_one, r"layers\.3 has another program than layers\.1, which reads .*drop\.training"),
     "a parametrization": ("parametrization", one_by_one, r"layers\.3 differs .* submodules"),
-    "hooks": ("hooks", one_by_one, r"layers\.2 differs .* lin has other hooks"),
+    "hooks": ("hooks", one_by_one, r"layers\.2 differs .* lin has other forward hooks"),
     "a constant": ("constant", one_by_one, r"layers\.2 has another program than layers\.1, which reads number: mul has other operands"),
     "control flow": ("control", one_by_one, r"layers\.3 has another program than layers\.1, which reads number: it has"),
     "a rule's constant": ("rule", one_by_one, r"layers\.2 has another program than layers\.1, which reads number"),

@@ -17,8 +17,7 @@ _FORWARD = ("jvp", "jacfwd", "linearize", "hvp", "jacobian_diagonal", "laplacian
 
 def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, ...]]:
     """The arguments that argnums picks (one, or a tuple of them) and their positions."""
-    if not isinstance(argnums, int | tuple):
-        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}")
+    check(argnums)
     if isinstance(argnums, int):
         position = _position(argnums, len(args))
         return args[position], (position,)
@@ -28,6 +27,12 @@ def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, .
     if len(set(positions)) != len(positions):
         raise RuntimeError(f"argnums elements must be unique, got {positions}")
     return tuple(args[n] for n in positions), positions
+
+
+def check(argnums: Any) -> None:
+    """Refuse an argnums of another type."""
+    if not isinstance(argnums, int | tuple):
+        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}")
 
 
 def _position(argnum: Any, count: int) -> int:

@@ -62,6 +62,7 @@ def jacrev(
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
     def jacobian_of(*args: Any) -> Any:
+        _args.check(argnums)
         _args.real("jacrev", args, "inputs")
 
         def finish(out: Any) -> tuple[list[Any], Any]:

@@ -105,7 +105,7 @@ def jvp_with_argnums(
             raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if _args.dtype_of(p) != _args.dtype_of(t):
             if isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()):
-                raise ValueError(f"{api}: Expected tangent to be floating point or complex, but got: {t.dtype}; convert it with .to({p.dtype})")
+                raise ValueError(f"{api}: Expected tangent to be floating point or complex, but got: {t.dtype}; convert it with .to()")
             raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:

@@ -569,6 +569,21 @@ def test_a_nan_in_one_member_reaches_no_other(make, freeze):
     assert ill.state.active.tolist() == [True, not freeze, True] and ill.state.step.tolist() == [4, 0 if freeze else 4, 4]
 
 
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "of Optax's"])
+def test_a_frozen_member_keeps_its_parameters_and_the_state_of_its_optimizer(name: str) -> None:
+    which, options = OPTIMIZERS.get(name, (optax.adam, {"lr": 0.01}))
+    trainer = Trainer(Ensemble(mlp, N), F.mse_loss, which.lower() if isinstance(which, str) else which, freeze_diverged=True, **options)
+    inputs, targets = torch.randn(N, 8, 4), torch.randn(N, 8, 3)
+    trainer.step(inputs, targets, own=True)
+    before = jax.tree.map(np.array, (trainer.state.params, trainer.state.optimizer))
+    inputs[1, 0, 0] = torch.nan
+    trainer.step(inputs, targets, own=True)
+    pairs = zip(*map(jax.tree.leaves, (before, (trainer.state.params, trainer.state.optimizer))), strict=True)
+    for old, new in pairs:
+        assert np.array_equal(old[1], new[1]) and np.isfinite(new).all()
+    assert not any(np.array_equal(old[0], trainer.state.params[k][0]) for k, old in before[0].items())
+
+
 def test_a_diverging_member_is_frozen_with_finite_values():
     trainer = Trainer(Ensemble(mlp, N), F.mse_loss, "sgd", lr=[0.1, 1e30, 0.1], freeze_diverged=True)
     for _ in range(5):

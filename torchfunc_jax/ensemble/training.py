@@ -25,6 +25,8 @@ from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
 _log = logging.getLogger("torchfunc_jax")
 Wide = tuple[torch.dtype | None, ...]  # of each tensor of a batch: see ``wide_types``
+Part = dict[str, Any]  # some fields of a ``TrainState``
+_CHANGED, _READ = ("params", "buffers", "optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")  # by a step
 _ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
 
 
@@ -123,7 +125,7 @@ class Trainer:
         self._rest = {**self._begun(placed, seed), "order": place.put_rows(order)}
         self._programs: dict[Any, Any] = {}
         self._check_vma = True
-        self._fits: tuple[Any, ...] = ()  # of the last batch, what its check depends on
+        self._last: tuple[Any, Wide] = None, ()  # the last batch: what its check depends on, and what was found
 
     def _begun(self, numbers: Any, seed: int) -> dict[str, Any]:
         """All of the state at the first step but the members, and the order of the data that they share."""
@@ -261,9 +263,6 @@ class Trainer:
         return dataclasses.replace(state, active=take if self.freeze_diverged else state.active, **after), loss
 
     # -- programs ----------------------------------------------------------------------------------------------------------------------
-    def _parts(self, order: Any, rest: Any) -> TrainState:
-        return TrainState(**{name: order if name == "order" else rest for name in FIELDS})
-
     def _program(self, key: tuple[Any, ...]) -> Any:
         """The compiled program of a kind: made by the method of that name, of what follows."""
         if key not in self._programs:
@@ -272,20 +271,18 @@ class Trainer:
         return self._programs[key]
 
     def _of_members(self, one: Callable[..., Any], own: bool, chunk: int | None) -> Callable[..., Any]:
-        """A function of one member's state and batch, which returns both its state and a loss, as one of all members of a device."""
-        each = lanes(one, (0, 0 if own else None), chunk)
+        """A function of one member's state and batch, which returns the state after it and a loss, as a program's of all members."""
+        def member(changed: Part, read: Part, batch: Any) -> Any:
+            after, loss = one(_whole(changed, read), batch)
+            return {name: getattr(after, name) for name in changed}, loss
 
-        def every(state: TrainState, batch: Any) -> Any:
-            after, losses = each(dataclasses.replace(state, order=None), batch)
-            return dataclasses.replace(after, order=state.order), losses
-
-        return every
+        return lanes(member, (0, 0, 0 if own else None), chunk)
 
     def _over_devices(self, every: Callable[..., Any], own: bool, check_vma: bool, data: bool = False) -> Any:
         place = self.ensemble.placement
-        states, losses = self._parts(place.spec(), place.spec(MEMBER)), place.spec(MEMBER)
-        given = (states, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
-        return jax.jit(place.over(every, given, (states, losses), check_vma), donate_argnums=0)
+        members = place.spec(MEMBER)
+        given = (members, members, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
+        return jax.jit(place.over(every, given, (members, members), check_vma), donate_argnums=0)
 
     def _step_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         every = self._of_members(lambda state, batch: self._member_step(state, batch, wide), own, chunk)
@@ -293,30 +290,34 @@ class Trainer:
 
     def _epoch_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         """A step on rows of data that lie on the devices."""
-        def every(state: TrainState, data: Any, rows: jax.Array) -> Any:
+        def every(changed: Part, read: Part, data: Any, rows: jax.Array) -> Any:
             def taken(rows: jax.Array) -> Any:
                 return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), data)
 
             def one(state: TrainState, batch: Any) -> Any:
                 return self._member_step(state, taken(batch) if own else batch, wide)
 
-            return self._of_members(one, own, chunk)(state, rows if own else taken(rows))
+            return self._of_members(one, own, chunk)(changed, read, rows if own else taken(rows))
 
         return self._over_devices(every, own, check_vma, data=True)
 
     def _losses_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any, split: bool = True) -> Any:
-        def one(state: TrainState, batch: Any) -> Any:
+        def one(changed: Part, read: Part, batch: Any) -> Any:
+            state = _whole(changed, read)
             loss, _ = self._loss({}, state, batch, self._key(state), wide, False, False)
-            return None, self._joined(loss) if split else loss
+            return self._joined(loss) if split else loss
 
         place = self.ensemble.placement
-        every = lanes(one, (0, 0 if own else None), chunk)
-        rows = (DATA,) if split else ()
-        given = self._parts(None, place.spec(MEMBER)), place.spec(MEMBER, *rows) if own else place.spec(*rows)
-        run = jax.jit(place.over(every, given, (None, place.spec(MEMBER)), check_vma))
-        return lambda state, batch: run(dataclasses.replace(state, order=None), batch)[1]
+        every, members, rows = lanes(one, (0, 0, 0 if own else None), chunk), place.spec(MEMBER), (DATA,) if split else ()
+        given = members, members, place.spec(MEMBER, *rows) if own else place.spec(*rows)
+        return jax.jit(place.over(every, given, members, check_vma))
 
     _whole_losses_program = functools.partialmethod(_losses_program, split=False)
+
+    def _arguments(self) -> tuple[Part, Part]:
+        """What a program gets of the state: what a step changes, whose memory it uses again, and what it only reads."""
+        state = self.state
+        return {name: getattr(state, name) for name in _CHANGED}, {name: getattr(state, name) for name in _READ}
 
     def _attempt(self, kind: str, own: bool, wide: Wide, use: Callable[[Any], Any]) -> Any:
         """What is done with a program; if shard_map's check stumbles, with one that is not checked."""
@@ -335,7 +336,7 @@ class Trainer:
         """Run a program; if memory does not suffice, with half as many members at a time."""
         while True:
             try:
-                return self._attempt(kind, own, wide, lambda program: program(self.state, *args))
+                return self._attempt(kind, own, wide, lambda program: program(*self._arguments(), *args))
             except Exception as error:
                 if not self._halve(error):
                     raise
@@ -362,21 +363,22 @@ class Trainer:
             own: as in ``step``.
         """
         arrays, wide = self._arrays(batch, own, self.accumulate)
-        return self._attempt("step", own, wide, lambda program: program.lower(self.state, arrays).compile())
+        return self._attempt("step", own, wide, lambda program: program.lower(*self._arguments(), arrays).compile())
 
     def _arrays(self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True) -> tuple[Any, Wide]:
         """A batch on the devices, whose parts run one after another; split: each device along the axis "data" has a part of its rows."""
         place = self.ensemble.placement
-        leaves, tree = jax.tree.flatten(tuple(batch))
-        self._check_batch(leaves, own, parts, place.size(DATA) if split else 1)
+        leaves, tree = jax.tree.flatten(batch)
+        size = place.size(DATA) if split else 1
+        asked = self._n, own, parts, size, [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+        if asked != self._last[0]:
+            self._check_batch(leaves, own, parts, size)
+            self._last = asked, wide_types(leaves, self.ensemble.template)
         axes = (*(MEMBER,) * own, *(DATA,) * split)
-        return jax.tree.unflatten(tree, [place.argument(x, *axes) for x in leaves]), wide_types(leaves, self.ensemble.template)
+        return jax.tree.unflatten(tree, [place.argument(x, *axes) for x in leaves]), self._last[1]
 
     def _check_batch(self, leaves: list[Any], own: bool, parts: int, size: int) -> None:
-        """Refuse a batch that does not fit the members or the mesh; one with the shapes of the last fits as that did."""
-        found = self._n, own, parts, size, [(type(x), getattr(x, "shape", None)) for x in leaves]
-        if leaves and found == self._fits:
-            return
+        """Refuse a batch that does not fit the members or the mesh."""
         first = int(own)
         if not leaves:
             raise ValueError("batch: expected inputs and targets, got nothing")
@@ -391,7 +393,6 @@ class Trainer:
                     f"batch: expected a multiple of {here * parts} rows, for {size} devices along the axis \"data\" and "
                     f"accumulate={parts}, got shape {tuple(x.shape)}"
                 )
-        self._fits = found
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
     def step(self, *batch: Any, own: bool = False) -> torch.Tensor:
@@ -409,8 +410,13 @@ class Trainer:
             ValueError: the batch does not fit the members or the mesh; the loss is no tensor without dimensions.
         """
         arrays, wide = self._arrays(batch, own, self.accumulate)
-        self.state, losses = self._run("step", own, wide, arrays)
-        return gathered_tensor(losses)
+        return gathered_tensor(self._step("step", own, wide, arrays))
+
+    def _step(self, kind: str, own: bool, wide: Wide, *args: Any) -> jax.Array:
+        """Run a program that takes a step, and keep the state after it; the losses."""
+        after, losses = self._run(kind, own, wide, *args)
+        self.state = dataclasses.replace(self.state, **after)
+        return losses
 
     def losses(self, *batch: Any, own: bool = False) -> torch.Tensor:
         """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is trained. As ``step``.
@@ -528,7 +534,7 @@ class Trainer:
                 if order is None or self.position // steps != epoch:
                     epoch = self.position // steps
                     order = self._order(size, epoch, own, bootstrap)
-                self.state, losses = self._run("epoch", own, wide, arrays, cut(order, self.position % steps))
+                losses = self._step("epoch", own, wide, arrays, cut(order, self.position % steps))
                 history.append(losses)
                 self.position += 1
                 if on_step is not None:
@@ -657,6 +663,11 @@ def _averaged(average: Any, now: Any, count: jax.Array, active: jax.Array) -> An
         return a + (p - a) / (count + 1).reshape(-1, *[1] * (a.ndim - 1)).astype(a.dtype)
 
     return _where(active, jax.tree.map(one, average, now), average), count + active
+
+
+def _whole(changed: Part, read: Part) -> TrainState:
+    """The state of which a program gets two parts."""
+    return TrainState(**dict.fromkeys(FIELDS) | changed | read)
 
 
 def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:

@@ -181,6 +181,33 @@ def test_products_inside_of_loops_branches_and_calls():
         np.testing.assert_allclose(jax.jit(again)(x, w), gradient, rtol=1e-4, atol=1e-4)
 
 
+ROWS, LANES = jnp.sin(jnp.arange(1536.0)).reshape(96, 16), jnp.cos(jnp.arange(8 * 32 * 16.0)).reshape(8, 32, 16)
+IN_LANES = {  # of rows [96, 16] and lanes of weights [8, 32, 16]: the function, and how many transposes put the lanes before the rows
+    "a bias of each lane": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + w.sum(1)))(w), 1),
+    "lanes of lanes": (lambda x, w: jax.vmap(jax.vmap(lambda w: jnp.sin(x @ w.T) + w.sum(1)))(w.reshape(2, 4, 32, 16)), 1),
+    "two layers": (lambda x, w: jax.vmap(lambda w: jnp.tanh(jnp.tanh(x @ w.T + w.sum(1)) @ w))(w), 1),
+    "a bias of all lanes": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + 1), out_axes=1)(w), 0),
+    "the weight first": (lambda x, w: jax.vmap(lambda w: jnp.tanh((w @ x.T).T + w.sum(1)))(w), 0),
+    "rows of each lane": (lambda x, w: jax.vmap(lambda w, x: jnp.tanh(x @ w.T + w.sum(1)))(w, x.reshape(8, 12, 16)), 0),
+    "one weight": (lambda x, w: jax.vmap(lambda x: jnp.tanh(x @ w[0].T + x.sum()))(x.reshape(8, 12, 16)), 0),
+    "no lanes": (lambda x, w: jnp.tanh((x @ w.reshape(256, 16).T).T), 0),
+    "a small product": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x[:48] @ w.T + w.sum(1)))(w), 0),
+}
+
+
+@pytest.mark.parametrize("case", IN_LANES)
+def test_lanes_that_lie_before_the_rows(case):
+    function, count = IN_LANES[case]
+    for f in (function, jax.grad(lambda x, w: (function(x, w) ** 2).sum(), (0, 1))):
+        made = jax.make_jaxpr(f)(ROWS, LANES)
+        written = rearranged(made.jaxpr, True)
+        barriers = every_name(written).count("optimization_barrier")
+        assert barriers == count if f is function else barriers >= count
+        for found, expected in zip(jax.core.eval_jaxpr(written, made.consts, ROWS, LANES), jax.tree.leaves(f(ROWS, LANES)), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert rearranged(made.jaxpr, False) is rearranged(made.jaxpr, True, final=False) is made.jaxpr
+
+
 def in_loops(jaxpr):
     """The primitives in the loops of a jaxpr, with the shapes of their results."""
     loops = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive is lax.scan_p]

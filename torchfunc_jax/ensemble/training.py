@@ -16,6 +16,7 @@ from jax import lax
 
 import bridge
 from bridge import compiling
+from bridge.jit import products
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
 from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
@@ -26,7 +27,7 @@ from torchfunc_jax.ensemble.state import FIELDS, TrainState
 _log = logging.getLogger("torchfunc_jax")
 Wide = tuple[torch.dtype | None, ...]  # of each tensor of a batch: see ``wide_types``
 Part = dict[str, Any]  # some fields of a ``TrainState``
-_CHANGED, _READ = ("params", "buffers", "optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")  # by a step
+_CHANGED, _READ = ("optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")  # by a step; it also changes the members
 _ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
 
 
@@ -122,7 +123,7 @@ class Trainer:
         arrays = {name: x for name, x in arrays.items() if x is not None}
         placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
         self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
-        self._rest = {**self._begun(placed, seed), "order": place.put_rows(order)}
+        self._keep({**self._begun(placed, seed), "order": place.put_rows(order)})
         self._programs: dict[Any, Any] = {}
         self._check_vma = True
         self._last: tuple[Any, Wide] = None, ()  # the last batch: what its check depends on, and what was found
@@ -153,22 +154,39 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """All that training changes; it may be set. Its arrays are used up by the next step."""
-        if self.ensemble.changes != self._changes:
-            raise RuntimeError(
-                "the ensemble's members were changed, and this trainer has the optimizer's state and the settings of those before (it has "
-                f"{len(self.ensemble)} members, and had {self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
-            )
-        return TrainState(params=self.ensemble.params, buffers=self.ensemble.buffers, **self._rest)
+        changed, read = self._arguments()
+        return TrainState(**changed, **read, **self._rest)
 
     @state.setter
     def state(self, state: TrainState) -> None:
         fields = {name: getattr(state, name) for name in FIELDS}
-        params, buffers = fields.pop("params"), fields.pop("buffers")
         self._n = self.ensemble._n = state.step.shape[0]
+        self._put_members(fields.pop("params"), fields.pop("buffers"))
+        self._keep(fields)
+
+    def _put_members(self, params: Part, buffers: Part) -> None:
         # JAX sorts the names of a dict; here they keep the module's order
         self.ensemble.params = {name: params[name] for name in self.ensemble.params}
         self.ensemble.buffers = {name: buffers[name] for name in self.ensemble.buffers}
+
+    def _keep(self, fields: Part) -> None:
+        """Keep all of a state but the members: what a step changes, what it reads, and the rest."""
+        self._changed = {name: fields.pop(name) for name in _CHANGED}
+        self._read = {name: fields.pop(name) for name in _READ}
         self._rest = fields
+
+    def _arguments(self) -> tuple[Part, Part]:
+        """What a program gets of the state: what a step changes, whose memory it uses again, and what it only reads.
+
+        They are kept as they are passed: Python is slow while the processor's caches are full of a step's arrays.
+        """
+        ensemble = self.ensemble
+        if ensemble.changes != self._changes:
+            raise RuntimeError(
+                "the ensemble's members were changed, and this trainer has the optimizer's state and the settings of those before (it has "
+                f"{len(ensemble)} members, and had {self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
+            )
+        return {"params": ensemble.params, "buffers": ensemble.buffers, **self._changed}, self._read
 
     @property
     def state_shardings(self) -> TrainState:
@@ -282,7 +300,7 @@ class Trainer:
         place = self.ensemble.placement
         members = place.spec(MEMBER)
         given = (members, members, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
-        return jax.jit(place.over(every, given, (members, members), check_vma), donate_argnums=0)
+        return jax.jit(products.rearranging(place.over(every, given, (members, members), check_vma)), donate_argnums=0)
 
     def _step_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         every = self._of_members(lambda state, batch: self._member_step(state, batch, wide), own, chunk)
@@ -310,14 +328,9 @@ class Trainer:
         place = self.ensemble.placement
         every, members, rows = lanes(one, (0, 0, 0 if own else None), chunk), place.spec(MEMBER), (DATA,) if split else ()
         given = members, members, place.spec(MEMBER, *rows) if own else place.spec(*rows)
-        return jax.jit(place.over(every, given, members, check_vma))
+        return jax.jit(products.rearranging(place.over(every, given, members, check_vma)))
 
     _whole_losses_program = functools.partialmethod(_losses_program, split=False)
-
-    def _arguments(self) -> tuple[Part, Part]:
-        """What a program gets of the state: what a step changes, whose memory it uses again, and what it only reads."""
-        state = self.state
-        return {name: getattr(state, name) for name in _CHANGED}, {name: getattr(state, name) for name in _READ}
 
     def _attempt(self, kind: str, own: bool, wide: Wide, use: Callable[[Any], Any]) -> Any:
         """What is done with a program; if shard_map's check stumbles, with one that is not checked."""
@@ -415,7 +428,8 @@ class Trainer:
     def _step(self, kind: str, own: bool, wide: Wide, *args: Any) -> jax.Array:
         """Run a program that takes a step, and keep the state after it; the losses."""
         after, losses = self._run(kind, own, wide, *args)
-        self.state = dataclasses.replace(self.state, **after)
+        self._put_members(after.pop("params"), after.pop("buffers"))
+        self._changed = after
         return losses
 
     def losses(self, *batch: Any, own: bool = False) -> torch.Tensor:
@@ -583,7 +597,7 @@ class Trainer:
         kept = dataclasses.replace(state, order=None, keys=state.keys if keys else None)
         after = place.taken(kept, np.array(found))
         self.state = dataclasses.replace(after, order=state.order, keys=after.keys if keys else state.keys)
-        self._changed()
+        self._members_changed()
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
         """Let members begin anew: with the initial values and random states that they have with this seed, and no optimizer's state.
@@ -609,7 +623,7 @@ class Trainer:
         """
         found, before = self.ensemble._indices(indices), self.state
         self.ensemble.reseed(found, seed)
-        self._changed()
+        self._members_changed()
         params = self.ensemble.params
         copies = {field: {name: params[name] for name in getattr(before, field)} for field in ("average", "best_params")}
         new = {**self._begun(before.numbers, seed), "numbers": before.numbers, **copies}
@@ -617,7 +631,7 @@ class Trainer:
         anew = self.ensemble.placement.put_rows(np.isin(np.arange(self._n), found), MEMBER)
         self.state = dataclasses.replace(self.state, **_where(anew, new, old))
 
-    def _changed(self) -> None:
+    def _members_changed(self) -> None:
         self.ensemble.changes += 1
         self._changes = self.ensemble.changes
 

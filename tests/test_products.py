@@ -184,7 +184,7 @@ def test_products_inside_of_loops_branches_and_calls():
 ROWS, LANES = jnp.sin(jnp.arange(1536.0)).reshape(96, 16), jnp.cos(jnp.arange(8 * 32 * 16.0)).reshape(8, 32, 16)
 IN_LANES = {  # of rows [96, 16] and lanes of weights [8, 32, 16]: the function, and how many transposes put the lanes before the rows
     "a bias of each lane": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + w.sum(1)))(w), 1),
-    "lanes of lanes": (lambda x, w: jax.vmap(jax.vmap(lambda w: jnp.sin(x @ w.T) + w.sum(1)))(w.reshape(2, 4, 32, 16)), 1),
+    "lanes of lanes": (lambda x, w: jax.vmap(jax.vmap(lambda w: jnp.sin(x @ w.T + w.sum(1))))(w.reshape(2, 4, 32, 16)), 1),
     "two layers": (lambda x, w: jax.vmap(lambda w: jnp.tanh(jnp.tanh(x @ w.T + w.sum(1)) @ w))(w), 1),
     "a bias of all lanes": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + 1), out_axes=1)(w), 0),
     "the weight first": (lambda x, w: jax.vmap(lambda w: jnp.tanh((w @ x.T).T + w.sum(1)))(w), 0),

@@ -212,7 +212,7 @@ def _puts_lanes_first(e: Any, products: Mapping[Any, Any]) -> bool:
     if product is None or product.params["dimension_numbers"][1][0] or not e.outvars[0].aval.sharding.mesh.empty:
         return False
     rows = product.invars[0].aval.ndim - len(product.params["dimension_numbers"][0][0])
-    return rows > 0 and e.outvars[0].aval.size >= _SMALL and rows <= order[0] < len(order) - 1 and list(order[1:]) == sorted(order[1:])
+    return rows > 0 and e.outvars[0].aval.size >= _SMALL and rows <= order[0] < order[-1] == len(order) - 1
 
 
 def _held(e: Any) -> list[Any]:

@@ -98,6 +98,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "vmap in_dims of another tree": (lambda T: T.vmap(lambda d: d["a"], in_dims=({"b": 0},))({"a": x}), r"in_dims is not compatible"),
     "vmap in_dims a list": (lambda T: T.vmap(torch.sin, in_dims=[0])(x), r"expected `in_dims` to be int or"),
     "vmap in_dims a float": (lambda T: T.vmap(torch.sin, in_dims=(0.0,))(x), r"in_dim"),
+    "vmap in_dims a bool": (lambda T: T.vmap(torch.sin, in_dims=(True,))(x), r"argument 'dim' .*must be int, not bool"),
     "vmap returns no tensor": (lambda T: T.vmap(lambda a: 3)(x), r"must only return Tensors, got type <class 'int'>"),
     "vmap returns none": (lambda T: T.vmap(lambda a: None)(x), r"must only return Tensors, got type <class 'NoneType'>"),
     "vmap out_dims out of range": (lambda T: T.vmap(torch.sin, out_dims=3)(x), r"Dimension out of range"),

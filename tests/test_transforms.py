@@ -114,6 +114,11 @@ def vmap_out_dims_negative(T):
 
 
 @table((2, 3, 4))
+def vmap_out_dims_bool(T):
+    return T.vmap(lambda a: a * 2, out_dims=True)
+
+
+@table((2, 3, 4))
 def vmap_out_dims_dict(T):
     return T.vmap(lambda a: {"a": a, "b": (a.sum(0), a.sum(1))}, out_dims={"a": 1, "b": (0, 1)})
 

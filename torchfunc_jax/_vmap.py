@@ -206,6 +206,8 @@ def _check_inputs(
                 f"{where}Got in_dim={dim} for an input but the input is of type {type(x)}. We cannot vmap over non-Tensor arguments, "
                 "please use None as the respective in_dim"
             )
+        if isinstance(dim, bool):
+            raise TypeError(f"{where}Got in_dim={dim} for an input, but argument 'dim' must be int, not bool.")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(
                 f"{where}Got in_dim={dim} for some input, but that input is a Tensor of dimensionality {x.ndim} so expected in_dim to "
@@ -247,7 +249,7 @@ def _check_outputs(out: Any, out_dims: out_dims_t, func: Callable[..., Any]) -> 
                 f"[{-x.dim() - 1}, {x.dim()}], but got {dim})"
             )
     tensors, meta = take_apart(out)
-    return tensors, (meta, [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)])
+    return tensors, (meta, [None if d is None else int(d) for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)])
 
 
 def _map(

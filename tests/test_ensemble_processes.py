@@ -140,13 +140,15 @@ def test_processes_are_killed_at_random_moments(tmp_path: Path, alone: dict[str,
         taken = killed(folder, victim, when)
         if taken is None:
             continue
-        named = [p for p in range(4) if p != victim and f"process {victim} of 4" in said(folder, p)]
+        # if process 0 is lost, JAX's own client may be first, which ends the process without our words
+        lost = (f"process {victim} of 4", *["the leader task was preempted/died"] * (victim == 0))
+        named = [p for p in range(4) if p != victim and any(words in said(folder, p) for words in lost)]
         at, saved, count = reached(folder), [0, *whole(folder)][-1], draw.choice([3, 3, 4])
         run = launch(jobs.train, str(folder / "run"), processes=count, limit=LIMIT)[0]
         rows.append((victim, at, taken, named, run["first"], count, worst(run["values"], four)))
         print("| {} | {} | {:.2f} s | {} | {} | {} | {:.1e} |".format(*rows[-1]), flush=True)
         assert taken < LIMIT and run["first"] == saved and rows[-1][-1] <= (0.0 if count == 4 else 1e-6)
-    # each of the others names the one that was killed, unless training was over
+    # each of the others says which was killed, unless training was over
     assert all(len(named) == 3 or at == STEPS for _, at, _, named, *_ in rows)
 
 

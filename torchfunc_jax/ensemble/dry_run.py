@@ -181,7 +181,7 @@ def dry_run(
         _share(trainer)
 
     def compiled() -> jax.stages.Compiled:
-        return trainer._attempt("step", own, wide, lambda program: program.lower(trainer.state, arrays).compile())
+        return trainer._attempt("step", own, wide, lambda program: program.lower(*trainer._arguments(), arrays).compile())
 
     program = compiled()
     planned = program.memory_analysis()
@@ -189,12 +189,12 @@ def dry_run(
         cost = (compiled() if looped else program).cost_analysis()
     whole = AbstractMesh(tuple(shape.values()), axes, axis_types=auto)
     state = {field.name: _bytes(getattr(trainer.state, field.name)) for field in dataclasses.fields(trainer.state)}
-    inputs = planned.argument_size_in_bytes
+    rows = planned.argument_size_in_bytes - _bytes(trainer._arguments())
     return Price(
         members=members, mesh=shape, members_per_device=lanes, rows_per_device=kept,
         parameters=sum(math.prod(x.shape[1:]) for x in trainer.state.params.values()),
-        state={name: n for name, n in state.items() if n}, batch=inputs - sum(state.values()), temporary=planned.temp_size_in_bytes,
-        memory=inputs + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
+        state={name: n for name, n in state.items() if n}, batch=rows, temporary=planned.temp_size_in_bytes,
+        memory=rows + sum(state.values()) + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
         flops=float((cost or {}).get("flops", math.nan)),
         collectives=_collectives(_whole(trainer, whole, tuple(batch), members, own, wide), along), platform=device.platform,
     )
@@ -202,14 +202,11 @@ def dry_run(
 
 def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool, wide: tuple[bool, ...]) -> Any:
     """The jaxpr of the step on the whole mesh, which uses the trainer up: its state has one shard's members."""
-    def every(x: Any, member: bool = True) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((members, *x.shape[1:]) if member else x.shape, x.dtype)
-
-    state = dataclasses.replace(jax.tree.map(every, trainer.state), order=every(trainer.state.order, False))
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((members, *x.shape[1:]), x.dtype), trainer._arguments())
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
     trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
     trainer._programs.clear()
-    return trainer._attempt("step", own, wide, lambda program: program.trace(state, arrays)).jaxpr.jaxpr
+    return trainer._attempt("step", own, wide, lambda program: program.trace(*parts, arrays)).jaxpr.jaxpr
 
 
 @contextlib.contextmanager

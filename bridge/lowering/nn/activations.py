@@ -213,11 +213,16 @@ def aten_glu(x: Array, dim: int = -1) -> Array:
 # Derivatives are computed from the output, so that the backward pass keeps one array instead of three.
 
 
+def _spread(value: Array, x: Array, axis: int) -> Array:
+    """A value for each row along an axis as an array of x's shape: one operation, and one sum in its transpose, unlike keepdims."""
+    return lax.broadcast_in_dim(value, x.shape, [d for d in range(x.ndim) if d != axis])
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(x: Array, axis: int) -> Array:
     """Softmax along an axis, in the dtype of x."""
-    e = jnp.exp(x - jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
-    return e / jnp.sum(e, axis, keepdims=True)
+    e = lax.exp(lax.sub(x, _spread(lax.reduce_max(x, (axis,)), x, axis)))
+    return lax.div(e, _spread(lax.reduce_sum(e, (axis,)), x, axis))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -231,8 +236,8 @@ def safe_softmax(x: Array, axis: int) -> Array:
 
 def _softmax_jvp(of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     y = of(*primals, axis)
-    dy = y * tangents[0]
-    return y, dy - y * jnp.sum(dy, axis, keepdims=True)
+    dy = lax.mul(y, tangents[0])
+    return y, lax.sub(dy, lax.mul(y, _spread(lax.reduce_sum(dy, (axis,)), y, axis)))
 
 
 softmax.defjvp(functools.partial(_softmax_jvp, softmax))
@@ -242,15 +247,15 @@ safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def log_softmax(x: Array, axis: int) -> Array:
     """Logarithm of the softmax along an axis, in the dtype of x."""
-    shifted = x - jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
-    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis, keepdims=True))
+    shifted = lax.sub(x, _spread(lax.reduce_max(x, (axis,)), x, axis))
+    return lax.sub(shifted, _spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x, axis))
 
 
 @log_softmax.defjvp
 def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     y = log_softmax(*primals, axis)
     (dx,) = tangents
-    return y, dx - jnp.sum(jnp.exp(y) * dx, axis, keepdims=True)
+    return y, lax.sub(dx, _spread(lax.reduce_sum(lax.mul(lax.exp(y), dx), (axis,)), y, axis))
 
 
 def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: np.dtype) -> Array:

@@ -244,33 +244,37 @@ def _checked_nll(
     classes = x.shape[dim]
     if weight is not None and weight.shape != (classes,):
         raise RuntimeError(f"weight: expected one weight for each of {classes} classes or nothing, got shape {list(weight.shape)}")
+    ignored = lax.eq(target, lax.full_like(target, ignore_index))
     if target.size:
-        ignored = lax.eq(target, lax.full_like(target, ignore_index))
         in_range(lax.select(ignored, lax.full_like(target, 0), target), classes, "Target {index} is out of bounds.")
-    return _nll_loss(x, target, weight, reduction, ignore_index, dim)
+    return _nll_loss(x, target, ignored, weight, reduction, 0 <= ignore_index < classes, dim)
 
 
-@fused("reduction", "ignore_index", "dim")
+@fused("reduction", "ignores_class", "dim")
 def _nll_loss(
-    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, dim: int
+    x: Array, target: Array, ignored: Array, weight: Array | None, reduction: int, ignores_class: bool, dim: int
 ) -> tuple[Array, Array]:
+    """The loss and the sum of the weights; ignored: of each target, whether it is left out; ignores_class: whether that is a class."""
     wide, classes = opmath(x.dtype), x.shape[dim]
+    others = [d for d in range(x.ndim) if d != dim]
     # a mask instead of a gather: its transpose fuses with the softmax's and batches without cost, unlike a scatter
-    hot = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
-    loss = -jnp.sum(jnp.where(hot, cast(x, wide), 0), dim)
-    kept = target != ignore_index
-    if weight is None:
-        weights = kept.astype(wide)
-    else:
-        column = cast(weight, wide).reshape(-1, *(1,) * (x.ndim - 1 - dim))
-        weights = jnp.where(kept, jnp.sum(jnp.where(hot, column, 0), dim), 0)
-    # a class that does not exist must not give a loss of zero
-    loss = jnp.where(kept, _of_classes(target, classes, loss), 0)
+    place = lax.select(ignored, lax.full_like(target, -1), target) if ignores_class else target
+    hot = lax.eq(lax.broadcasted_iota(target.dtype, x.shape, dim), lax.broadcast_in_dim(place, x.shape, others))
+
+    def picked(values: Array) -> Array:
+        return lax.reduce_sum(lax.select(hot, values, lax.full_like(values, 0)), (dim,))
+
+    weights = cast(lax.bitwise_not(ignored), wide)
+    if weight is not None:
+        weights = picked(lax.broadcast_in_dim(cast(weight, wide), x.shape, [dim]))
+    # a class that does not exist must not give a loss of zero; as an unsigned number a negative one is large
+    known = lax.bitwise_or(ignored, lax.convert_element_type(target, np.uint64) < classes)
+    none = lax.full(target.shape, 0, wide)
+    loss = lax.sub(lax.select(known, none, lax.full_like(none, np.nan)), picked(cast(x, wide)))
     loss = loss if weight is None else loss * weights
     if reduction == _NONE:
         return cast(loss, x.dtype), jnp.zeros((), x.dtype)
-    total = jnp.sum(weights)
-    loss = jnp.sum(loss)
+    total, loss = (lax.reduce_sum(v, tuple(range(target.ndim))) for v in (weights, loss))
     return cast(loss / total if reduction == _MEAN else loss, x.dtype), cast(total, x.dtype)
 
 

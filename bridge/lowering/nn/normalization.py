@@ -14,37 +14,50 @@ from jax import lax
 
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact
 from bridge.lowering.registry import lowering
+from bridge.lowering.tensors.creation import number
 
 Array = jax.Array
 
 
+def _mean(x: Array, axes: tuple[int, ...]) -> Array:
+    """The mean over axes, which the result does not have."""
+    return lax.div(lax.reduce_sum(x, axes), number(math.prod([x.shape[d] for d in axes]), x.dtype))
+
+
+def _spread(stat: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """A statistic over axes as an array of the whole shape: one operation, and one sum in its transpose, unlike keepdims."""
+    return lax.broadcast_in_dim(stat, shape, [d for d in range(len(shape)) if d not in axes])
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array, Array]:
-    """x with mean 0 and variance 1 over axes; its mean, variance and reciprocal standard deviation (axes kept).
+    """x with mean 0 and variance 1 over axes; its mean, variance and reciprocal standard deviation, without axes.
 
     The derivative is in closed form: it keeps only the output and the deviation, and takes two sums instead of four.
     """
-    mean = jnp.mean(x, axes, keepdims=True)
-    centered = x - mean
-    var = jnp.mean(centered * centered, axes, keepdims=True)
+    mean = _mean(x, axes)
+    centered = lax.sub(x, _spread(mean, x.shape, axes))
+    var = _mean(lax.mul(centered, centered), axes)
     rstd = lax.rsqrt(var + eps)
-    return centered * rstd, mean, var, rstd
+    return lax.mul(centered, _spread(rstd, x.shape, axes)), mean, var, rstd
 
 
 @standardize.defjvp
 def _standardize_jvp(axes: tuple[int, ...], eps: float, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     y, mean, var, rstd = standardize(*primals, axes, eps)
     (dx,) = tangents
-    dmean = jnp.mean(dx, axes, keepdims=True)
-    along = jnp.mean(y * dx, axes, keepdims=True)
-    return (y, mean, var, rstd), (rstd * (dx - dmean - y * along), dmean, 2 * along / rstd, -rstd * rstd * along)
+    dmean, along = _mean(dx, axes), _mean(lax.mul(y, dx), axes)
+    rest = lax.sub(lax.sub(dx, _spread(dmean, y.shape, axes)), lax.mul(y, _spread(along, y.shape, axes)))
+    dy = lax.mul(_spread(rstd, y.shape, axes), rest)
+    return (y, mean, var, rstd), (dy, dmean, 2 * along / rstd, -rstd * rstd * along)
 
 
-def _scale_shift(y: Array, weight: Array | None, bias: Array | None, shape: tuple[int, ...]) -> Array:
+def _scale_shift(y: Array, weight: Array | None, bias: Array | None, dims: tuple[int, ...]) -> Array:
+    """y * weight + bias; dims: the dimensions of y that weight and bias have."""
     if weight is not None:
-        y = y * cast(weight, y.dtype).reshape(shape)
+        y = lax.mul(y, lax.broadcast_in_dim(cast(weight, y.dtype), y.shape, dims))
     if bias is not None:
-        y = y + cast(bias, y.dtype).reshape(shape)
+        y = lax.add(y, lax.broadcast_in_dim(cast(bias, y.dtype), y.shape, dims))
     return y
 
 
@@ -75,8 +88,9 @@ def _layer_norm(x: Array, weight: Array | None, bias: Array | None, ndim: int, e
     axes = tuple(range(x.ndim - ndim, x.ndim))
     y, mean, _, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
     stats = _stats_dtype(x, weight if weight is not None else bias)
-    mean, rstd = lax.stop_gradient(mean), lax.stop_gradient(rstd)  # PyTorch gives returned statistics no derivative
-    return cast(_scale_shift(y, weight, bias, x.shape[x.ndim - ndim :]), x.dtype), cast(mean, stats), cast(rstd, stats)
+    kept = x.shape[: x.ndim - ndim] + (1,) * ndim
+    mean, rstd = (lax.reshape(lax.stop_gradient(v), kept) for v in (mean, rstd))  # PyTorch gives returned statistics no derivative
+    return cast(_scale_shift(y, weight, bias, axes), x.dtype), cast(mean, stats), cast(rstd, stats)
 
 
 @lowering("aten._fused_rms_norm")
@@ -94,7 +108,7 @@ def _rms_norm(x: Array, weight: Array | None, ndim: int, eps: float) -> tuple[Ar
     wide = cast(x, opmath(x.dtype))
     axes = tuple(range(x.ndim - ndim, x.ndim))
     rstd = lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + eps)
-    return cast(_scale_shift(wide * rstd, weight, None, x.shape[x.ndim - ndim :]), x.dtype), rstd
+    return cast(_scale_shift(wide * rstd, weight, None, axes), x.dtype), rstd
 
 
 @lowering("aten.native_group_norm")
@@ -106,17 +120,17 @@ def aten_native_group_norm(
     if group <= 0 or C % group:
         raise RuntimeError(f"group: expected number of channels {C} in input to be divisible by num_groups, got {group}")
     require_inexact(x, "native_group_norm")
-    return _group_norm(x, weight, bias, (N, C), group, float(eps))
+    return _group_norm(x, weight, bias, N, group, float(eps))
 
 
-@fused("lead", "group", "eps")
+@fused("n", "group", "eps")
 def _group_norm(
-    x: Array, weight: Array | None, bias: Array | None, lead: tuple[int, int], group: int, eps: float
+    x: Array, weight: Array | None, bias: Array | None, n: int, group: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    (n, c), stats = lead, _stats_dtype(x, weight if weight is not None else bias)
+    stats = _stats_dtype(x, weight if weight is not None else bias)
     grouped = cast(x, opmath(x.dtype)).reshape(n, group, math.prod(x.shape) // max(n * group, 1))
     y, mean, _, rstd = standardize(grouped, (2,), eps)
-    y = _scale_shift(y.reshape(x.shape), weight, bias, (c,) + (1,) * (x.ndim - 2))
+    y = _scale_shift(y.reshape(x.shape), weight, bias, (1,))
     return cast(y, x.dtype), cast(mean.reshape(n, group), stats), cast(rstd.reshape(n, group), stats)
 
 
@@ -168,16 +182,15 @@ def _batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    axes, shape = (0, *range(2, x.ndim)), (-1,) + (1,) * (x.ndim - 2)
-    y, mean, var, rstd = standardize(cast(x, opmath(x.dtype)), axes, eps)
-    mean, var, rstd = (lax.stop_gradient(lax.squeeze(v, axes)) for v in (mean, var, rstd))
+    y, mean, var, rstd = standardize(cast(x, opmath(x.dtype)), (0, *range(2, x.ndim)), eps)
+    mean, var, rstd = map(lax.stop_gradient, (mean, var, rstd))
     stats = _stats_dtype(x, weight if weight is not None else running_mean)
     if running_mean is not None:
         running_mean = _moved(running_mean, mean, momentum)
     if running_var is not None:
         n = x.size // max(x.shape[1], 1)
         running_var = _moved(running_var, var * (n / (n - 1) if n > 1 else math.nan), momentum)  # the running variance is unbiased
-    return cast(_scale_shift(y, weight, bias, shape), x.dtype), cast(mean, stats), cast(rstd, stats), running_mean, running_var
+    return cast(_scale_shift(y, weight, bias, (1,)), x.dtype), cast(mean, stats), cast(rstd, stats), running_mean, running_var
 
 
 def _moved(running: Array, new: Array, momentum: float) -> Array:

@@ -652,7 +652,7 @@ def test_a_program_is_stored_if_the_process_ends_at_once(tmp_path: Any) -> None:
 def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
     """Programs are stored in the folder, at once; JAX's own cache, which the tests use elsewhere, is off."""
     later = process.compiler.later
-    monkeypatch.setattr(process.compiler, "later", lambda work, always=False: work() if always else later(work))
+    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: work() if idle else later(work))
     monkeypatch.setattr(disk, "_place", lambda: (folder, ""))
     monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir

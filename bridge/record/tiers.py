@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import math
 import queue
@@ -26,6 +27,7 @@ _FAST = {
 #: XLA adds up more than 32 numbers in parts. That is more exact, but each part is a kernel of its own: without it a small program takes
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
+_IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
 
 
@@ -63,7 +65,7 @@ class Tiered:
                     else:
                         self.executable = lowered.compile()
                 self._took = time.perf_counter() - start
-                process.compiler.later(self._tell, always=True)
+                process.compiler.later(self._tell, idle=True)
             return self.executable
 
     def ahead(self, *avals: Any) -> None:
@@ -85,7 +87,7 @@ class Tiered:
     def _compile(self, lower: Callable[[], Any]) -> None:
         with jax.enable_x64(True), compiling.correctly():
             self.executable = lower().compile()
-        self._tell()
+        process.compiler.idle.append(self._tell)  # this is its thread
 
     def _tell(self) -> None:
         for call in self._changed:
@@ -127,34 +129,48 @@ def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
 
 
 class _Worker:
-    """A thread that compiles and stores the waiting programs one after the other, and ends if none has come for a while."""
+    """A thread that compiles the waiting programs one after the other, stores them when nobody calls, and ends if none has come for a while.
+
+    To store a program is work in Python: done at once it would hold up the very call that has compiled the program.
+    """
 
     def __init__(self) -> None:
         self.waiting: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
+        self.idle: collections.deque[Callable[[], None]] = collections.deque()  # what is done when nothing has come for ``_IDLE``
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
         self.ended = False
         atexit.register(self.end)
 
-    def later(self, work: Callable[[], None], always: bool = False) -> None:
-        """Do this work after the work that waits already; always: even if the process ends first."""
+    def later(self, work: Callable[[], None], idle: bool = False) -> None:
+        """Do this work after the work that waits already; idle: when nothing else is to be done, but even if the process ends first."""
         with self.starting:
             if self.ended:
                 return
-            self.waiting.put((work, always))
+            self.waiting.put((work, idle))
             if self.thread is None or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self.run, name="torchfunc_jax compiles", daemon=True)
                 self.thread.start()
 
     def run(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                work, always = self.waiting.get(timeout=0 if self.ended else 5)
-                if always or not self.ended:
+        quiet = False  # whether nothing has come for ``_IDLE`` seconds
+        while True:
+            try:
+                work, idle = self.waiting.get(timeout=0 if self.ended or (quiet and self.idle) else _IDLE if self.idle else 5)
+            except queue.Empty:
+                if not self.idle:
+                    return
+                quiet = True
+                self.idle.popleft()()
+            else:
+                quiet = False
+                if idle:
+                    self.idle.append(work)
+                elif not self.ended:
                     work()
 
     def end(self) -> None:
-        """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is always done."""
+        """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is not done yet."""
         self.ended = True
         self.waiting.put((lambda: None, False))  # wakes the thread up
         if self.thread is not None:

@@ -129,9 +129,9 @@ def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
 
 
 class _Worker:
-    """A thread that compiles the waiting programs one after the other, stores them when nobody calls, and ends if none has come for a while.
+    """A thread that compiles the waiting programs one after the other, and ends if none has come for a while.
 
-    To store a program is work in Python: done at once it would hold up the very call that has compiled the program.
+    It stores programs when nothing is to be compiled: that is work in Python, which would hold up the very call that has compiled one.
     """
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
 from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered, gathered_tensor
+from torchfunc_jax.ensemble.numbers import each, mapped
 from torchfunc_jax.ensemble.objective import Objective, Settings
 from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
@@ -117,9 +118,9 @@ class Trainer:
         numbers = {**self._optimizer.numbers, **{name: x for name, x in more.items() if x is not None}}
         if schedule is not None and "lr" not in numbers:
             raise ValueError("schedule: it is a factor of lr, and lr is not given")
-        self._functions = {name: _mapped(lambda f, _: f if callable(f) else None, x, name) for name, x in numbers.items()}
+        self._functions = {name: mapped(lambda f, _: f if callable(f) else None, x, name) for name, x in numbers.items()}
         self._schedule = schedule
-        arrays = {name: _mapped(lambda x, who: None if callable(x) else _each(who, x, n), x, name) for name, x in numbers.items()}
+        arrays = {name: mapped(lambda x, who: None if callable(x) else each(who, x, n), x, name) for name, x in numbers.items()}
         arrays = {name: x for name, x in arrays.items() if x is not None}
         placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
         self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
@@ -682,25 +683,6 @@ def _averaged(average: Any, now: Any, count: jax.Array, active: jax.Array) -> An
 def _whole(changed: Part, read: Part) -> TrainState:
     """The state of which a program gets two parts."""
     return TrainState(**dict.fromkeys(FIELDS) | changed | read)
-
-
-def _mapped(f: Callable[[Any, str], Any], value: Any, name: str) -> Any:
-    """``f(number, name)`` of each number in dicts and tuples."""
-    if isinstance(value, Mapping):
-        return {key: _mapped(f, x, f"{name}[{key!r}]") for key, x in value.items()}
-    return tuple(_mapped(f, x, name) for x in value) if isinstance(value, tuple) else f(value, name)
-
-
-def _each(name: str, value: Any, n: int) -> np.ndarray:
-    """A number of each member, [n]; ValueError if it is neither a float nor [n]."""
-    found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, jax.dtypes.canonicalize_dtype(np.float64))
-    if np.isnan(found).any() or (found.min(initial=0) < 0 and name in ("lr", "weight_decay", "clip")):
-        raise ValueError(f"{name}: expected numbers that are not negative, got {value}")
-    if name == "temperature" and not (found > 0).all():
-        raise ValueError(f"temperature: expected positive numbers, got {value}")
-    if found.shape not in ((), (n,)):
-        raise ValueError(f"{name}: expected a number, or {n} numbers, one for each member; got shape {found.shape}")
-    return np.broadcast_to(found, (n,))
 
 
 def _of_vma(error: Exception) -> bool:

@@ -690,7 +690,7 @@ def test_an_index_out_of_range_in_one_step_is_found() -> None:
 @pytest.mark.parametrize("cube, slope, ahead", [(lambda x: x**3, lambda x: 3 * x**2, True), (Cubed.apply, lambda x: 5 * x, False)])
 def test_the_backward_pass_is_compiled_while_the_forward_pass_is_unless_it_runs_python(cube, slope, ahead, monkeypatch):
     waiting = []
-    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if always else waiting.append(work))
+    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else waiting.append(work))
     monkeypatch.setenv("TORCHFUNC_JAX_CACHE", "0")
     known = set(process.programs.records)
     x = torch.linspace(-1, 1, 29, requires_grad=True)

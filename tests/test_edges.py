@@ -1,14 +1,16 @@
 """Values at the edge of what is defined, against plain PyTorch: zeros, infinities, NaNs, and numbers cut off."""
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from torchfunc_jax import functionalize, grad, jit, jvp, vjp
+from torchfunc_jax import functionalize, grad, grad_and_value, jit, jvp, vjp
 
 INF, NAN = math.inf, math.nan
 PARTS = torch.tensor([0.0, -0.0, 1.0, -2.5, INF, -INF, NAN])
@@ -135,3 +137,24 @@ def test_outputs_that_require_grad(function: Any, transform: Any) -> None:
     x = torch.randn(3, 3, requires_grad=True)
     mine, theirs = ([t.requires_grad for t in pytree.tree_leaves(f(x))] for f in (transform(function), function))
     assert mine == theirs
+
+
+@pytest.mark.parametrize("classes, ignored", [(n, i) for n in (3, 300) for i in (-100, 1, 255, 400)])
+def test_cross_entropy_of_targets_that_are_ignored(classes: int, ignored: int) -> None:
+    """Targets of int64 and uint8, which has no -100 and ends before the last of 300 classes; an ignored one may be a class, or none."""
+    torch.manual_seed(0)
+    weights = torch.rand(classes, dtype=torch.float64)
+    every = itertools.product((torch.int64, torch.uint8), ((7,), (2, 5)), ("mean", "sum", "none"), (None, weights))
+    for dtype, shape, reduction, weight in every:
+        x = torch.randn(shape[0], classes, *shape[1:], dtype=torch.float64)
+        if dtype is torch.uint8 and x.dim() > 2:
+            continue  # PyTorch takes none
+        target = torch.randint(min(classes, 255), shape).to(dtype)
+        if dtype is torch.int64 or (ignored < 256 and ignored in range(classes)):
+            target.view(-1)[:2] = ignored
+
+        def loss(x: torch.Tensor, target: Any = target, reduction: Any = reduction, weight: Any = weight) -> torch.Tensor:
+            return F.cross_entropy(x, target, weight, ignore_index=ignored, reduction=reduction).sum()
+
+        for found, expected in zip(grad_and_value(loss)(x), torch.func.grad_and_value(loss)(x), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda words: f"{dtype}, {shape}, {reduction}, {weight is None}: {words}")  # noqa: B023

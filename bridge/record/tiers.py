@@ -27,8 +27,8 @@ _FAST = {
 #: XLA adds up more than 32 numbers in parts. That is more exact, but each part is a kernel of its own: without it a small program takes
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
-_IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
+_IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
 class Tiered:

@@ -226,7 +226,7 @@ def gathered_tensor(x: jax.Array) -> torch.Tensor:
         return as_tensor(gathered(x))
     if x.platform() != "cpu":
         return tensors.to_torch(x)
-    values = torch.empty(x.shape, dtype=tensors.dtypes.to_torch(x.dtype))
+    values = torch.empty(x.shape, dtype=tensors.dtypes.to_torch(x.dtype), device="cpu")
     into = tensors.as_numpy(values)
     into[...] = np.asarray(x)  # waits for the array, after all else is done
     return values

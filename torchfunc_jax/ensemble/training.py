@@ -239,6 +239,7 @@ class Trainer:
             (loss, grads), buffers = carry
             i, batch = part
             (more, buffers), new = of(buffers, batch, jax.random.fold_in(key, i))
+            new = lax.optimization_barrier(new)  # each part's gradient is added at once, and its factors are not kept for all parts
             return (jax.tree.map(jnp.add, (loss, grads), (more, new)), buffers), None
 
         shapes = jax.eval_shape(of, state.buffers, jax.tree.map(lambda x: x[0], parts), key)

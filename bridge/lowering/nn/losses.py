@@ -244,6 +244,8 @@ def _checked_nll(
     classes = x.shape[dim]
     if weight is not None and weight.shape != (classes,):
         raise RuntimeError(f"weight: expected one weight for each of {classes} classes or nothing, got shape {list(weight.shape)}")
+    if target.dtype == np.uint8:
+        target = lax.convert_element_type(target, np.int32)  # in which -100 and classes beyond 255 can be said
     ignored = lax.eq(target, lax.full_like(target, ignore_index))
     if target.size:
         in_range(lax.select(ignored, lax.full_like(target, 0), target), classes, "Target {index} is out of bounds.")
@@ -267,10 +269,11 @@ def _nll_loss(
     weights = cast(lax.bitwise_not(ignored), wide)
     if weight is not None:
         weights = picked(lax.broadcast_in_dim(cast(weight, wide), x.shape, [dim]))
-    # a class that does not exist must not give a loss of zero; as an unsigned number a negative one is large
-    known = lax.bitwise_or(ignored, lax.convert_element_type(target, np.uint64) < classes)
-    none = lax.full(target.shape, 0, wide)
-    loss = lax.sub(lax.select(known, none, lax.full_like(none, np.nan)), picked(cast(x, wide)))
+    loss = lax.neg(picked(cast(x, wide)))
+    unsigned = np.dtype(f"u{target.dtype.itemsize}")  # a negative number is large in it
+    known = lax.bitwise_or(ignored, lax.convert_element_type(target, unsigned) < classes)
+    # a class that does not exist must not give a loss of zero
+    loss = lax.add(loss, lax.select(known, lax.full_like(loss, 0), lax.full_like(loss, np.nan)))
     loss = loss if weight is None else loss * weights
     if reduction == _NONE:
         return cast(loss, x.dtype), jnp.zeros((), x.dtype)

@@ -10,7 +10,7 @@ On CPUs a few rows times a transposed weight, as in each ``nn.Linear``, take XLA
 Rows that all lanes of a vmap share, times a weight of each, are one product, in which the lanes lie between the rows and what the weights
 give: [rows, lanes, out]. JAX transposes it at once into [lanes, rows, out], but on CPUs XLA carries the first order through the operators
 that follow, up to the next product, and in the backward pass, and reads memory in strides in each of them. A barrier behind the transpose
-keeps it where it is, which takes 0.85 to 1.0 times as long for a whole step of training.
+keeps it where it is.
 
 The gradient of a weight that a loop uses in each step is a sum of products, to which JAX adds one in each step.  One product after the
 loop, of all steps' operands, reads and writes the weight's size once.

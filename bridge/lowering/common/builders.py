@@ -52,6 +52,11 @@ def expand(x: ArrayLike, shape: Sequence[int]) -> Array:
     return lax.broadcast_in_dim(x, tuple(shape), tuple(range(len(shape) - ndim, len(shape))))
 
 
+def spread(values: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
+    """Values without axes as an array of the whole shape, which has them: one operation, and one sum in its transpose, unlike keepdims."""
+    return lax.broadcast_in_dim(values, shape, [d for d in range(len(shape)) if d not in axes])
+
+
 def like(value: Any, x: Array) -> Array:
     """A number as an array of x's dtype and shape."""
     return lax.broadcast(number(value, x.dtype), x.shape)

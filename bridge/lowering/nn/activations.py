@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from bridge.convert.dtypes import to_jax
 from bridge.lowering.common import varying
-from bridge.lowering.common.builders import with_slope
+from bridge.lowering.common.builders import spread, with_slope
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact, wrap_dim
 from bridge.lowering.elementwise.arithmetic import BOUNDS_NEED_NOT_FIT, bound
 from bridge.lowering.registry import lowering
@@ -213,16 +213,11 @@ def aten_glu(x: Array, dim: int = -1) -> Array:
 # Derivatives are computed from the output, so that the backward pass keeps one array instead of three.
 
 
-def _spread(value: Array, x: Array, axis: int) -> Array:
-    """A value for each row along an axis as an array of x's shape: one operation, and one sum in its transpose, unlike keepdims."""
-    return lax.broadcast_in_dim(value, x.shape, [d for d in range(x.ndim) if d != axis])
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(x: Array, axis: int) -> Array:
     """Softmax along an axis, in the dtype of x."""
-    e = lax.exp(lax.sub(x, _spread(lax.reduce_max(x, (axis,)), x, axis)))
-    return lax.div(e, _spread(lax.reduce_sum(e, (axis,)), x, axis))
+    e = lax.exp(lax.sub(x, spread(lax.reduce_max(x, (axis,)), x.shape, (axis,))))
+    return lax.div(e, spread(lax.reduce_sum(e, (axis,)), x.shape, (axis,)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -237,7 +232,7 @@ def safe_softmax(x: Array, axis: int) -> Array:
 def _softmax_jvp(of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     y = of(*primals, axis)
     dy = lax.mul(y, tangents[0])
-    return y, lax.sub(dy, lax.mul(y, _spread(lax.reduce_sum(dy, (axis,)), y, axis)))
+    return y, lax.sub(dy, lax.mul(y, spread(lax.reduce_sum(dy, (axis,)), y.shape, (axis,))))
 
 
 softmax.defjvp(functools.partial(_softmax_jvp, softmax))
@@ -247,15 +242,15 @@ safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def log_softmax(x: Array, axis: int) -> Array:
     """Logarithm of the softmax along an axis, in the dtype of x."""
-    shifted = lax.sub(x, _spread(lax.reduce_max(x, (axis,)), x, axis))
-    return lax.sub(shifted, _spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x, axis))
+    shifted = lax.sub(x, spread(lax.reduce_max(x, (axis,)), x.shape, (axis,)))
+    return lax.sub(shifted, spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x.shape, (axis,)))
 
 
 @log_softmax.defjvp
 def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     y = log_softmax(*primals, axis)
     (dx,) = tangents
-    return y, lax.sub(dx, _spread(lax.reduce_sum(lax.mul(lax.exp(y), dx), (axis,)), y, axis))
+    return y, lax.sub(dx, spread(lax.reduce_sum(lax.mul(lax.exp(y), dx), (axis,)), y.shape, (axis,)))
 
 
 def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: np.dtype) -> Array:

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import varying
+from bridge.lowering.common.builders import spread
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
 from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range
@@ -258,10 +259,9 @@ def _nll_loss(
 ) -> tuple[Array, Array]:
     """The loss and the sum of the weights; ignored: of each target, whether it is left out; ignores_class: whether that is a class."""
     wide, classes = opmath(x.dtype), x.shape[dim]
-    others = [d for d in range(x.ndim) if d != dim]
     # a mask instead of a gather: its transpose fuses with the softmax's and batches without cost, unlike a scatter
     place = lax.select(ignored, lax.full_like(target, -1), target) if ignores_class else target
-    hot = lax.eq(lax.broadcasted_iota(target.dtype, x.shape, dim), lax.broadcast_in_dim(place, x.shape, others))
+    hot = lax.eq(lax.broadcasted_iota(target.dtype, x.shape, dim), spread(place, x.shape, (dim,)))
 
     def picked(values: Array) -> Array:
         return lax.reduce_sum(lax.select(hot, values, lax.full_like(values, 0)), (dim,))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.lowering.common.builders import spread
 from bridge.lowering.common.promotion import cast, fused, opmath, require_inexact
 from bridge.lowering.registry import lowering
 from bridge.lowering.tensors.creation import number
@@ -24,11 +25,6 @@ def _mean(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.div(lax.reduce_sum(x, axes), number(math.prod([x.shape[d] for d in axes]), x.dtype))
 
 
-def _spread(stat: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """A statistic over axes as an array of the whole shape: one operation, and one sum in its transpose, unlike keepdims."""
-    return lax.broadcast_in_dim(stat, shape, [d for d in range(len(shape)) if d not in axes])
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array, Array]:
     """x with mean 0 and variance 1 over axes; its mean, variance and reciprocal standard deviation, without axes.
@@ -36,10 +32,10 @@ def standardize(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Arr
     The derivative is in closed form: it keeps only the output and the deviation, and takes two sums instead of four.
     """
     mean = _mean(x, axes)
-    centered = lax.sub(x, _spread(mean, x.shape, axes))
+    centered = lax.sub(x, spread(mean, x.shape, axes))
     var = _mean(lax.mul(centered, centered), axes)
     rstd = lax.rsqrt(var + eps)
-    return lax.mul(centered, _spread(rstd, x.shape, axes)), mean, var, rstd
+    return lax.mul(centered, spread(rstd, x.shape, axes)), mean, var, rstd
 
 
 @standardize.defjvp
@@ -47,8 +43,8 @@ def _standardize_jvp(axes: tuple[int, ...], eps: float, primals: tuple, tangents
     y, mean, var, rstd = standardize(*primals, axes, eps)
     (dx,) = tangents
     dmean, along = _mean(dx, axes), _mean(lax.mul(y, dx), axes)
-    rest = lax.sub(lax.sub(dx, _spread(dmean, y.shape, axes)), lax.mul(y, _spread(along, y.shape, axes)))
-    dy = lax.mul(_spread(rstd, y.shape, axes), rest)
+    rest = lax.sub(lax.sub(dx, spread(dmean, y.shape, axes)), lax.mul(y, spread(along, y.shape, axes)))
+    dy = lax.mul(spread(rstd, y.shape, axes), rest)
     return (y, mean, var, rstd), (dy, dmean, 2 * along / rstd, -rstd * rstd * along)
 
 

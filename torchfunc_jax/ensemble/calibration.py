@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchfunc_jax.ensemble.metrics import described, labels_of
+from torchfunc_jax.ensemble.metric_arguments import described, labels_of
 
 __all__ = ["fit_joint_temperature", "fit_temperature"]
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from torchfunc_jax.ensemble import metric_arguments as given
+
 __all__ = [
     "accuracy", "adaptive_calibration_error", "against_size", "augrc", "aurc", "auroc", "average_precision", "brier_score",
     "calibration_error", "categorical_nll", "cov_at_risk", "crps", "disagreement", "distribution_nll", "entropy", "fpr95",
@@ -37,7 +39,7 @@ def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         >>> metrics.accuracy(torch.tensor([[0.7, 0.3], [0.4, 0.6]]), torch.tensor([0, 0]))
         tensor(0.5000, dtype=torch.float64)
     """
-    p, labels = _classified(probabilities, labels)
+    p, labels = given.classified(probabilities, labels)
     return (p.argmax(-1) == labels).double().mean(-1)
 
 
@@ -54,7 +56,7 @@ def categorical_nll(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.
         >>> metrics.categorical_nll(torch.tensor([[0.7, 0.3], [0.4, 0.6]]), torch.tensor([0, 1]))
         tensor(0.4338, dtype=torch.float64)
     """
-    p, labels = _classified(probabilities, labels)
+    p, labels = given.classified(probabilities, labels)
     return -_at(p, labels).log().mean(-1)
 
 
@@ -71,7 +73,7 @@ def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tens
         >>> metrics.brier_score(torch.tensor([[0.8, 0.2], [0.3, 0.7]]), torch.tensor([0, 1]))
         tensor(0.1300, dtype=torch.float64)
     """
-    p, labels = _classified(probabilities, labels)
+    p, labels = given.classified(probabilities, labels)
     return (p.square().sum(-1) - 2 * _at(p, labels) + 1).mean(-1)
 
 
@@ -121,8 +123,8 @@ def adaptive_calibration_error(
         >>> metrics.adaptive_calibration_error(p, torch.tensor([0, 1, 1]), num_bins=3)
         tensor(0.4333, dtype=torch.float64)
     """
-    p, labels = _classified(probabilities, labels)
-    _at_least("num_bins", num_bins, 1)
+    p, labels = given.classified(probabilities, labels)
+    given.at_least("num_bins", num_bins, 1)
     confidence, right = _by_falling_score(p.amax(-1), (p.argmax(-1) == labels).double())
     bins = zip(confidence.flip(-1).tensor_split(num_bins, -1), right.flip(-1).tensor_split(num_bins, -1), strict=True)
     parts = [(c.mean(-1), r.mean(-1), c.new_full(c.shape[:-1], c.shape[-1])) for c, r in bins if c.shape[-1]]
@@ -147,8 +149,8 @@ def reliability(
         >>> count.tolist(), accuracy[1].item()
         ([0, 2], 1.0)
     """
-    p, labels = _classified(probabilities, labels)
-    _at_least("num_bins", num_bins, 1)
+    p, labels = given.classified(probabilities, labels)
+    given.at_least("num_bins", num_bins, 1)
     sure, right = p.amax(-1), (p.argmax(-1) == labels).double()
     edges = torch.arange(1, num_bins, dtype=torch.float64, device=p.device) / num_bins
     which = torch.bucketize(sure, edges, right=True)
@@ -194,8 +196,8 @@ def risk_coverage(
         >>> risk
         tensor([0.0000, 0.0000, 0.3333], dtype=torch.float64)
     """
-    p, labels = _classified(probabilities, labels)
-    sure = p.amax(-1) if confidence is None else _scores("confidence", confidence, tuple(p.shape[:-1]))
+    p, labels = given.classified(probabilities, labels)
+    sure = p.amax(-1) if confidence is None else given.scores_of("confidence", confidence, tuple(p.shape[:-1]))
     wrong = _by_falling_score(sure, (p.argmax(-1) != labels).double())[1]
     k = torch.arange(1, p.shape[-2] + 1, device=p.device)
     return k / p.new_tensor(p.shape[-2]), wrong.cumsum(-1) / k
@@ -255,7 +257,7 @@ def cov_at_risk(probabilities: torch.Tensor, labels: torch.Tensor, risk: float) 
         >>> metrics.cov_at_risk(torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.8, 0.2]]), torch.tensor([0, 1, 0]), risk=0.05)
         tensor(0.6667, dtype=torch.float64)
     """
-    _between("risk", risk, 0, 1)
+    given.between("risk", risk, 0, 1)
     coverage, risks = risk_coverage(probabilities, labels)
     most = torch.where(risks <= risk, coverage, 0.0).amax(-1)
     return torch.where(most > 0, most, math.nan)
@@ -278,7 +280,7 @@ def risk_at_cov(probabilities: torch.Tensor, labels: torch.Tensor, coverage: flo
         >>> metrics.risk_at_cov(torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.8, 0.2]]), torch.tensor([0, 1, 0]), coverage=0.8)
         tensor(0.3333, dtype=torch.float64)
     """
-    _between("coverage", coverage, 0, 1)
+    given.between("coverage", coverage, 0, 1)
     risk = risk_coverage(probabilities, labels)[1]
     return risk[..., max(1, _ceil(coverage * risk.shape[-1])) - 1]
 
@@ -305,7 +307,7 @@ def auroc(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         >>> metrics.auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
         tensor(0.7500, dtype=torch.float64)
     """
-    negative, positive = _two_kinds(scores, targets)
+    negative, positive = given.two_kinds(scores, targets)
     below = torch.searchsorted(negative, positive) + torch.searchsorted(negative, positive, right=True)
     return (below / 2).mean(-1, dtype=torch.float64) / negative.shape[-1]
 
@@ -323,7 +325,7 @@ def average_precision(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tens
         >>> metrics.average_precision(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
         tensor(0.8333, dtype=torch.float64)
     """
-    negative, positive = _two_kinds(scores, targets)
+    negative, positive = given.two_kinds(scores, targets)
     true = positive.shape[-1] - torch.searchsorted(positive, positive)
     false = negative.shape[-1] - torch.searchsorted(negative, positive)
     return (true / (true + false).double()).mean(-1)
@@ -346,8 +348,8 @@ def fpr_at_recall(scores: torch.Tensor, targets: torch.Tensor, recall: float) ->
         >>> metrics.fpr_at_recall(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]), recall=0.5)
         tensor(0., dtype=torch.float64)
     """
-    _between("recall", recall, 0, 1)
-    negative, positive = _two_kinds(scores, targets)
+    given.between("recall", recall, 0, 1)
+    negative, positive = given.two_kinds(scores, targets)
     threshold = positive[..., -max(1, _ceil(recall * positive.shape[-1]))].unsqueeze(-1)
     return (negative >= threshold).double().mean(-1)
 
@@ -389,7 +391,7 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
         >>> metrics.entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.6931, 0.0000], dtype=torch.float64)
     """
-    return torch.special.entr(_probabilities(probabilities)).sum(-1)
+    return torch.special.entr(given.probabilities_of(probabilities)).sum(-1)
 
 
 def mutual_information(members: torch.Tensor) -> torch.Tensor:
@@ -412,7 +414,7 @@ def mutual_information(members: torch.Tensor) -> torch.Tensor:
         >>> metrics.mutual_information(torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]))
         tensor([0.6931, 0.0000], dtype=torch.float64)
     """
-    p = _members(members)
+    p = given.members_of(members)
     return (torch.special.entr(p.mean(0)).sum(-1) - torch.special.entr(p).sum(-1).mean(0)).clamp(min=0)
 
 
@@ -441,7 +443,7 @@ def variation_ratio(members: torch.Tensor, probabilistic: bool = True) -> torch.
         >>> metrics.variation_ratio(p), metrics.variation_ratio(p, probabilistic=False)
         (tensor([0.4000], dtype=torch.float64), tensor([0.3333], dtype=torch.float64))
     """
-    p = _members(members)
+    p = given.members_of(members)
     return 1 - (p.mean(0) if probabilistic else votes(p).double() / len(p)).amax(-1)
 
 
@@ -465,7 +467,7 @@ def disagreement(members: torch.Tensor) -> torch.Tensor:
         >>> metrics.disagreement(torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.2, 0.8]]]))
         tensor([0.6667], dtype=torch.float64)
     """
-    p = _members(members)
+    p = given.members_of(members)
     n = len(p)
     if n < 2:
         raise ValueError("members: expected at least two, which can disagree, got 1")
@@ -503,7 +505,7 @@ def distribution_nll(means: torch.Tensor, variances: torch.Tensor, targets: torc
         >>> metrics.distribution_nll(torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([1.0]))
         tensor([1.4189], dtype=torch.float64)
     """
-    mu, var, y = _gaussians(means, variances, targets)
+    mu, var, y = given.gaussians(means, variances, targets)
     if not (var > 0).all():
         raise ValueError("variances: expected positive numbers, for a density")
     log = -0.5 * ((y - mu).square() / var + var.log() + math.log(2 * math.pi))
@@ -532,7 +534,7 @@ def crps(means: torch.Tensor, variances: torch.Tensor | None, targets: torch.Ten
         >>> metrics.crps(torch.tensor([[0.0], [2.0]]), None, torch.tensor([1.0]))
         tensor([0.5000], dtype=torch.float64)
     """
-    mu, var, y = _gaussians(means, variances, targets)
+    mu, var, y = given.gaussians(means, variances, targets)
     n = len(mu)
     if variances is None:
         weights = (2 * torch.arange(1, n + 1, device=mu.device) - n - 1).reshape(-1, *[1] * y.ndim)
@@ -587,10 +589,10 @@ def against_size(
         >>> sizes, values["nll"].shape
         ([1, 2, 3, 4], torch.Size([4, 5]))
     """
-    p, labels = _classified(members, labels)
+    p, labels = given.classified(members, labels)
     if p.ndim != 3:
         raise ValueError(f"members: expected the shape [members, N, C], got {list(p.shape)}")
-    _at_least("subsets", subsets, 1)
+    given.at_least("subsets", subsets, 1)
     n = len(p)
     if sizes is None:
         usual = {s for k in range(n.bit_length()) for s in (2**k, 3 * 2**k)}
@@ -608,85 +610,7 @@ def against_size(
     return list(sizes), {name: torch.stack(found) for name, found in values.items()}
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------------------------
-def _probabilities(p: torch.Tensor, name: str = "probabilities") -> torch.Tensor:
-    if not isinstance(p, torch.Tensor) or not p.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor, got {described(p)}")
-    if p.ndim < 1 or p.shape[-1] < 1:
-        raise ValueError(f"{name}: expected a last dimension of classes, got the shape {list(p.shape)}")
-    rounding = 8 * torch.finfo(p.dtype).eps
-    p = p.double()
-    sums = p.sum(-1)
-    if not bool(((p >= 0).all() & ((sums - 1).abs() <= max(rounding, 1e-4)).all()).item()):
-        raise ValueError(
-            f"{name}: expected numbers from 0 to 1 whose rows sum to 1, got rows that sum to {sums.min():.4g} up to {sums.max():.4g} "
-            f"and numbers from {p.min():.4g}; are they logits? Pass logits.softmax(-1)"
-        )
-    return p
-
-
-def _classified(probabilities: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _probabilities(probabilities)
-    labels_of(labels, p)
-    return p, labels.to(p.device, torch.int64)
-
-
-def labels_of(labels: torch.Tensor, values: torch.Tensor) -> None:
-    """Checks that labels [N] fit values [..., N, C]; raises TypeError or ValueError otherwise."""
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels: expected a tensor of integers, got {described(labels)}")
-    if values.ndim < 2 or labels.shape != values.shape[-2:-1]:
-        raise ValueError(f"labels: expected one for each row of {list(values.shape)}, [..., N, C], got the shape {list(labels.shape)}")
-    if not labels.numel():
-        raise ValueError("labels: expected at least one, got none")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= values.shape[-1]:
-        raise ValueError(f"labels: expected classes from 0 to {values.shape[-1] - 1}, got {low if low < 0 else high}")
-
-
-def _members(members: torch.Tensor) -> torch.Tensor:
-    p = _probabilities(members, "members")
-    if p.ndim < 2 or not len(p):
-        raise ValueError(f"members: expected the shape [members, ..., C], got {list(p.shape)}")
-    return p
-
-
-def _scores(name: str, scores: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    if not isinstance(scores, torch.Tensor) or scores.is_complex():
-        raise TypeError(f"{name}: expected a real tensor, got {described(scores)}")
-    if shape is not None and scores.shape != shape:
-        raise ValueError(f"{name}: expected the shape {list(shape)}, got {list(scores.shape)}")
-    scores = scores.double()
-    if scores.isnan().any():
-        raise ValueError(f"{name}: expected numbers, got NaN in {int(scores.isnan().sum())} of {scores.numel()} places")
-    return scores
-
-
-def _two_kinds(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sorted scores of the negative and of the positive rows."""
-    s = _scores("scores", scores)
-    if not isinstance(targets, torch.Tensor) or s.ndim < 1 or targets.shape != s.shape[-1:]:
-        raise ValueError(f"targets: expected one for each score of {list(s.shape)}, which is [..., N], got {described(targets)}")
-    positive = targets.to(s.device, torch.bool)
-    if not bool((targets.to(s.device) == positive).all()):
-        raise ValueError("targets: expected True and False, or 0 and 1, got other numbers")
-    if positive.all() or not positive.any():
-        raise ValueError(f"targets: expected positive and negative rows, got {int(positive.sum())} positive ones of {positive.numel()}")
-    return s[..., ~positive].sort(-1).values, s[..., positive].sort(-1).values
-
-
-def _gaussians(
-    means: torch.Tensor, variances: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mu = _scores("means", means)
-    if mu.ndim < 1 or not len(mu):
-        raise ValueError(f"means: expected the shape [members, ...], got {list(mu.shape)}")
-    var = torch.zeros_like(mu) if variances is None else _scores("variances", variances, tuple(mu.shape))
-    if not (var >= 0).all():
-        raise ValueError(f"variances: expected no negative number, got {var.min():.4g}")
-    return mu, var, _scores("targets", targets, tuple(mu.shape[1:])).to(mu.device)
-
-
+# -- what several metrics need -----------------------------------------------------------------------------------------------------------
 def _by_falling_score(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [..., N] from high to low, and values in their order; among equal scores, the mean of their values."""
     scores, order = scores.sort(-1, descending=True)
@@ -706,18 +630,3 @@ def _at(p: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _ceil(x: float) -> int:
     return math.ceil(x - 1e-9)  # 0.07 * 100 is above 7
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected a number from {low} to {high}, got {value}")
-
-
-def described(x: object) -> str:
-    """A wrong argument, in a message."""
-    return f"a tensor of {x.dtype}, {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchfunc_jax.ensemble.members import Ensemble
-from torchfunc_jax.ensemble.metrics import described, votes
+from torchfunc_jax.ensemble.metric_arguments import described
+from torchfunc_jax.ensemble.metrics import votes
 
 __all__ = ["Classification", "Regression", "predict"]
 

@@ -128,7 +128,7 @@ def _lowered(jitted: Any, p: Program) -> Any:
     captured = [jnp.asarray(c.cell_contents.numpy()) for c in p.function.__closure__ or ()]
     compiled = jitted.lower(*p.args).compile()
     with jax.enable_x64(True):
-        return compiled([*p.arrays], captured, None)[0]  # None: the program draws no random numbers
+        return compiled([*p.arrays, *captured], None)[0]  # None: the program draws no random numbers
 
 
 VALUES: dict[str, Callable[[Program], Any]] = {

@@ -257,6 +257,17 @@ def test_a_sum_that_the_loop_reads_stays_in_it():
     assert rearranged(made, True) is made
 
 
+def test_a_step_of_a_loop_that_returns_or_reads_constants():
+    def function(w, xs):
+        return lax.scan(lambda total, x: (total + np.float32(1), x.T @ x), w, xs)
+
+    made = jax.make_jaxpr(function)(jnp.ones(()), jnp.ones((5, 1, 3))).jaxpr
+    assert rearranged(made, True) is made
+    x = torch.rand(5, requires_grad=True)
+    torchfunc_jax.jit(lambda x: torch.special.chebyshev_polynomial_t(x, 3))(x).sum().backward()
+    torch.testing.assert_close(x.grad, 12 * x.detach() ** 2 - 3)
+
+
 LAYERS = {
     "linear": lambda: torch.nn.Linear(128, 160),
     "lstm": lambda: torch.nn.LSTM(128, 128, batch_first=True),

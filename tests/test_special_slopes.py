@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy import polynomial
 from torch import linalg, special
 
 import torchfunc_jax
@@ -179,3 +180,30 @@ def test_in_every_mode(name: str, dtype: torch.dtype, jitted: bool) -> None:
             at = lambda tensors, k: [x[k].item() for x in tensors]
             wrong += [f"{way}[{i}] at {at(args, k)}: expected {at(right, k)}, got {slope[k].item()}" for k in where]
     assert not wrong, "\n".join(wrong[:12])
+
+
+_CLASSICAL = {
+    "chebyshev_polynomial_t": polynomial.Chebyshev, "hermite_polynomial_h": polynomial.Hermite,
+    "hermite_polynomial_he": polynomial.HermiteE, "laguerre_polynomial_l": polynomial.Laguerre, "legendre_polynomial_p": polynomial.Legendre,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _CLASSICAL)
+@pytest.mark.parametrize("of_a_tensor", [False, True])
+def test_polynomials_have_derivatives_of_every_order(name: str, of_a_tensor: bool) -> None:
+    """Beside NumPy's; PyTorch has none and gives zeros."""
+    degrees = [0, 1, 2, 3, 6]
+    x = torch.tensor([0.3, -0.7, 0.2, 0.9, -0.4], dtype=torch.float64)
+
+    def value(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if of_a_tensor:
+            return getattr(special, name)(x, n)
+        return torch.stack([getattr(special, name)(a, d) for a, d in zip(x, degrees, strict=True)])
+
+    slope = lambda x: torchfunc_jax.grad(lambda x: value(x, torch.tensor(degrees)).sum())(x)
+    curvature = lambda x: torchfunc_jax.grad(lambda x: slope(x).sum())(x)
+    for order, found in ((1, slope(x)), (2, curvature(x)), (2, torchfunc_jax.jit(curvature)(x))):
+        expected = [_CLASSICAL[name].basis(n).deriv(order)(float(a)) for n, a in zip(degrees, x, strict=True)]
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    if of_a_tensor:
+        torch.testing.assert_close(torchfunc_jax.vmap(torchfunc_jax.grad(value))(x, torch.tensor(degrees)), slope(x))

@@ -229,18 +229,25 @@ def _summed_after(e: Any) -> list[Any] | None:
     made = {v: q for q in step.eqns for v in q.outvars}
     sums: dict[int, tuple[Any, list[tuple[int, ...]]]] = {}  # by the place of the carried sum: the product, and what transposes it
     gone = set()
+
+    def computed(v: Any) -> bool:
+        """Whether the step computes the value, and reads it once."""
+        return not isinstance(v, Literal) and v in made and uses[v] == 1
+
     for k in range(m):
         total, last = step.invars[n + k], step.outvars[k]
-        add = made.get(last)
-        if add is None or add.primitive.name not in ("add", "add_any") or total not in add.invars or not uses[total] == uses[last] == 1:
+        if not computed(last) or uses[total] != 1:
+            continue
+        add = made[last]
+        if add.primitive.name not in ("add", "add_any") or not any(v is total for v in add.invars):
             continue
         (v,) = [v for v in add.invars if v is not total] or [total]
         way, turns = [add], list[tuple[int, ...]]()
-        while v in made and uses[v] == 1 and made[v].primitive is lax.transpose_p:
+        while computed(v) and made[v].primitive is lax.transpose_p:
             way.append(made[v])
             turns.insert(0, made[v].params["permutation"])
             v = made[v].invars[0]
-        if v in made and uses[v] == 1 and made[v].primitive is lax.dot_general_p and _is_larger(v, made[v].invars, step.invars[:n]):
+        if computed(v) and made[v].primitive is lax.dot_general_p and _is_larger(v, made[v].invars, step.invars[:n]):
             sums[k] = made[v], turns
             gone |= set(map(id, [*way, made[v]]))
     if not sums:

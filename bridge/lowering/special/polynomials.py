@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -70,9 +71,31 @@ def _of_known_degree(name: str, x: Array, degree: int, work: np.dtype, dtype: np
 
 @functools.partial(fused, static_argnums=(0, 3, 4))
 def _of_any_degree(name: str, x: Array, degree: Array, work: np.dtype, dtype: np.dtype) -> Array:
-    family = _FAMILIES[name]
     x, degree = align(cast(x, work), cast(degree, work))
-    degree = lax.stop_gradient(lax.convert_element_type(degree, np.int64))
+    return cast(_member(0, name, lax.convert_element_type(lax.stop_gradient(degree), np.int64), x), dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _member(order: int, name: str, degree: Array, x: Array) -> Array:
+    """The derivative in x of that order; JAX has no reverse mode for a loop whose number of steps is unknown."""
+    compute = functools.partial(_recurrence, name, degree)
+    for _ in range(order):
+        compute = functools.partial(_slope, compute)
+    return compute(x)
+
+
+@_member.defjvp
+def _member_jvp(order: int, name: str, primals: tuple, tangents: tuple) -> tuple:
+    return _member(order, name, *primals), lax.mul(_member(order + 1, name, *primals), tangents[1])
+
+
+def _slope(function: Callable, x: Array) -> Array:
+    return jax.jvp(function, (x,), (like(1, x),))[1]
+
+
+def _recurrence(name: str, degree: Array, x: Array) -> Array:
+    family = _FAMILIES[name]
+    work = x.dtype
     if family.shifted:
         x = 2 * x - 1
     known = choose(lax.gt(degree, np.int64(0)), family.first(x), choose(lax.eq(degree, np.int64(0)), 1, like(0, x)))
@@ -87,7 +110,7 @@ def _of_any_degree(name: str, x: Array, degree: Array, work: np.dtype, dtype: np
     result = varying.while_loop(lambda state: state[0] < largest, step, (np.int64(1), family.first(x), like(1, x), known))[3]
     if limit != math.inf:
         result = choose(lax.gt(degree, np.int64(limit)), math.nan, result)
-    return cast(result, dtype)
+    return result
 
 
 def _polynomial(name: str) -> Callable:

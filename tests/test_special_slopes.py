@@ -184,7 +184,8 @@ def test_in_every_mode(name: str, dtype: torch.dtype, jitted: bool) -> None:
 
 _CLASSICAL = {
     "chebyshev_polynomial_t": polynomial.Chebyshev, "hermite_polynomial_h": polynomial.Hermite,
-    "hermite_polynomial_he": polynomial.HermiteE, "laguerre_polynomial_l": polynomial.Laguerre, "legendre_polynomial_p": polynomial.Legendre,
+    "hermite_polynomial_he": polynomial.HermiteE, "laguerre_polynomial_l": polynomial.Laguerre,
+    "legendre_polynomial_p": polynomial.Legendre,
 }  # fmt: skip
 
 

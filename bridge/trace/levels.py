@@ -38,12 +38,11 @@ class Level:
     closed: bool = False
     lane: Any = None  # in a vmap with randomness="different": the number of the lane
     size: int = 0  # of a vmap: the number of lanes
-    trace: Any = None  # of a vmap: JAX's trace
     keyed: bool = False  # random operators draw from JAX's keys, although torch draws elsewhere
     operator: Any = None
     outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
     met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
-    probe: Any = None
+    probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
     # -- in the root alone ----------------------------------------------------------------------------------------------------------------
     staged: bool = False  # whether the trace is of a whole program that will be compiled
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them

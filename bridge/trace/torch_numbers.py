@@ -439,7 +439,7 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
 
     def blank(x: jax.Array) -> Blank:
         found = private.mapping(x, state.level.root.drawn.trace) or ()
-        mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.trace in found]
+        mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.probe in found]
         return Blank(x.shape, torch.empty(x.shape, device="meta").stride(), dtypes.to_torch(x.dtype), tuple(mapped), fill)
 
     return [blank(x) if isinstance(x, jax.Array) else x for x in args]
@@ -538,7 +538,7 @@ def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
     found = private.mapping(node.value, state.level.root.drawn.trace)
     if found is None or node.version or not _is_factory(node.maker):
         return None
-    return tuple([k for k, each in enumerate(vmaps) if each.trace in found])
+    return tuple([k for k, each in enumerate(vmaps) if each.probe in found])
 
 
 def _is_factory(operator: Any) -> bool:

@@ -272,7 +272,7 @@ class AtEachCall:
 
     Args:
         seeds: an input of the program, in the trace of the whole program.
-        meets: called with a generator before the first draw from it.
+        meets: called with a generator before each draw from it.
 
     Attributes:
         at: how many draws the function has asked for; if it is set back, the same numbers come again.
@@ -281,18 +281,13 @@ class AtEachCall:
     def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
         self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
         self.draws: list[Draw | ByValue | Rewind] = []
-        self.met: set[int] = set()
         self.at = 0
         #: by a draw's place: its operator, and what it gives, because JAX forgets what computes a value that nothing uses
         self.given: dict[int, tuple[str, Any]] = {}
 
     def place(self, draw: Draw | ByValue) -> int:
         """The place of this draw, which is the next one of the program."""
-        generator = torch.default_generator if draw.generator is None else draw.generator
-        which = private.which_generator(generator)
-        if which not in self.met:
-            self.meets(draw.generator)
-            self.met.add(which)
+        self.meets(draw.generator)
         self.draws.append(draw)
         return len(self.draws) - 1
 

@@ -52,7 +52,6 @@ class Level:
     keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
     once: Any = None  # keeps the keys of a call that is not compiled, for all its roots (torch_numbers.AtOnce)
-    by_value: bool = False  # a random operator was met whose numbers depend on values
     beside: tuple[Level, ...] = ()  # vmaps around code that runs for the second time, which were not around it the first time
     drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
     live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on

@@ -390,9 +390,6 @@ def by_value(
     name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
 ) -> jax.Array | None:
     """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
-    if state.level is None:
-        return None
-    state.level.root.by_value = True
     drawn = _drawing()
     if not isinstance(drawn, AtOnce | AtEachCall):
         return None

@@ -35,7 +35,10 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
         return jax.random.key(seed_from(generator))
     if any(each.randomness == "error" for each in vmaps_of_draws()):
         raise RuntimeError(ERROR)
-    return _draw(source(level), generator)
+    refuse_in_loop("a random number")
+    level = source(level)
+    level.draws += 1
+    return _key_of(level, generator, level.draws)
 
 
 class SeededInside(RuntimeError):
@@ -189,12 +192,6 @@ class Place:
         finally:
             root.beside = beside
             before.go()
-
-
-def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
-    refuse_in_loop("a random number")
-    level.draws += 1
-    return _key_of(level, generator, level.draws)
 
 
 def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:

@@ -224,14 +224,13 @@ class AtOnce:
 
     Attributes:
         at: how many draws the function has asked for; if it is set back, the same numbers come again.
-        keys: see ``Level.keys``.
     """
 
     trace = None  # there is no trace of the whole program
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
-        self.keys: dict[int | None, Any] = {}
+        self.keys: dict[int | None, Any] = {}  # as in a Level
         self.at, self.runs = 0, 0
         self.by_torch = by_torch()
 

@@ -420,7 +420,7 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
     def blank(x: jax.Array) -> Blank:
         found = private.mapping(x, state.level.root.drawn.trace) or ()
         mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.probe in found]
-        return Blank(x.shape, torch.empty(x.shape, device="meta").stride(), dtypes.to_torch(x.dtype), tuple(mapped), fill)
+        return Blank(x.shape, contiguous(x.shape), dtypes.to_torch(x.dtype), tuple(mapped), fill)
 
     return [blank(x) if isinstance(x, jax.Array) else x for x in args]
 

@@ -237,6 +237,22 @@ def test_an_explicit_generator() -> None:
     assert not torch.equal(draws[0][0], draws[0][1]) and not torch.equal(draws[0][0], draws[2][0])
 
 
+def test_a_state_that_is_set_between_two_draws() -> None:
+    def fn(x):
+        first = torch.rand(2)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return x, first, torch.rand(2)
+
+    compiled = jit(fn)
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected = fn(torch.ones(2))
+        torch.manual_seed(seed)
+        for found, want in zip(compiled(torch.ones(2)), expected, strict=True):
+            same(found, want)
+
+
 def test_a_function_without_random_operators_leaves_the_generator_alone() -> None:
     fn = jit(torch.sin)
     fn(torch.ones(3))

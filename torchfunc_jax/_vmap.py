@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import private
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
@@ -292,7 +291,7 @@ def _map(
 
         def body(*lanes: Any) -> list[Any]:
             with push("vmap", randomness) as level:
-                level.size, level.trace = size, private.current_trace()
+                level.size = size
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
                     level.key, level.lane = key_of_lane(parent, lane), lane

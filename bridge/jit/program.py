@@ -223,7 +223,6 @@ def trace(
         with tracing.root() as root:
             root.staged = root.recorded = True
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
-            advanced: set[int] = set()
 
             def key_of(generator: torch.Generator | None) -> Any:
                 slot = 0
@@ -235,9 +234,7 @@ def trace(
                     slot = 1 + list(generators).index(which)
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
-                if slot not in advanced:
-                    watch.draw(generator)
-                    advanced.add(slot)
+                watch.draw(generator)
                 return jax.random.key(seeds[slot])  # not kept: it may belong to an inner trace of JAX's, as that of jet
 
             root.seeds = key_of

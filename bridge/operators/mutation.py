@@ -22,7 +22,7 @@ from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces
 from bridge.trace.levels import innermost, state
-from bridge.trace.storage import Node
+from bridge.trace.storage import Node, contiguous
 from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
 
 
@@ -183,7 +183,7 @@ def _resize(target: torch.Tensor, shape: Sequence[int]) -> None:
     value = pieces.run("resize", resized, (value_of(target), shape), {})
     with private.below_python():
         # resize_ on a wrapper checks no bounds, except for a shape without elements, which as_strided_ sets instead
-        target.as_strided_(shape, torch.empty(shape, device="meta").stride(), 0) if 0 in shape else target.resize_(shape)
+        target.as_strided_(shape, contiguous(shape), 0) if 0 in shape else target.resize_(shape)
     target.node = Node(value, state.level)
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import torch
 
 from bridge import private
-from bridge.trace.tracing import concrete, own_rule, traced_python, wrap
+from bridge.operators.special_cases import lift_fresh
+from bridge.trace.tracing import concrete, own_rule, traced_python
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
@@ -25,8 +24,7 @@ def _known(t: torch.Tensor, what: str) -> torch.Tensor:
 
 def _constant(t: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor as a traced tensor whose values are known."""
-    with private.below_python(), jax.ensure_compile_time_eval():
-        return wrap(jnp.array(t.numpy()))
+    return lift_fresh((t,), {})
 
 
 def _pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @own_rule("aten.lift_fresh", "aten.lift")
-def _lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     if type(t) is Traced or t.is_meta:  # torch 2.15 finds the default device by making a tensor
         return t

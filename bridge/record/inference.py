@@ -142,11 +142,10 @@ def _traced(
     def run(*values: jax.Array) -> list[Any]:
         with tracing.root() as root:
             root.staged = True
-            with push("plain") as level:
+            with push("plain"), _Draws() as draws:
                 traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-                draws = root.draws + level.draws > 0
-                found.append(Op(func, args, kwargs, torch.is_grad_enabled(), _outs(out), (), len(numbers), draws, root.by_value))
+            found.append(Op(func, args, kwargs, torch.is_grad_enabled(), _outs(out), (), len(numbers), root.draws > 0, draws.by_value))
         return []
 
     try:

@@ -31,28 +31,27 @@ class Level:
     kind: str
     parent: Level | None
     randomness: str | None = None  # for vmap: "error", "same" or "different"
-    key: Any = None  # the JAX key that random operators of this level draw from; None: they draw from the parent's
+    key: Any = None  # gives the JAX key that random operators of this level draw from; None: they draw from the parent's
     root: Level = field(init=False)
     draws: int = 0
     writes: dict[Node, Any] = field(default_factory=dict)  # nodes of outer levels that this level has written to, with their earlier values
     closed: bool = False
     lane: Any = None  # in a vmap with randomness="different": the number of the lane
     size: int = 0  # of a vmap: the number of lanes
-    trace: Any = None  # of a vmap: JAX's trace
     keyed: bool = False  # random operators draw from JAX's keys, although torch draws elsewhere
     operator: Any = None
     outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
     met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
-    probe: Any = None
+    probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
     # -- in the root alone ----------------------------------------------------------------------------------------------------------------
     staged: bool = False  # whether the trace is of a whole program that will be compiled
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them
     captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
     overrides: dict[int, Any] = field(default_factory=dict)
-    generators: dict[int, Any] = field(default_factory=dict)  # explicit torch generators drawn from, with their keys
+    #: by a torch generator's identity, or None for the default one: the generator, and the JAX key that came from it
+    keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
-    once: Any = None  # keeps the key of a call that is not compiled (torch_numbers.AtOnce)
-    by_value: bool = False  # a random operator was met whose numbers depend on values
+    once: Any = None  # keeps the keys of a call that is not compiled, for all its roots (torch_numbers.AtOnce)
     beside: tuple[Level, ...] = ()  # vmaps around code that runs for the second time, which were not around it the first time
     drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
     live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on
@@ -95,7 +94,7 @@ state = _State()
 
 
 @contextlib.contextmanager
-def push(kind: str, randomness: str | None = None, key: jax.Array | Callable[[], jax.Array] | None = None) -> Iterator[Level]:
+def push(kind: str, randomness: str | None = None, key: Callable[[], jax.Array] | None = None) -> Iterator[Level]:
     """Enter a level.  On exit, writes to outer levels' tensors are undone; the caller repeats them one level up with the new values."""
     parent = state.level
     level = Level(kind, parent, randomness, key)

@@ -35,7 +35,10 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
         return jax.random.key(seed_from(generator))
     if any(each.randomness == "error" for each in vmaps_of_draws()):
         raise RuntimeError(ERROR)
-    return _draw(source(level), generator)
+    refuse_in_loop("a random number")
+    level = source(level)
+    level.draws += 1
+    return _key_of(level, generator, level.draws)
 
 
 class SeededInside(RuntimeError):
@@ -191,21 +194,13 @@ class Place:
             before.go()
 
 
-def _draw(level: Level, generator: torch.Generator | None) -> jax.Array:
-    refuse_in_loop("a random number")
-    level.draws += 1
-    return _key_of(level, generator, level.draws)
-
-
 def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:
     if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
         key = _root_key(level.root, generator)
         for each in around():
             key = key if each.lane is None else jax.random.fold_in(key, each.lane)
-    elif level.parent is None:
-        key = _root_key(level, None)
     else:
-        key = level.key() if callable(level.key) else level.key
+        key = _root_key(level, None) if level.parent is None else level.key()
     return jax.random.fold_in(key, draw)
 
 
@@ -231,17 +226,9 @@ def key_of_lane(parent: Level, lane: jax.Array, first: list[int] | None = None) 
 def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
     if root.seeds is not None:
         return root.seeds(generator)
-    keeps = root if root.once is None else root.once  # one seed per call, even if a transform has to start again
-    if generator is not None:
-        which = private.which_generator(generator)
-        if which not in keeps.generators:
-            keeps.generators[which] = (generator, _key_from(generator))
-        return keeps.generators[which][1]
-    if keeps.key is None:
-        keeps.key = _key_from(None)
-    return keeps.key
-
-
-def _key_from(generator: torch.Generator | None) -> jax.Array:
-    with jax.ensure_compile_time_eval():  # a trace of JAX's in progress, as that of jet, may end before the next draw
-        return jax.random.key(seed_from(generator))
+    keys = (root.once or root).keys  # one seed per call, even if a transform has to start again
+    which = None if generator is None else private.which_generator(generator)
+    if which not in keys:
+        with jax.ensure_compile_time_eval():  # a trace of JAX's in progress, as that of jet, may end before the next draw
+            keys[which] = generator, jax.random.key(seed_from(generator))
+    return keys[which][1]

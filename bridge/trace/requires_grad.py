@@ -45,12 +45,7 @@ def _both_stopped(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.
 
 def depends(value: jax.Array) -> bool:
     """Whether JAX differentiates the array at any level."""
-    while isinstance(value, jax.core.Tracer):
-        below = private.batched_value(value)
-        if below is None:
-            return bool(jnp.issubdtype(value.dtype, jnp.inexact))
-        value = below
-    return False
+    return private.compiled_later([value]) and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:

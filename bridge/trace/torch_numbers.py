@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -90,16 +91,11 @@ class Blank:
 
     def made(self, sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
         """A tensor of this shape, with a dimension in front for each vmap that maps it."""
-        if self.between is not None:
-            sized = [sizes[k] for k in self.mapped]
-            return torch.empty_strided([*sized, *self.shape], [*self.between, *self.strides], dtype=self.dtype, device=device)
-        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 0
-        shape, strides = [*self.shape], [*self.strides]
-        for k in reversed(self.mapped):
-            shape.insert(0, sizes[k])
-            strides.insert(0, span)
-            span *= sizes[k]
-        t = torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+        sized, between = [sizes[k] for k in self.mapped], self.between
+        if between is None:
+            span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 0
+            between = tuple([span * math.prod(sized[k:]) for k in range(1, len(sized) + 1)])
+        t = torch.empty_strided([*sized, *self.shape], [*between, *self.strides], dtype=self.dtype, device=device)
         return t if self.fill is None else t.fill_(self.fill)
 
 
@@ -228,15 +224,14 @@ class AtOnce:
 
     Attributes:
         at: how many draws the function has asked for; if it is set back, the same numbers come again.
-        key: the JAX key of the call, once it is drawn.
     """
 
     trace = None  # there is no trace of the whole program
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
-        self.generators: dict[int, Any] = {}  # explicit generators from which JAX's keys come, with these keys
-        self.at, self.runs, self.key = 0, 0, None
+        self.keys: dict[int | None, Any] = {}  # as in a Level
+        self.at, self.runs = 0, 0
         self.by_torch = by_torch()
 
     def draws_in(self, root: Level) -> None:
@@ -257,12 +252,9 @@ class AtOnce:
         self.at += 1
         return self.at
 
-    def found(self, draw: Draw | ByValue) -> None:
-        """What the next draw has given before, if it is asked for again."""
-
-    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
-        """What a draw gives; ``drawn`` keeps the numbers."""
-        return found
+    def next(self, draw: Draw | ByValue, make: Callable[[], Any]) -> Any:
+        """What the next draw gives; ``drawn`` keeps the numbers."""
+        return make()
 
     def mark(self) -> torch.Tensor:
         """A point of the program, for ``rewind``."""
@@ -279,7 +271,7 @@ class AtEachCall:
 
     Args:
         seeds: an input of the program, in the trace of the whole program.
-        meets: called with a generator before the first draw from it.
+        meets: called with a generator before each draw from it.
 
     Attributes:
         at: how many draws the function has asked for; if it is set back, the same numbers come again.
@@ -288,43 +280,35 @@ class AtEachCall:
     def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
         self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
         self.draws: list[Draw | ByValue | Rewind] = []
-        self.met: set[int] = set()
         self.at = 0
         #: by a draw's place: its operator, and what it gives, because JAX forgets what computes a value that nothing uses
         self.given: dict[int, tuple[str, Any]] = {}
 
     def place(self, draw: Draw | ByValue) -> int:
         """The place of this draw, which is the next one of the program."""
-        generator = torch.default_generator if draw.generator is None else draw.generator
-        which = private.which_generator(generator)
-        if which not in self.met:
-            self.meets(draw.generator)
-            self.met.add(which)
+        self.meets(draw.generator)
         self.draws.append(draw)
         return len(self.draws) - 1
 
-    def found(self, draw: Draw | ByValue) -> Any:
-        """What the next draw has given before, if it is asked for again."""
+    def next(self, draw: Draw | ByValue, make: Callable[[], Any]) -> Any:
+        """What the next draw gives, or has given before if it is asked for again; None: JAX is to draw."""
         name, found = self.given.get(self.at, ("", None))
         if name != draw.name:  # the operands may look different, because inside of a trace of JAX's less is known of lanes
-            return None
-        self.at += 1
-        return found
-
-    def keep(self, draw: Draw | ByValue, found: Any) -> Any:
-        """Note what a draw gives, and return it."""
-        self.given[self.at] = draw.name, found
+            found = make()
+            if found is None:
+                return None
+            self.given[self.at] = draw.name, found
         self.at += 1
         return found
 
     def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
-        found = self.found(draw)
-        if found is not None:
-            return found
-        place = self.place(draw)
-        numbers, mapped = draw.tried()
-        params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-        return self.keep(draw, (private.bound_outside(self.seeds, _draw_p, params), mapped))
+        def tried() -> tuple[jax.Array, tuple[bool, ...]]:
+            place = self.place(draw)
+            numbers, mapped = draw.tried()
+            params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
+            return private.bound_outside(self.seeds, _draw_p, params), mapped
+
+        return self.next(draw, tried)
 
     def mark(self) -> int:
         """A point of the program, for ``rewind``."""
@@ -361,19 +345,19 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
         name: the operator that draws; it may be an in-place operator.
         args, kwargs: its arguments; of tensors, only the geometry matters.
     """
-    level = state.level
-    if level is None or level.root.drawn is None or any(each.keyed for each in around()):
+    if _drawing() is None:
         return None
     vmaps = _vmaps()
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
-    if vmaps and _of_dropout(args[0]):
+    t = args[0]
+    if vmaps and type(t) is Traced and t.node.parent is None and t.node.like is not None:  # dropout's own comes from empty_like
         name, blanks = _in_dropout(name, blanks)
     return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
 
 
-def _of_dropout(t: Any) -> bool:
-    """Whether a tensor that is filled may be dropout's own, which comes from empty_like."""
-    return type(t) is Traced and t.node.parent is None and t.node.like is not None
+def _drawing() -> Any:
+    """What makes or notes torch's draws here; None if JAX is to draw."""
+    return None if state.level is None or any(each.keyed for each in around()) else state.level.root.drawn
 
 
 def _in_dropout(name: str, args: list[Any]) -> tuple[str, list[Any]]:
@@ -388,8 +372,7 @@ def of_arrays(
     name: str, args: Sequence[Any], fill: float | None, rules: tuple[str, Sequence[Any]] | None, generator: torch.Generator | None
 ) -> jax.Array | None:
     """Implements ``bridge.lowering.common.provided.torch_numbers``."""
-    level = state.level
-    if level is None or level.root.drawn is None or any(each.keyed for each in around()):
+    if _drawing() is None:
         return None
     if state.compiling:
         raise pieces.NotPure
@@ -406,26 +389,23 @@ def by_value(
     name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
 ) -> jax.Array | None:
     """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
-    level = state.level
-    if level is None:
+    drawn = _drawing()
+    if not isinstance(drawn, AtOnce | AtEachCall):
         return None
-    level.root.by_value = True
-    drawn = level.root.drawn
-    if not isinstance(drawn, AtOnce | AtEachCall) or any(each.keyed for each in around()):
-        return None
-    if state.compiling or (level.root.staged and private.folds_constants()):
+    if state.compiling or (state.level.root.staged and private.folds_constants()):
         raise pieces.NotPure
     vmaps, draw = _vmaps(), ByValue(name, tuple(args), generator)
-    found = drawn.found(draw)
-    if found is not None:
-        return found
-    if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or a checkpoint's values are not known
-        return None
-    if vmaps:
-        _refuse(vmaps, name, [*operands, *args], generator)
-    lanes = [each.lane for each in vmaps if each.randomness == "different"]
-    params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
-    return drawn.keep(draw, _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params))
+
+    def bound() -> jax.Array | None:
+        if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or checkpoint's values are not known
+            return None
+        if vmaps:
+            _refuse(vmaps, name, [*operands, *args], generator)
+        lanes = [each.lane for each in vmaps if each.randomness == "different"]
+        params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
+        return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
+
+    return drawn.next(draw, bound)
 
 
 def _vmaps() -> list[Level]:
@@ -439,8 +419,8 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
 
     def blank(x: jax.Array) -> Blank:
         found = private.mapping(x, state.level.root.drawn.trace) or ()
-        mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.trace in found]
-        return Blank(x.shape, torch.empty(x.shape, device="meta").stride(), dtypes.to_torch(x.dtype), tuple(mapped), fill)
+        mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.probe in found]
+        return Blank(x.shape, contiguous(x.shape), dtypes.to_torch(x.dtype), tuple(mapped), fill)
 
     return [blank(x) if isinstance(x, jax.Array) else x for x in args]
 
@@ -538,7 +518,7 @@ def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
     found = private.mapping(node.value, state.level.root.drawn.trace)
     if found is None or node.version or not _is_factory(node.maker):
         return None
-    return tuple([k for k, each in enumerate(vmaps) if each.trace in found])
+    return tuple([k for k, each in enumerate(vmaps) if each.probe in found])
 
 
 def _is_factory(operator: Any) -> bool:
@@ -602,7 +582,3 @@ BY_VALUE = frozenset(
 )
 process.random_numbers = os.environ.get("TORCHFUNC_JAX_RANDOM_NUMBERS", "torch")
 checked(process.random_numbers)
-__all__ = [
-    "BY_VALUE", "ERROR", "AtEachCall", "AtOnce", "Blank", "ByValue", "Draw", "Rewind",
-    "by_torch", "checked", "made", "numbers", "random_numbers",
-]

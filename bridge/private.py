@@ -520,25 +520,18 @@ def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
 # A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.  They are Python functions, and callers
 # hold references to them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough.  The function objects
 # get other code while any thread has a trace open; in the other threads that code calls the original.
-class _Redirect:
-    """One Python function of torch's that can be made to call one of ours instead."""
-
-    def __init__(self, function: types.FunctionType, name: str) -> None:
-        self.function, self.code = function, function.__code__
-        self.original = _copied(function, function.__globals__)
-        space: dict[str, Any] = {}
-        # Code that names its target can only be made from text; the user's line in an error is looked for outside this file.  The code
-        # reads the same free variables, because reading the locals of a frame whose cells were never filled crashes.
-        free = function.__code__.co_freevars
-        text = (
-            f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
-            f"        from {__name__} import IN_TRACES\n        return IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
-        )
-        exec(compile(text, __file__, "exec"), space)
-        self.shim = space["around"](*free).__code__
-
-    def turn(self, on: bool) -> None:
-        self.function.__code__ = self.shim if on else self.code
+def _shim(function: types.FunctionType, name: str) -> types.CodeType:
+    """Code that can replace the function's own, and calls our function of that name."""
+    space: dict[str, Any] = {}
+    # Code that names its target can only be made from text; the user's line in an error is looked for outside this file.  The code
+    # reads the same free variables, because reading the locals of a frame whose cells were never filled crashes.
+    free = function.__code__.co_freevars
+    text = (
+        f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
+        f"        from {__name__} import IN_TRACES\n        return IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
+    )
+    exec(compile(text, __file__, "exec"), space)
+    return space["around"](*free).__code__
 
 
 #: Name in ``_REDIRECTED`` -> our function; a file that has such functions puts them here when it is imported.
@@ -561,7 +554,8 @@ _REDIRECTED = {
 
 
 @functools.cache
-def _redirects() -> dict[str, _Redirect]:
+def _redirects() -> dict[str, tuple[types.FunctionType, Any, types.CodeType]]:
+    """By name: torch's function, a copy of it that keeps its own code, and the code that calls ours."""
     found = {}
     for name, (module, attribute) in _REDIRECTED.items():
         try:
@@ -569,7 +563,7 @@ def _redirects() -> dict[str, _Redirect]:
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):
-            found[name] = _Redirect(function, name)
+            found[name] = function, _copied(function, function.__globals__), _shim(function, name)
     return found
 
 
@@ -585,19 +579,13 @@ asked_outside: list[Callable[[str], None]] = []
 def original(name: str) -> Callable[..., Any]:
     """torch's own redirected function of that name, to be called outside of traces."""
     outside_of_traces(name)
-    return _redirects()[name].original
+    return _redirects()[name][1]
 
 
 def redirect(on: bool) -> None:
-    """Redirect torch's functions to ours, or with False restore them; if one of them fails, none is changed."""
-    redirects = _redirects().values()
-    try:
-        for r in redirects:
-            r.turn(on)
-    except BaseException:
-        for r in redirects:
-            r.turn(not on)
-        raise
+    """Redirect torch's functions to ours, or with False restore them."""
+    for function, own, shim in _redirects().values():
+        function.__code__ = shim if on else own.__code__
 
 
 #: Graph nodes that save their result only for comparisons, so that a second derivative does not pass through the saved result.

@@ -128,20 +128,15 @@ class _Border(Untransformed):
         with tracing.root():
             actives = [tensors.to_jax(t) for t in inputs]
             outs, pull, rest = varying.vjp(recorded, *actives, has_aux=True)
-        floats, others = iter(outs), iter(rest)
         held, seen = addresses(pull), [t for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)]
         avoid = held | {t.data_ptr() for t in seen}
-        results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in recorded.kinds]
         ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
         written = {id(t) for t in recorded.targets if t is not None}  # results are written to these, so their earlier values are kept
         read = [t for t in seen if id(t) not in written]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
         ctx.changed = any(id(t) in written for t in inputs)
         ctx.save_for_backward(*[t.detach().clone() if id(t) in written else t for t in inputs])
-        ctx.mark_non_differentiable(*pick(results, [not kind for kind in recorded.kinds]))
-        ctx.set_materialize_grads(False)
-        ctx.like = [(t.shape, t.dtype, t.device) for t in pick(results, recorded.kinds)]
-        return tuple(results)
+        return returned(ctx, outs, rest, recorded.kinds, device, avoid)
 
     @staticmethod
     @private.opaque
@@ -180,6 +175,18 @@ def _reached(pull: Callable[..., Any], given: Sequence[bool], count: int) -> lis
     sources = flow(jaxpr, [0] * (len(jaxpr.invars) - count) + [1 << i for i in range(count)], False)
     every = functools.reduce(operator.or_, itertools.compress(sources, given), 0)
     return [bool(every & 1 << i) for i in range(count)]
+
+
+def returned(
+    ctx: Any, outs: Sequence[Any], rest: Sequence[Any], kinds: Sequence[bool], device: torch.device | None, avoid: set[int]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that a node returns, of the values with derivatives, and of the rest; kinds: which of them have derivatives."""
+    floats, others = iter(outs), iter(rest)
+    results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in kinds]
+    ctx.mark_non_differentiable(*pick(results, [not kind for kind in kinds]))
+    ctx.set_materialize_grads(False)
+    ctx.like = [(t.shape, t.dtype, t.device) for t in pick(results, kinds)]
+    return tuple(results)
 
 
 def materialized(

@@ -59,12 +59,8 @@ def run(body: Callable[[list[Any]], list[Any]], values: Sequence[Any], like: Cal
         again: body keeps values for later, so that it must run itself and not only its trace; inside of a user's jit it runs twice.
     """
     mesh = explicit(values)
-    return body(list(values)) if mesh is None else _on(mesh, body, values, like, again)
-
-
-def _on(
-    mesh: Any, body: Callable[[list[Any]], list[Any]], values: Sequence[Any], like: Callable[[], Sequence[Any]], again: bool
-) -> list[Any]:
+    if mesh is None:
+        return body(list(values))
     specs = [spec_of(v, mesh) if isinstance(v, jax.Array) else (None,) * v.dim() for v in values]
     with jax.enable_x64(True), _entered(auto := _automatic(mesh)):
         values = [_cast(v, auto, ()) if isinstance(v, jax.Array) else v for v in values]

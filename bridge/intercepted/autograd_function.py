@@ -98,7 +98,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     """The outputs of a Function; ctx: PyTorch's own context if the forward takes one, else None."""
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return rematerialized(args[0], args[2:], {})
-    if cls is BackwardHookFunction and ctx is not None:
+    if cls is BackwardHookFunction:
         return gradient_hooks.module_hooks(ctx, args)
     if cls is private.Dirichlet:  # the lowering of the operator that it calls has its derivative
         return cls.forward(ctx, *args)
@@ -106,8 +106,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
     if innermost("vmap") is not None:
-        new_style = cls.setup_context is not Function.setup_context
-        if new_style and private.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
+        if ctx is None and private.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
             private.check_vmap_rules(cls)
         out = _by_own_vmap(cls, args)
         if out is not NotImplemented:
@@ -229,7 +228,6 @@ class _Call:
         self.cls, self.args = cls, args
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = args[self.where[0]].device
-        self.new_style = cls.setup_context is not Function.setup_context
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
         self.dirty: dict[int, int] = {}  # by the place of an output that is a dirty input: which of the tensor arguments it is
         self.constant: list[bool] = []
@@ -248,7 +246,7 @@ class _Call:
                 if n and inexact_dtype(args[i].dtype):
                     args[i].requires_grad_()
             ctx = Context(tuple(flags))
-            if self.new_style:
+            if self.cls.setup_context is not Function.setup_context:
                 out = _by_own_vmap(self.cls, args)
                 out = self.cls.forward(*args) if out is NotImplemented else out
                 self.cls.setup_context(ctx, tuple(args), out)
@@ -315,11 +313,13 @@ class _Call:
         else:
             f = self._constant
         try:
-            outs = _called(f, captured, values)
+            outs = f(captured, *values)
         except TypeError as error:
             if not is_no_jvp(error):
                 raise
             raise no_jvp(self.cls.__name__) from error
+        if any(captured):  # these are operands of the rules, and the outputs do not depend on them
+            outs = _of_inputs(outs, *values)
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
@@ -490,12 +490,6 @@ def _summed(v: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     v = v.sum(tuple(range(lead))) if lead > 0 else v
     axes = tuple(i for i, (a, b) in enumerate(zip(v.shape, shape, strict=True)) if b == 1 and a != 1)
     return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
-
-
-def _called(f: Callable[..., Any], captured: Any, values: Sequence[jax.Array]) -> list[Any]:
-    """f's outputs, which depend on the values but not on the captured tensors that are operands of its rules."""
-    outs = f(captured, *values)
-    return _of_inputs(outs, *values) if any(captured) else outs
 
 
 @jax.jit

@@ -15,13 +15,11 @@ from bridge.trace.levels import push, state
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
-    if state.level is None:
-        if state.recorder is not None:
-            return PARTS["checkpoint"](function, args, kwargs)
+    if state.level is None and state.recorder is None:
         return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
     for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
         kwargs.pop(option, None)
-    return rematerialized(function, args, kwargs)
+    return (PARTS["checkpoint"] if state.level is None else rematerialized)(function, args, kwargs)
 
 
 def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

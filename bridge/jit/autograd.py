@@ -31,20 +31,15 @@ class ProgramNode(torch.autograd.Function):
             outs, rest, pull = run(values, random)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
-        floats, others = iter(outs), iter(rest)
         held = autograd.addresses(pull)
         avoid = held | {a.unsafe_buffer_pointer() for a in values if is_local(a)}
-        results = [tensors.to_torch(next(floats) if kind else next(others), compiled.device, avoid) for kind in kinds]
         ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.pull, ctx.kinds = compiled, inputs, active, random, pull, kinds
         written = {id(inputs[i]) for i in compiled.program.written}
         read = [t for t in inputs if id(t) not in written]
         ctx.versions = autograd.kept_by(held, read) + autograd.versions([inputs[k] for k in copied if id(inputs[k]) not in written])
         ctx.every_version = autograd.versions(read)
         ctx.save_for_backward(*diff)
-        ctx.mark_non_differentiable(*[t for t, kind in zip(results, kinds, strict=True) if not kind])
-        ctx.set_materialize_grads(False)
-        ctx.like = [(t.shape, t.dtype, t.device) for t, kind in zip(results, kinds, strict=True) if kind]
-        return tuple(results)
+        return autograd.returned(ctx, outs, rest, kinds, compiled.device, avoid)
 
     @staticmethod
     @opaque

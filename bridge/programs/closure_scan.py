@@ -14,7 +14,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +90,7 @@ class Slots:
 
 
 class _Asked(Place):
-    """The answer of the container, which is called at each call: the value of a context variable, whether a weak reference is dead."""
+    """The answer of the container, which is called at each call: a context variable's value, whether one tensor is at two places."""
 
     __slots__ = ()
 
@@ -102,19 +102,6 @@ class _Referent(_Asked):
     """The object that a weak reference, the container, refers to; the place does not keep it alive."""
 
     __slots__ = ()
-
-
-class _Together(Place):
-    """Two places, in the container; ``get()`` returns whether the same object is at both."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        first, other = self.container
-        return first.get() is other.get()
-
-    def __str__(self) -> str:
-        return f"whether one tensor is at {self.container[1]} and at another place"
 
 
 class _Edge(NamedTuple):
@@ -141,8 +128,9 @@ class Found:
         self.generators: list[torch.Generator] = []
         self._visited: set[int] = set()
         self._edges: list[_Edge] = []
-        self._data: list[tuple[Place, Any, _Edge | None]] = []
-        self._sizes: list[tuple[Any, int, _Edge | None]] = []
+        #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
+        self.data: list[tuple[Place, Any, _Edge | None]] = []
+        self.sizes: list[tuple[Any, int, _Edge | None]] = []  # (container, number of its entries) of other containers
         self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
         self._names: set[str] = set(_IMPLICIT)
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
@@ -154,9 +142,8 @@ class Found:
 
     def visit_named(self) -> None:
         """Search the attributes and methods of classes and Python modules that the function names, and the objects that those reach."""
-        done = self._done
-        while new := [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in done]:
-            done.update(new)
+        while new := [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in self._done]:
+            self._done.update(new)
             for space, name in new:
                 if isinstance(space, types.ModuleType):
                     _step(space.__dict__[name], Place(space.__dict__, name, space.__name__), self, self.depth, None, True)
@@ -177,7 +164,7 @@ class Found:
                     where = Place(owner.__dict__, name, owner.__name__)
                     if function is None:
                         _step(where.get(), where, self, self.depth, None, True)
-                    elif (owner, name) not in done or owner is space:
+                    elif (owner, name) not in self._done or owner is space:
                         self._edges.append(_Edge(where, where.get(), None, True))
                         _visit(function, Place(function, None), self, self.depth, None)
 
@@ -232,26 +219,21 @@ class Found:
         """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects."""
         return [(e.place, e.child) for e in self._edges if e.named(self._named)]
 
-    def data(self) -> list[tuple[Place, Any]]:
-        """(place, ``frozen`` key) for each numpy array and each container of numbers, strings and the like."""
-        return [(p, x) for p, x, e in self._data if e is None or e.named(self._named)]
-
-    def sizes(self) -> list[tuple[Any, int]]:
-        """(container, number of its entries) for the other containers."""
-        return [(c, n) for c, n, e in self._sizes if e is None or e.named(self._named)]
+    def reached(self, found: Sequence[tuple[Any, Any, _Edge | None]]) -> list[tuple[Any, Any]]:
+        """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it names."""
+        return [(x, y) for x, y, edge in found if edge is None or edge.named(self._named)]
 
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
         """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""
         found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
-        for cls, attributes, edge in self._objects:
-            if edge is None or edge.named(self._named):
-                names = {n for n in self._optional if not hasattr(cls, n)}
-                for owner in cls.__mro__:
-                    if not _of_library(owner.__module__):
-                        names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__get__"))
-                names.difference_update(attributes)
-                if names:
-                    found.append((attributes, frozenset(names)))
+        for cls, attributes in self.reached(self._objects):
+            names = {n for n in self._optional if not hasattr(cls, n)}
+            for owner in cls.__mro__:
+                if not _of_library(owner.__module__):
+                    names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__get__"))
+            names.difference_update(attributes)
+            if names:
+                found.append((attributes, frozenset(names)))
         return found
 
 
@@ -271,17 +253,17 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
         if first is not place:  # one tensor at two places: the first is read while it is at both
-            both = _Together((first, place), place.key)
-            found._edges.append(_Edge(both, True, edge.parent if edge else None, edge is not None and edge.attribute))
+            both = _Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
+            found._edges.append(_Edge(both, True, edge, False))
         return
-    if isinstance(x, type) and not _installed(x.__module__) and not _ours(x.__module__):
+    if isinstance(x, type) and _of_user(x.__module__):
         found._spaces[x] = None
         if not _of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
     if isinstance(x, torch.Generator):
         found.generators.append(x)
     elif isinstance(x, types.ModuleType):
-        if _of_user(x):
+        if _of_user(x.__name__):
             found._spaces[x] = None
         return
     elif id(x) not in found._visited and (isinstance(x, _FUNCTION) or not isinstance(x, _SKIP)):
@@ -294,7 +276,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
             elif depth:
                 _visit_children(x, found, depth, edge)
         elif not isinstance(x, tuple) or not _hashable(x):
-            found._data.append((place, data, edge))
+            found.data.append((place, data, edge))
             return
     if edge is not None:
         found._edges.append(edge)
@@ -373,7 +355,7 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> Non
         step = edge if constant else _Edge(where, child, edge, attributes)
         _visit(child, where, found, depth if transparent else depth - 1, step)
     if isinstance(x, dict | list | set | collections.deque):
-        found._sizes.append((x, len(x), edge))
+        found.sizes.append((x, len(x), edge))
 
 
 def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge | None) -> None:
@@ -393,7 +375,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                 place = Place(store, key, name)
                 _visit(t, place, found, depth, _Edge(place, None, edge, False) if t is None else None)
             if listed or any(t is None for t in store.values()):
-                found._sizes.append((store, len(store), edge))
+                found.sizes.append((store, len(store), edge))
         for hooks in HOOKS:
             for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
@@ -488,9 +470,9 @@ def _defined_in(function: types.FunctionType) -> str | None:
     return function.__globals__.get("__name__")
 
 
-def _of_user(module: types.ModuleType) -> bool:
-    """Whether the user has written a Python module; False for installed packages."""
-    return not _installed(module.__name__) and not _ours(module.__name__)
+def _of_user(module: str | None) -> bool:
+    """Whether the user has written a Python module."""
+    return not _installed(module) and not _ours(module)
 
 
 def _function_of(attribute: Any) -> types.FunctionType | None:

@@ -128,9 +128,9 @@ class Guards:
         self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
-        data = [(p, _now(p), data) for p, data in found.data()]
+        data = [(p, _now(p), data) for p, data in found.reached(found.data)]
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
-        self.sizes = [(c, n) for c, n in found.sizes() if len(c) == n]
+        self.sizes = [(c, n) for c, n in found.reached(found.sizes) if len(c) == n]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
         self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
 

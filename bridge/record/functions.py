@@ -141,8 +141,7 @@ def _function_again(
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write torch.utils.checkpoint down as a part of the record; its function's values are computed again in the backward pass."""
-    options = ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
-    leaves, spec = trees.flatten((args, {name: x for name, x in kwargs.items() if name not in options}))
+    leaves, spec = trees.flatten((args, kwargs))
 
     def record(recorder: Recorder) -> Recording:
         avals = list(map(aval_of, _tensors(leaves)))

@@ -187,24 +187,18 @@ class Replay:
         if len(set(values)) == 1:
             return values[0]
         if values not in self.known:
-            found = self._affine(values)
+            dims = [*self.symbols.values()]
+            found = self._combination(values, dims)
             if found is None and depth:
                 found = self._product(values, depth)
             if found is None:
                 found = self._floor(values)
             if found is None:
-                found = self._quadratic(values)
+                found = self._combination(values, dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)])
             if found is None:
                 return None
             self.known[values] = found
         return self.known[values]
-
-    def _affine(self, values: Vector) -> Any:
-        return self._combination(values, [*self.symbols.values()])
-
-    def _quadratic(self, values: Vector) -> Any:
-        dims = [*self.symbols.values()]
-        return self._combination(values, dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)])
 
     def _combination(self, values: Vector, dims: Sequence[Any]) -> Any:
         """The sum of multiples of these sizes that has the values at all sizes; one more than needed must agree."""
@@ -292,7 +286,6 @@ class Replay:
                         if np.allclose(factor, factor[0], rtol=near, atol=0):
                             return (factor.mean() * (jnp.asarray(dim).astype(np.float64) + shift) ** power).astype(dtype)
         raise NoFormula(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
-
 
     def _rounded(self, found: np.ndarray, form: Callable[[Any], Any], given: np.ndarray, near: float) -> Any:
         """A size near the numbers found, which have rounding errors; form of it gives the given ones."""

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bridge.boundary.calls import Traceable
+from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, split_arrays, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line
@@ -140,22 +140,21 @@ def _attributes(a: Parts, b: Parts) -> set[tuple[str, str]]:
     found = set()
     for path, m in a.modules.items():
         mine, theirs = m.__dict__, b.modules[path].__dict__
-        if mine is not theirs:
-            names = {*mine, *theirs} - _STATE - ({"forward"} if not path else set())
-            found |= {(path, k) for k in names if not _equal(mine.get(k, _equal), theirs.get(k, _equal), slots=True)}
+        names = {*mine, *theirs} - _STATE - ({"forward"} if not path else set())
+        found |= {(path, k) for k in names if not equal(mine.get(k, equal), theirs.get(k, equal), slots=True)}
     return found
 
 
-def _equal(a: Any, b: Any, slots: bool = False) -> bool:
-    """Whether two attributes hold the same; slots: tensors in them are among the blocks' ``Parts.slots``, where they may differ."""
+def equal(a: Any, b: Any, slots: bool = False) -> bool:
+    """Whether two values hold the same; slots: tensors in them are among the blocks' ``Parts.slots``, where they may differ."""
     if a is b or (slots and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return True
     if type(a) is not type(b) or isinstance(a, torch.Tensor | weakref.ref):
         return False
     if type(a) in (list, tuple):
-        return len(a) == len(b) and all(_equal(x, y, slots and type(a) is list and isinstance(x, torch.Tensor)) for x, y in zip(a, b))
+        return len(a) == len(b) and all(equal(x, y, slots and type(a) is list and isinstance(x, torch.Tensor)) for x, y in zip(a, b))
     if isinstance(a, dict):
-        return [*a] == [*b] and all(_equal(x, b[k]) for k, x in a.items())
+        return [*a] == [*b] and all(equal(x, b[k]) for k, x in a.items())
     try:
         return identical(a) == identical(b)
     except TypeError:
@@ -172,11 +171,7 @@ def _snapshot(m: nn.Module) -> dict[str, list[Any]]:
 
 
 def _first_change(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> str | None:
-    for key in {**before, **now}:
-        a, b = before.get(key, ()), now.get(key, ())
-        if len(a) != len(b) or any(x is not y for x, y in zip(a, b, strict=True)):
-            return key
-    return None
+    return next((key for key in {**before, **now} if [*map(id, before.get(key, ()))] != [*map(id, now.get(key, ()))]), None)
 
 
 # -- the trace of a block ------------------------------------------------------------------------------------------------------------------
@@ -186,21 +181,18 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
     read: set[tuple[str, str]] = set()
     before = []
 
-    def noting(path: str, key: str) -> property:
-        def get(m: Any) -> Any:
-            read.add((path, key))
-            try:
-                return m.__dict__[key]
-            except KeyError:
-                raise AttributeError(key) from None
+    def noting(path: str, kind: type[nn.Module]) -> Callable[[Any, str], Any]:
+        def get(m: Any, key: str) -> Any:
+            read.update({(path, key)} & attributes)
+            return kind.__getattribute__(m, key)
 
-        return property(get, lambda m, value: m.__dict__.__setitem__(key, value), lambda m: m.__dict__.__delitem__(key))
+        return get
 
     try:
         for path in sorted({path for path, _ in attributes}):
             m, kind = block.modules[path], type(block.modules[path])
-            members = {key: noting(path, key) for p, key in attributes if p == path}
-            m.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            m.__class__ = type(kind.__name__, (kind,), {**names, "__getattribute__": noting(path, kind)})
             before.append((m, kind))
         yield read
     finally:
@@ -370,7 +362,7 @@ class Loop:
             return f"it {error}"
         if (other.result.shared, other.result.written) != (one.result.shared, one.result.written):
             return "it writes to other tensors, or returns others"
-        if not _equal_meta(other.result.meta, one.result.meta):
+        if not equal(other.result.meta, one.result.meta):
             return "it returns another structure, or other numbers"
         found = _difference(one.jaxpr, other.jaxpr)
         return found or _difference(_pullback(one.jaxpr), _pullback(other.jaxpr))
@@ -379,19 +371,15 @@ class Loop:
         part, parent, results = self.parts[n], state.level, []
         draws = source(parent)
 
-        def run(tensors: list[torch.Tensor], leaves: list[Any]) -> Any:
+        def run(leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
             args, kwargs = trees.unflatten(self.spec, leaves)
             with part.holding(tensors):
                 return self.forwards[n](*args, **kwargs)
 
         def body(index: Any, given: list[Any], own: list[Any]) -> list[Any]:
-            operands = [*self.operands[: len(given)], *part.tensors()]
-            leaves, spec = trees.flatten(([None] * len(own), self.leaves))
-            for k, t in zip(range(len(own)), operands[len(given) :], strict=True):
-                leaves[k] = t
-            where = [*[len(own) + k for k in self.where], *range(len(own))]
-            traceable = Traceable(run, leaves, trees.joined(spec, trees.flatten({})[1]), where)
-            traceable.as_given(operands)
+            call = Call.of((self.leaves, part.tensors()), {})
+            traceable = call.traceable(run)
+            traceable.as_given(call.arrays)
             with push("plain", key=key_of_lane(parent, index, self.first_key)) as level:
                 level.lane, level.draws = index, draws.draws
                 result = traceable.run(level, [*given, *own], take_apart)
@@ -412,42 +400,25 @@ class Loop:
         return _Traced(closed, result, read)
 
 
-def _equal_meta(a: Any, b: Any) -> bool:
-    (spec, static, is_tensor), (other_spec, other_static, other_is_tensor) = a, b
-    return spec == other_spec and is_tensor == other_is_tensor and _equal(static, other_static)
-
-
 def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The derivative of a program, in which the user's and JAX's rules of derivatives are written out."""
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
-
     def pull(*values: Any) -> Any:
-        active = [k for k, v in enumerate(values) if inexact(v)]
+        pure = lambda *xs: [v for v in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs) if inexact(v)]
+        outs, back = jax.vjp(pure, *values)
+        return [g for g in back([jnp.ones_like(v) for v in outs]) if inexact(g)]
 
-        def pure(*diff: Any) -> list[Any]:
-            every = list(values)
-            for k, v in zip(active, diff, strict=True):
-                every[k] = v
-            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *every)
-            return [v for v in outs if inexact(v)]
-
-        outs, back = jax.vjp(pure, *[values[k] for k in active])
-        return back([jnp.ones_like(v) for v in outs])
-
-    return jax.make_jaxpr(pull)(*avals)
+    return jax.make_jaxpr(pull)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals])
 
 
-def _difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
-    """How two programs differ; None if they are one. Functions among the parameters are not compared."""
-    if len(a.consts) != len(b.consts):
+def _difference(a: Any, b: Any) -> str | None:
+    """How two programs, closed jaxprs or jaxprs, differ; None if they are one. Functions among the parameters are not compared."""
+    consts, others = (getattr(x, "consts", ()) for x in (a, b))
+    if len(consts) != len(others):
         return "it uses other tensors from outside"
-    for x, y in zip(a.consts, b.consts, strict=True):
+    for x, y in zip(consts, others, strict=True):
         if x is not y and (isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer) or not np.array_equal(x, y)):
             return "it uses another tensor from outside"
-    return _difference_inside(a.jaxpr, b.jaxpr)
-
-
-def _difference_inside(a: Jaxpr, b: Jaxpr) -> str | None:
+    a, b = (getattr(x, "jaxpr", x) for x in (a, b))
     numbers: list[dict[Any, int]] = [{v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in (a, b)]
 
     def atoms(variables: Sequence[Any], known: dict[Any, int]) -> list[Any]:
@@ -468,10 +439,8 @@ def _difference_inside(a: Jaxpr, b: Jaxpr) -> str | None:
 
 
 def _same_params(a: Any, b: Any) -> bool:
-    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
+    if isinstance(a, Jaxpr | ClosedJaxpr) and isinstance(b, Jaxpr | ClosedJaxpr):
         return _difference(a, b) is None
-    if isinstance(a, Jaxpr) and isinstance(b, Jaxpr):
-        return _difference_inside(a, b) is None
     if isinstance(a, dict) and isinstance(b, dict):
         return [*a] == [*b] and all(_same_params(x, b[k]) for k, x in a.items())
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):

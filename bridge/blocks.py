@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from bridge.block_programs import Differ, Loop, parts, refused, unlike
+from bridge.block_programs import Differ, Loop, equal, parts, refused, unlike
 from bridge.boundary.calls import apply
 from bridge.boundary.results import put_together
 from bridge.convert import trees
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.modules import SWAPPING
-from bridge.programs.cache_keys import identical
 from bridge.trace.levels import Level, state
 from bridge.trace.tracing import Traced, node_of
 
@@ -205,7 +204,7 @@ class _Sequence:
             wanted = expected.outs[expected.feeds[k]] if k in expected.feeds else before
             if not _same(now, wanted) or (isinstance(now, Traced) and node_of(now).root.version != expected.versions[k]):
                 what = f"what {self.title(expected.index - 1)} returned" if k in expected.feeds else "the one that the blocks before took"
-                raise refused(f"{_shown(names[k])} of {self.title(expected.index)} is not {what}")
+                raise refused(f"argument {'.'.join(map(str, names[k][1:]))} of {self.title(expected.index)} is not {what}")
         _, tensors, versions = expected.results[0]
         now = parts(self.blocks[expected.index]).tensors()
         if any(a is not b for a, b in zip(now, tensors, strict=True)) or [node_of(t).root.version for t in now] != versions:
@@ -223,16 +222,6 @@ class _Sequence:
 
 
 def _same(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
     if type(now) is Traced and type(before) is Traced:
         return now.node is before.node and now.shape == before.shape and now.stride() == before.stride()
-    try:
-        return identical(now) == identical(before)
-    except TypeError:
-        return False
-
-
-def _shown(path: Sequence[Any]) -> str:
-    """An argument by its path: ``argument 0``, ``argument mask``."""
-    return "argument " + ".".join(map(str, path[1:]))
+    return equal(now, before)

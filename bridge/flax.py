@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ class Linen(linen.Module):
     @linen.compact
     def __call__(self, *args: Any, deterministic: bool | None = None, **kwargs: Any) -> Any:
         mode = self.deterministic if deterministic is None else deterministic
-        own, initial = dict(self.module.named_parameters()), _unmapped if self.is_initializing() else _initial
+        own, initial = dict(self.module.named_parameters()), functools.partial(_initial, self.is_initializing())
         params = {name: self.param(name, initial(p)) for name, p in own.items() if p.requires_grad}
         frozen = {name: self.variable("frozen", name, initial(p)).value for name, p in own.items() if not p.requires_grad}
         buffers = {name: self.variable("buffers", name, initial(b)) for name, b in self.module.named_buffers()}
@@ -87,14 +88,10 @@ class Linen(linen.Module):
             raise InvalidRngError(f"{modules.drawing_layer(self.module)} draws random numbers: {error}") from None
 
 
-def _initial(t: torch.Tensor) -> Callable[..., jax.Array]:
-    return lambda *_: modules.as_array(t)
-
-
-def _unmapped(t: torch.Tensor) -> Callable[..., jax.Array]:
-    """``_initial``, with an error if the key is mapped."""
+def _initial(starting: bool, t: torch.Tensor) -> Callable[..., jax.Array]:
+    """The initializer of a variable; while Flax initializes the variables, it raises if the key is mapped."""
     def initial(*keys: jax.Array) -> jax.Array:
-        if any(private.mapped_by_jax(key) for key in keys):
+        if starting and any(private.mapped_by_jax(key) for key in keys):
             raise RuntimeError(f"Linen: {_ALIKE}the variables: jax.tree.map(lambda *xs: jnp.stack(xs), *[m.init(key, x) for m in members])")
         return modules.as_array(t)
 

@@ -19,6 +19,7 @@ from bridge.boundary.results import inexact_dtype, is_array, put_together
 from bridge.convert import trees
 from bridge.jax_functions import from_jax
 
+Path = tuple[str, ...]
 _TRAINING, _EVALUATING = ("train", "training", "is_training"), ("deterministic", "use_running_average")
 
 
@@ -37,15 +38,15 @@ class _FromFlax(_Part):
     """What both kinds share: the variables as parameters and buffers, a call, and the way back.
 
     Attributes:
-        names: by (kind, path) of a variable, its name in ``state_dict``.
+        names: by the path of a variable, which begins with its kind, its name in ``state_dict``.
     """
 
-    def _hold(self, variables: Iterable[tuple[str, tuple[str, ...], Any]]) -> None:
-        """Register the variables (kind, path, value); kind: "params", "frozen", or another one, whose variables are buffers."""
-        self.names: dict[tuple[str, tuple[str, ...]], str] = {}
-        for kind, path, value in variables:
+    def _hold(self, variables: Iterable[tuple[Path, Any]]) -> None:
+        """Register the variables (path, value), whose kind is "params", "frozen", or another one, that of a buffer."""
+        self.names: dict[Path, str] = {}
+        for path, value in variables:
             t = modules.as_tensor(value).clone()
-            *above, name = path
+            kind, *above, name = path
             steps: list[str] = []
             owner: nn.Module = self
             for step in above:
@@ -59,15 +60,15 @@ class _FromFlax(_Part):
                 owner.register_parameter(name, nn.Parameter(t, requires_grad=kind == "params"))
             else:
                 owner.register_buffer(name, t)
-            self.names[kind, path] = ".".join([*steps, name])
+            self.names[path] = ".".join([*steps, name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
 
-    def _values(self) -> dict[tuple[str, tuple[str, ...]], jax.Array]:
-        """Copies of the variables, by kind and path."""
+    def _values(self) -> dict[Path, jax.Array]:
+        """Copies of the variables, by path."""
         found = self._tensors()
-        return {place: modules.as_array(found[name]) for place, name in self.names.items()}
+        return {path: modules.as_array(found[name]) for path, name in self.names.items()}
 
     def _function(self) -> Callable[..., Any]:
         """The JAX function of a call, which ``_start`` makes a torch function."""
@@ -104,11 +105,9 @@ def _free(owner: nn.Module, name: str, taken: Mapping[str, Any] | None = None) -
     return name
 
 
-def _changed(
-    before: Mapping[str, jax.Array], after: Iterable[tuple[tuple[str, tuple[str, ...]], Any]], names: Mapping[Any, str]
-) -> dict[str, jax.Array]:
+def _changed(before: Mapping[str, jax.Array], after: Iterable[tuple[Path, Any]], names: Mapping[Path, str]) -> dict[str, jax.Array]:
     """The new values of the variables that a call has replaced, by their names in torch."""
-    return {names[place]: v for place, v in after if place in names and v is not before[names[place]]}
+    return {names[path]: v for path, v in after if path in names and v is not before[names[path]]}
 
 
 class FromLinen(_FromFlax):
@@ -164,7 +163,7 @@ class FromLinen(_FromFlax):
             raise TypeError(f"variables: expected a dict of collections, as module.init returns it, got {type(variables)}")
         self.module, self.rngs, self.mutable, self.method = module, tuple(rngs), tuple(mutable), method
         self.collections = tuple(variables)
-        self._hold((kind, tuple(map(str, path)), value) for kind in variables for path, value in _flat(variables[kind]))
+        self._hold((tuple(map(str, path)), value) for path, value in _flat(variables))
         self._start()
 
     def _function(self) -> Callable[..., Any]:
@@ -179,11 +178,11 @@ class FromLinen(_FromFlax):
             free = [m for m in modes if m in called.parameters and m not in passed and getattr(module, m, None) is None]
             keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(streams)}
             changing = [c for c in kept if training or c in mutable]
-            variables = _nested(names, {place: state[name] for place, name in names.items()})
+            variables = traverse_util.unflatten_dict({path: state[name] for path, name in names.items()})
             out, after = module.apply(
                 variables, *args, rngs=keys, mutable=changing, method=method, **kwargs, **{m: modes[m] for m in free}
             )
-            return out, _changed(state, (((c, path), v) for c in after for path, v in _flat(after[c])), names)
+            return out, _changed(state, _flat(after), names)
 
         return run
 
@@ -193,15 +192,11 @@ class FromLinen(_FromFlax):
         Returns:
             dict: {"params": ..., "batch_stats": ...} of jax.Arrays, as they were given.
         """
-        return {**{c: {} for c in self.collections}, **_nested(self.names, self._values())}
+        return {**{c: {} for c in self.collections}, **traverse_util.unflatten_dict(self._values())}
 
 
-def _flat(collection: Mapping[str, Any]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    return traverse_util.flatten_dict(dict(linen.unbox(collection))).items()
-
-
-def _nested(names: Mapping[tuple[str, tuple[str, ...]], str], values: Mapping[tuple[str, tuple[str, ...]], Any]) -> dict[str, Any]:
-    return traverse_util.unflatten_dict({(kind, *path): values[kind, path] for kind, path in names})
+def _flat(variables: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
+    return traverse_util.flatten_dict({kind: dict(linen.unbox(collection)) for kind, collection in variables.items()}).items()
 
 
 @dataclasses.dataclass
@@ -210,12 +205,12 @@ class _Structure:
 
     Attributes:
         draws: by path, the variables of the random streams.
-        kinds: by the path of any other variable: its kind, and the variable without its value.
+        others: by the path of any other variable: the path with its kind, as in ``names``, and the variable without its value.
     """
 
     graph: Any
     draws: dict[tuple[Any, ...], Any]
-    kinds: dict[tuple[Any, ...], tuple[str, Any]]
+    others: dict[tuple[Any, ...], tuple[Path, Any]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Structure:
         return self  # copy.deepcopy makes arrays of nnx's variables
@@ -265,8 +260,9 @@ class FromNNX(_FromFlax):
             frozen, param = isinstance(variable, Frozen), isinstance(variable, nnx.Param)
             kind = "frozen" if frozen else "params" if param else type(variable).__name__
             value = variable.get_value()
-            self.structure.kinds[path] = kind, variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
-            held.append((kind, tuple(map(str, path)), value))
+            place = (kind, *map(str, path))
+            self.structure.others[path] = place, variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
+            held.append((place, value))
         self._hold(held)
         still = ("deterministic", "use_running_average")
         self.train(not any(getattr(node, name, None) is True for _, node in nnx.iter_modules(module) for name in still))
@@ -274,23 +270,23 @@ class FromNNX(_FromFlax):
 
     def _function(self) -> Callable[..., Any]:
         names, method = dict(self.names), self.method
-        graph, draws, kinds = self.structure.graph, self.structure.draws, self.structure.kinds
+        graph, draws, others = self.structure.graph, self.structure.draws, self.structure.others
 
         def run(state: dict[str, jax.Array], given: list[jax.Array], *, call: Any, training: bool, key: jax.Array) -> Any:
             args, kwargs = put_together(given, call)
-            values = {path: (v, state[names[kind, tuple(map(str, path))]]) for path, (kind, v) in kinds.items()}
+            values = {path: (v, state[names[place]]) for path, (place, v) in others.items()}
             model = _merged(graph, values, {path: (v, _drawn(v, jax.random.fold_in(key, i))) for i, (path, v) in enumerate(draws.items())})
             model.train() if training else model.eval()
             out = getattr(model, method)(*args, **kwargs)
-            after = [(path, v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model)) if path in kinds]
-            return out, _changed(state, (((kinds[path][0], tuple(map(str, path))), v) for path, v in after), names)
+            after = [(others[path][0], v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model)) if path in others]
+            return out, _changed(state, after, names)
 
         return run
 
     def save_to(self, module: nnx.Module | None = None) -> nnx.Module:
         """Write copies of the values into a Flax module of the same structure, by default a new one, and return it."""
         found = self._values()
-        values = {path: (v, found[kind, tuple(map(str, path))]) for path, (kind, v) in self.structure.kinds.items()}
+        values = {path: (v, found[place]) for path, (place, v) in self.structure.others.items()}
         made = _merged(self.structure.graph, values, {path: (v, v.get_value()) for path, v in self.structure.draws.items()})
         if module is None:
             return made

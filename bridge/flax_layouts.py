@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flax import traverse_util
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -231,14 +232,9 @@ def to_variables(module: nn.Module, *, flattened: Mapping[str, int] | None = Non
          'params': {'0': {'bias': (8,), 'kernel': (5, 5, 3, 8)}, '1': {'bias': (8,), 'scale': (8,)}},
          'torch': {'1': {'num_batches_tracked': ()}}}
     """
-    found: dict[str, Any] = {"params": {}}
-    for leaf in leaves(module, flattened):
-        for where, value in zip(leaf.where, arrays(leaf), strict=True):
-            node = found
-            for step in where[:-1]:
-                node = node.setdefault(step, {})
-            node[where[-1]] = jax.numpy.asarray(value)
-    return found
+    known = leaves(module, flattened)
+    found = {where: jax.numpy.asarray(x) for leaf in known for where, x in zip(leaf.where, arrays(leaf), strict=True)}
+    return {"params": {}, **traverse_util.unflatten_dict(found)}
 
 
 def from_variables(module: nn.Module, variables: Mapping[str, Any], *, flattened: Mapping[str, int] | None = None) -> nn.Module:

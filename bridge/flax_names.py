@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ _WORDS = {
     }.items() for word in words.split()
 }
 _EMPTY, _OPPOSITE = {"layer", "batch", "group", "rms"}, {"pre", "post"}
+_WHOLE = operator.itemgetter(...)
 
 
 class Match(NamedTuple):
@@ -51,18 +53,6 @@ class Match(NamedTuple):
     why: str
 
 
-class _Part(NamedTuple):
-    """A part of an array along a dimension: one index, or a range of them."""
-
-    axis: int
-    start: int
-    stop: int | None  # the end of the range
-
-    def of(self, x: np.ndarray) -> np.ndarray:
-        """A view of the part."""
-        return x[(*[slice(None)] * self.axis, self.start if self.stop is None else slice(self.start, self.stop))]
-
-
 class _Array(NamedTuple):
     """An array of one of the models; of one that has queries, keys and values, one of these."""
 
@@ -71,7 +61,7 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
     label: str  # its name in the report
     source: Path  # its place among the model's arrays
-    part: _Part | None  # which part of the array at its source
+    part: Callable[[np.ndarray], np.ndarray]  # gives a view of its part of the array at its source
     order: int
 
 
@@ -160,7 +150,7 @@ def _of_torch(known: Sequence[Leaf]) -> list[_Array]:
         for where, shape in zip(leaf.where, shapes(leaf), strict=True):
             if where[0] in _KINDS:
                 label = leaf.names[0] + ("" if len(leaf.where) == 1 else f"[{'/'.join(where[len(leaf.names[0].split('.')):-1])}]")
-                found.append(_Array(where[0], where[1:], shape, label, where, None, len(found)))
+                found.append(_Array(where[0], where[1:], shape, label, where, _WHOLE, len(found)))
     return found
 
 
@@ -175,7 +165,7 @@ def _of_flax(twin: nnx.Module | Mapping[str, Any]) -> tuple[list[_Array], bool]:
     else:
         in_order, places = True, list(known)
     found = [
-        _Array(_KINDS[path[0]], path[1:], tuple(known[path].shape), "/".join((_KINDS[path[0]], *path[1:])), path, None, i)
+        _Array(_KINDS[path[0]], path[1:], tuple(known[path].shape), "/".join((_KINDS[path[0]], *path[1:])), path, _WHOLE, i)
         for i, path in enumerate(path for path in places if path[0] in _KINDS)
     ]
     return found, in_order
@@ -211,12 +201,8 @@ def _parts(a: _Array, names: Sequence[str], fused: re.Pattern[str]) -> Iterator[
     axis, size = (a.shape.index(count), 1) if stacked else (len(a.shape) - 1, a.shape[-1] // count)
     shape = (*a.shape[:axis], *a.shape[axis + 1:]) if stacked else (*a.shape[:axis], size)
     for k, each in enumerate(names):
-        part = _Part(axis, k, None) if stacked else _Part(axis, k * size, (k + 1) * size)
+        part = operator.itemgetter((*[slice(None)] * axis, k if stacked else slice(k * size, (k + 1) * size)))
         yield a._replace(path=(*above, each, name), shape=shape, label=f"{a.label}[{each}]", part=part)
-
-
-def _part(x: np.ndarray, part: _Part | None) -> np.ndarray:
-    return x if part is None else part.of(x)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------------------
@@ -514,7 +500,7 @@ class NameMap:
                 old = values[b.source]
                 start = np.zeros(old.shape) if isinstance(old, jax.ShapeDtypeStruct) else old
                 new[b.source] = np.array(start, ours[a.source].dtype)
-            _part(new[b.source], b.part)[...] = _as_theirs(_part(ours[a.source], a.part), b.shape)
+            b.part(new[b.source])[...] = _as_theirs(a.part(ours[a.source]), b.shape)
         if not isinstance(self.twin, nnx.Module):
             return traverse_util.unflatten_dict({path: jax.numpy.asarray(new[path]) if path in new else v for path, v in values.items()})
         for path, variable in nnx.to_flat_state(nnx.state(self.twin)):
@@ -542,11 +528,11 @@ class NameMap:
                 continue
             own = dict(zip(leaf.where, (x.copy() for x in arrays(leaf)), strict=True))
             for a, b in places:
-                value = _as_ours(_part(np.asarray(values[b.source]), b.part), a.shape)
-                if a.part is None:
+                value = _as_ours(b.part(np.asarray(values[b.source])), a.shape)
+                if a.part is _WHOLE:
                     own[a.source] = value
                 else:
-                    a.part.of(own[a.source])[...] = value
+                    a.part(own[a.source])[...] = value
             given |= {"/".join(where): x for where, x in own.items()}
         write([leaf for leaf in self._leaves if "/".join(leaf.where[0]) in given], given)
         return self.module

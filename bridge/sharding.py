@@ -58,7 +58,7 @@ def shardings(params: Any, mesh: Mesh | AbstractMesh, rules: Rules | None = None
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"rules: {pattern!r}: expected a jax.sharding.PartitionSpec, got {type(spec)}")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    named = {".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path): x for path, x in leaves}
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     if len(named) < len(leaves):
         raise ValueError(f"params: {len(leaves)} leaves, but only {len(named)} different names, as of {{'a': {{'b': x}}, 'a.b': y}}")
     fitting = {name: [p for p in rules if fnmatch.fnmatchcase(name, p)] for name in named}

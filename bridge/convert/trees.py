@@ -195,15 +195,15 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return unflatten(spec, [fn(x) for x in leaves])
 
 
-def broadcast(prefix: Any, spec: Spec | None) -> list[Any] | None:
-    """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not fit.
+def broadcast(prefix: Any, spec: Spec | None, is_leaf: Callable[[Any], bool] | None = None) -> list[Any] | None:
+    """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not fit; is_leaf: as for ``flatten``.
 
     Example:
         >>> _, spec = flatten((1, [2, 3]))
         >>> broadcast((0, None), spec)
         [0, None, None]
     """
-    found, prefix_spec = flatten(prefix)
+    found, prefix_spec = flatten(prefix, is_leaf)
     return _spread(prefix_spec, iter(found), spec)
 
 

@@ -112,19 +112,11 @@ class Dimensions:
 
 
 def spread(batch: Any, spec: Any) -> list[Any]:
-    """The ``batch`` argument of export for each leaf of the arguments, whose tree is ``spec``."""
-    found, prefix = trees.flatten(batch, is_leaf=_is_dims)
-    each = trees.broadcast(trees.unflatten(prefix, [_Dims(x) for x in found]), spec)
+    """The ``batch`` argument of export for each leaf of (args, kwargs), whose tree is ``spec``."""
+    each = trees.broadcast((tuple(batch), None) if isinstance(batch, tuple | list) else batch, spec, _is_dims)
     if each is None:
         raise ValueError(f"batch: expected one entry for all arguments or a tree like them, got {batch!r}")
-    return [x.given for x in each]
-
-
-class _Dims:
-    """The dimensions of an argument as the user wrote them; no node of a tree."""
-
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    return each
 
 
 def _is_dims(x: Any) -> bool:

@@ -65,21 +65,19 @@ class Exported:
         target = Path(path).absolute()
         if target.exists() and not (target / PROGRAM).is_file() and not (target.is_dir() and not any(target.iterdir())):
             raise FileExistsError(f"path: {target} exists, and save did not write it; give another path")
+        try:
+            program = self.program.serialize()
+        except ImportError as error:
+            raise ImportError(f"save: {error}; it comes with pip install 'torchfunc-jax[export]'") from error
         with checkpoint_files.staging(target) as folder:
             new = folder / "new"
             new.mkdir()
-            (new / PROGRAM).write_bytes(self._serialized())
+            (new / PROGRAM).write_bytes(program)
             if self.weights is not None:
                 _write(new / f"weights.{self.format}", self.weights)
             checkpoint_files.sync(new)
             checkpoint_files.replace(new, target)
         return target
-
-    def _serialized(self) -> bytearray:
-        try:
-            return self.program.serialize()
-        except ImportError as error:
-            raise ImportError(f"save: {error}; it comes with pip install 'torchfunc-jax[export]'") from error
 
 
 def _write(path: Path, weights: Mapping[str, Any]) -> None:

@@ -5,10 +5,9 @@ symbols that has these values, and so does a number that was computed from sizes
 """
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,14 +64,9 @@ class Replay:
         every = [getattr(p, "consts", ()) for p in programs]
         if len({len(consts) for consts in every}) > 1:
             raise Differs("the program has other tables of numbers at other sizes")
-        consts = [self._constant(values, self._first_use(jaxprs, k)) for k, values in enumerate(zip(*every, strict=True))]
+        uses = [[e for e in jaxprs[0].eqns if any(v is const for v in e.invars)] for const in jaxprs[0].constvars]
+        consts = [self._constant(values, eqns) for values, eqns in zip(zip(*every, strict=True), uses, strict=True)]
         return self._run(jaxprs, consts, operands)
-
-    @staticmethod
-    def _first_use(jaxprs: Sequence[Jaxpr], k: int) -> Eqns:
-        const = jaxprs[0].constvars[k]
-        at = next((i for i, e in enumerate(jaxprs[0].eqns) if const in [v for v in e.invars if not isinstance(v, Literal)]), None)
-        return [] if at is None else [jaxprs[0].eqns[at]]
 
     def _run(self, jaxprs: Sequence[Jaxpr], consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         first = jaxprs[0]
@@ -121,11 +115,17 @@ class Replay:
         if name in _LOOPS:
             return _LOOPS[name](self, eqns, operands)
         params = {key: self._param([e.params[key] for e in eqns], key, eqns) for key in eqn.params}
-        with private.as_traced(eqn), eqn.ctx.manager, failing(eqns):
-            rule = _RULES.get(name)
-            if rule is not None:
-                return [rule(*operands, **params)]
-            out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+        try:
+            with private.as_traced(eqn), eqn.ctx.manager:
+                rule = _RULES.get(name)
+                if rule is not None:
+                    return [rule(*operands, **params)]
+                out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+        except Differs:
+            raise
+        except Exception as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise Differs(f"{name}{where(eqns)} needs a fixed size: {words[0]}") from error
         return out if eqn.primitive.multiple_results else [out]
 
     def _param(self, values: Sequence[Any], key: str, eqns: Eqns) -> Any:
@@ -187,24 +187,18 @@ class Replay:
         if len(set(values)) == 1:
             return values[0]
         if values not in self.known:
-            found = self._affine(values)
+            dims = [*self.symbols.values()]
+            found = self._combination(values, dims)
             if found is None and depth:
                 found = self._product(values, depth)
             if found is None:
                 found = self._floor(values)
             if found is None:
-                found = self._quadratic(values)
+                found = self._combination(values, dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)])
             if found is None:
                 return None
             self.known[values] = found
         return self.known[values]
-
-    def _affine(self, values: Vector) -> Any:
-        return self._combination(values, [*self.symbols.values()])
-
-    def _quadratic(self, values: Vector) -> Any:
-        dims = [*self.symbols.values()]
-        return self._combination(values, dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)])
 
     def _combination(self, values: Vector, dims: Sequence[Any]) -> Any:
         """The sum of multiples of these sizes that has the values at all sizes; one more than needed must agree."""
@@ -293,7 +287,6 @@ class Replay:
                             return (factor.mean() * (jnp.asarray(dim).astype(np.float64) + shift) ** power).astype(dtype)
         raise NoFormula(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
 
-
     def _rounded(self, found: np.ndarray, form: Callable[[Any], Any], given: np.ndarray, near: float) -> Any:
         """A size near the numbers found, which have rounding errors; form of it gives the given ones."""
 
@@ -379,15 +372,3 @@ def where(eqns: Eqns) -> str:
         line = next((f" (at {shown_line(file, number)})" for file, _, number in frames if is_users(file)), "")
         return f" in {operator}{line}"
     return ""
-
-
-@contextlib.contextmanager
-def failing(eqns: Eqns) -> Iterator[None]:
-    """While entered, an error of JAX's names the operator and the line of the user's."""
-    try:
-        yield
-    except Differs:
-        raise
-    except Exception as error:
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        raise Differs(f"{eqns[0].primitive.name}{where(eqns)} needs a fixed size: {words[0]}") from error

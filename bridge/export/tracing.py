@@ -73,7 +73,7 @@ class _Export:
         self.tree = plain(trees.unflatten(call.spec, [numbers.get(i) for i in range(len(call.leaves))]), "the arguments")
         places = sorted((k, path) for path, k in jax.tree_util.tree_leaves_with_path(self.tree))
         self.paths = [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for _, path in places]
-        specs = _specs(batch, call.spec)
+        specs = spread(batch, call.spec)
         self.dims = Dimensions(self.arrays, [specs[i] for i in call.where], self.paths, constraints)
         example = self.dims.example if len(self.dims.example) == len(self.dims.names) else None
         # the function's own errors are raised at the sizes that the user gave
@@ -158,18 +158,15 @@ class _Export:
         return args, {**kwargs, "seed": seed} if self.random else kwargs
 
     def _lowered(self, platforms: Sequence[str] | None) -> jax.export.Exported:
+        def run(weights: Any, /, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
+            return self._run(self.traces, weights, (args, kwargs), seed)
+
         weights = self._weights()
-
-        def inside(*args: Any, seed: Any = None, **kwargs: Any) -> Any:
-            return self._run(self.traces, weights, (args, kwargs), seed)
-
-        def beside(weights: Any, /, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
-            return self._run(self.traces, weights, (args, kwargs), seed)
-
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
-        if self.format != "inside":
+        if self.format == "inside":
+            run = functools.partial(run, weights)
+        else:
             args = (jax.tree_util.tree_map(jax.typeof, weights), *args)
-        run = inside if self.format == "inside" else beside
         try:
             return jax.export.export(jax.jit(run), platforms=platforms)(*args, **kwargs)
         except Differs:
@@ -325,14 +322,6 @@ def _resized(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     for k, n in enumerate(shape):
         x = np.take(x, np.arange(n) % max(x.shape[k], 1), k)
     return x
-
-
-def _specs(batch: Any, spec: Any) -> list[Any]:
-    """The dimensions of each leaf of (args, kwargs)."""
-    args, kwargs = spec.children
-    if isinstance(batch, tuple | list):
-        return [*spread(tuple(batch), args), *[None] * trees.count(kwargs)]
-    return spread(batch, spec)
 
 
 def _static(replay: Replay, found: Sequence[Any]) -> Any:

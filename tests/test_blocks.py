@@ -463,3 +463,24 @@ def test_a_rule_that_differs_and_an_attribute_that_does_not_matter() -> None:
 def test_names_that_are_refused(module: nn.Module, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message), scan_blocks(module, *names):
         pass
+
+
+def test_a_tensor_from_outside_that_differs_from_block_to_block_is_refused() -> None:
+    layers, factors = nn.ModuleList(Times() for _ in range(4)), [torch.ones(4) for _ in range(4)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for layer, factor in zip(layers, factors, strict=True):
+            x = layer(x, factor)
+        return x
+
+    with pytest.raises(RuntimeError, match=r"argument 1 of layers\.2 is not the one that the blocks before took"):
+        jit(scan_blocks(nn.ModuleDict({"layers": layers}), "layers")(forward))(torch.ones(2, 4))
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * factor

@@ -246,3 +246,43 @@ def test_the_backward_pass_of_a_rule_that_is_not_linear(wrap: Callable[..., Any]
     x = torch.tensor([0.3, -0.8], requires_grad=True)
     with pytest.raises(RuntimeError, match="not linear in its tangents"):
         wrap(lambda x: torchfunc_jax.jvp(Squared.apply, (x,), (x,))[1])(x).sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4,), (1, 3), (2, 3), (2, 1), (3, 1), (2, 1, 3), (0, 3)])
+@pytest.mark.parametrize("way", ["grad", "jit", "vmap", "backward"])
+def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...], way: str) -> None:
+    class Gives(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + cotangent.sum()
+
+    x = torch.arange(3.0)
+    expected: Any = None
+    try:
+        expected = torch.func.grad(lambda x: Gives.apply(x).sum())(x)
+    except RuntimeError as error:
+        assert "expected shape compatible with [3]" in str(error)
+
+    def found() -> torch.Tensor:
+        if way == "backward":
+            leaf = x.clone().requires_grad_()
+            torchfunc_jax.jit(Gives.apply)(leaf).sum().backward()
+            return leaf.grad  # type: ignore[return-value]
+        slope = torchfunc_jax.grad(lambda x: Gives.apply(x).sum())
+        return torchfunc_jax.jit(slope)(x) if way == "jit" else slope(x) if way == "grad" else torchfunc_jax.vmap(slope)(x[None])[0]
+
+    if expected is None:
+        with pytest.raises(RuntimeError, match=r"expected shape compatible with \[3\]"):
+            found()
+    else:
+        torch.testing.assert_close(found(), expected)

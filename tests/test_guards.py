@@ -1039,3 +1039,21 @@ def test_what_is_asked_of_captured_tensors(name: str, held: str) -> None:
         change(w, k)
         for _ in range(2):
             same(compiled(), fn(w))
+
+
+class _OfOneTensor:
+    def __init__(self, method: str) -> None:
+        self.factor = torch.ones(2)
+        self.method = getattr(self.factor, method)
+
+
+@pytest.mark.parametrize("method", ["mul", "__rsub__"])  # a method in C and one in Python
+def test_a_tensor_that_is_also_the_object_of_a_method(method: str) -> None:
+    held = _OfOneTensor(method)
+    compiled = jit(lambda x: held.method(held.factor) + x)
+    for k in range(3):
+        if k == 1:
+            held.factor = torch.full((2,), 5.0)
+        if k == 2:
+            held.method.__self__.fill_(3.0)
+        same(compiled(torch.zeros(2)), held.method(held.factor))

@@ -477,19 +477,14 @@ class _Kept:
 
 def _summed(v: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     """A gradient that was broadcast against its input, summed to the input's shape, as torch's engine does."""
-    if v.shape == shape:
-        return v
-    try:
-        jnp.broadcast_shapes(v.shape, shape)
-    except ValueError:
+    lead = v.ndim - len(shape)
+    if lead < 0 or any(n not in (1, m) for n, m in zip(shape, v.shape[lead:], strict=True)):
         raise RuntimeError(
             f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape "
             f"compatible with {list(shape)}"
-        ) from None
-    lead = v.ndim - len(shape)
-    v = v.sum(tuple(range(lead))) if lead > 0 else v
-    axes = tuple(i for i, (a, b) in enumerate(zip(v.shape, shape, strict=True)) if b == 1 and a != 1)
-    return v.sum(axes, keepdims=True) if axes else jnp.broadcast_to(v, shape)
+        )
+    axes = [*range(lead), *[lead + i for i, n in enumerate(shape) if n != v.shape[lead + i]]]
+    return v.sum(axes).reshape(shape) if axes else v
 
 
 @jax.jit

@@ -411,6 +411,9 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     elif isinstance(x, types.MethodType):
         yield x.__self__, Place(x.__self__, None)
         yield x.__func__, Place(x.__func__, None)
+    elif isinstance(x, types.BuiltinMethodType):  # of a function of a module, __self__ is the module
+        if not isinstance(x.__self__, types.ModuleType | type):
+            yield x.__self__, Place(x.__self__, None)
     elif isinstance(x, _FUNCTION):
         for owner in () if _of_library(x.__module__) else x.__mro__:
             for method in () if _of_library(owner.__module__) else owner.__dict__.values():

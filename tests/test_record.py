@@ -715,3 +715,38 @@ def test_the_first_run_adds_up_exactly(count: int) -> None:
     found = torchfunc_jax.vmap(lambda row: row.sum())(x), torchfunc_jax.vmap(slope, (None, 0))(torch.tensor(1.0), x)
     for sums in found:
         assert ((sums - total) / total).abs().max() < 1e-6
+
+
+_TRUE, _FALSE, _MASK = torch.tensor(True), torch.tensor(False), torch.tensor([True, False, True])
+_ZERO_DIMENSIONAL = {
+    "true": _TRUE, "false": _FALSE, "in a tuple": (_TRUE,), "before a mask": (_TRUE, _MASK), "after a mask": (_MASK, _TRUE),
+    "after an ellipsis": (..., _TRUE), "after None": (None, _TRUE), "before None": (_TRUE, None),
+    "twice": (_TRUE, _TRUE),
+    "beside an index": (0, _TRUE), "beside indices": (torch.tensor([0, 1]), _TRUE), "false after a slice": (slice(None), _FALSE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+@pytest.mark.parametrize("name", _ZERO_DIMENSIONAL)
+def test_masks_without_dimensions(name, shape):
+    index, x = _ZERO_DIMENSIONAL[name], torch.rand(shape)
+
+    def put(x):
+        y = x * 1
+        y[index] = y.sum() + 1
+        return y * x
+
+    for fn in (lambda x: x[index] * x.sum(), put):
+        try:
+            expected = torch.func.vjp(fn, x)
+        except (IndexError, RuntimeError):  # too many indices
+            with pytest.raises((IndexError, RuntimeError)):
+                torchfunc_jax.vjp(fn, x)
+            continue
+        out, pullback = torchfunc_jax.vjp(fn, x)
+        torch.testing.assert_close(out, expected[0])
+        torch.testing.assert_close(pullback(torch.ones_like(out)), expected[1](torch.ones_like(out)))
+        torch.testing.assert_close(torchfunc_jax.vmap(lambda s, fn=fn: fn(x) * s)(torch.ones(2)), expected[0].expand(2, *expected[0].shape))
+    if isinstance(index, torch.Tensor):
+        out = torch.func.grad(lambda x: torch.masked_select(x, index).sum())(x)
+        torch.testing.assert_close(torchfunc_jax.grad(lambda x: torch.masked_select(x, index).sum())(x), out)

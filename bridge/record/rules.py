@@ -54,7 +54,7 @@ def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 # -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
 def _indices_of(recorder: Any, index: Any) -> tuple[Any, ...]:
-    """An index in which each mask is replaced by the places where it is True."""
+    """An index in which each mask is replaced by the places where it is True, and one without dimensions by a bool."""
     if type(index) is not tuple and type(index) is not list:
         index = (index,)
     masks = [x for x in index if isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)]
@@ -63,7 +63,8 @@ def _indices_of(recorder: Any, index: Any) -> tuple[Any, ...]:
     places = dict(zip(map(id, masks), recorder.now(masks), strict=True))
     found: list[Any] = []
     for x in index:
-        found += places[id(x)].nonzero(as_tuple=True) if isinstance(x, torch.Tensor) and id(x) in places else [x]
+        mask = places.get(id(x)) if isinstance(x, torch.Tensor) else None
+        found += [x] if mask is None else mask.nonzero(as_tuple=True) if mask.dim() else [bool(mask)]
     return tuple(found)
 
 

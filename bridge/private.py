@@ -583,9 +583,15 @@ def original(name: str) -> Callable[..., Any]:
 
 
 def redirect(on: bool) -> None:
-    """Redirect torch's functions to ours, or with False restore them."""
-    for function, own, shim in _redirects().values():
-        function.__code__ = shim if on else own.__code__
+    """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all are restored."""
+    redirects = _redirects().values()
+    try:
+        for function, own, shim in redirects:
+            function.__code__ = shim if on else own.__code__
+    except BaseException:
+        for function, own, _ in redirects:
+            function.__code__ = own.__code__
+        raise
 
 
 #: Graph nodes that save their result only for comparisons, so that a second derivative does not pass through the saved result.

@@ -171,6 +171,26 @@ def test_numbers_that_depend_on_computed_values(name, requires_grad, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_rrelu_under_vmap(compiled):
+    """torch's vmap has no rule for it: all lanes get the numbers that PyTorch draws for the whole batch."""
+
+    def loss(x):
+        return (F.rrelu(x, training=True) * torch.arange(6.0)).sum()
+
+    run = jit if compiled else lambda f: f
+    for k in range(2):
+        x = (X + k).requires_grad_()
+        torch.manual_seed(k)
+        expected = torch.autograd.grad(loss(x), x)[0], torch.get_rng_state()
+        torch.manual_seed(k)
+        assert torch.equal(run(vmap(grad(loss), randomness="different"))(x.detach()), expected[0])
+        assert torch.equal(torch.get_rng_state(), expected[1])
+    for randomness, words in (("error", "called random operation"), ("same", "same randomness with a batched tensor input")):
+        with pytest.raises(RuntimeError, match=words):
+            run(vmap(loss, randomness=randomness))(X)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_numbers_that_depend_on_values_and_come_from_a_generator(compiled):
     theirs, ours = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
 

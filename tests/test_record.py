@@ -648,6 +648,20 @@ def test_a_program_is_stored_if_the_process_ends_at_once(tmp_path: Any) -> None:
         file.unlink()
 
 
+def test_stored_programs_of_linear_algebra(tmp_path: Any) -> None:
+    """A process that has lowered nothing calls LAPACK; a factorization that Python does is not stored, without a word."""
+    code = (
+        "import torch, torchfunc_jax\n"
+        "x = torch.tensor([[[2.0, 1.0], [1.0, 3.0]]])\n"
+        "print(*[torchfunc_jax.vmap(f)(x) for f in (torch.linalg.inv, torch.linalg.cholesky, torch.linalg.ldl_factor)])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout.count("tensor") == 4 and "Traceback" not in done.stderr, done.stderr
+        assert len(list((tmp_path / "torchfunc_jax" / "programs").iterdir())) == 2
+
+
 @contextlib.contextmanager
 def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
     """Programs are stored in the folder, at once; JAX's own cache, which the tests use elsewhere, is off."""

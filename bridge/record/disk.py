@@ -142,5 +142,13 @@ def _limit(folder: Path) -> None:
 packed = serialize_executable.serialize  # a compiled function as data
 
 
+@functools.cache
+def _find_lapack() -> None:
+    """JAX looks for LAPACK's functions when a process lowers an operator that calls one; until then a call of one ends the process."""
+    jax.jit(jax.numpy.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), "float32"))
+
+
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
+    if b"lapack_" in data[0]:
+        _find_lapack()
     return serialize_executable.deserialize_and_load(*data)

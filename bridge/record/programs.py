@@ -58,7 +58,7 @@ class _Program:
         parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
         try:
             made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
-        except jax.errors.JaxRuntimeError:  # XLA cannot serialize every program, for example one that sorts
+        except Exception:  # XLA cannot serialize every program, for example one that sorts, nor pickle one that calls Python
             self.path = None
             return
         fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}

@@ -544,6 +544,21 @@ def vmap_of_jvp(T):
     return T.vmap(lambda x: T.jvp(lambda a: a.prod(), (x,), (torch.ones_like(x),)))
 
 
+@table(double(3), double(3))
+def jvp_tangents_of_narrower_dtypes(T):
+    def f(x, t):
+        z = torch.complex(x, t)
+        written = x.clone()
+        narrow = t.float()
+        doubled = T.jvp(lambda a: a.mul_(2).sin(), (written,), (narrow,))
+        inside = T.vmap(lambda a, b: T.grad(lambda c: T.jvp(lambda d: d**3, (a,), (c,))[1])(b))(x, t.bfloat16())
+        nested = T.jvp(lambda a: T.jvp(torch.sin, (a,), (t.half(),))[1], (x,), (t.float(),))
+        complex_ = T.jvp(torch.exp, (z,), (t,)), T.jvp(torch.exp, (z,), (z.to(torch.complex64),))
+        return T.jvp(torch.sin, (x,), (t.float(),)), complex_, doubled, written, narrow, inside, nested
+
+    return f
+
+
 @table((3,))
 def jvp_constant_output(T):
     return lambda x: T.jvp(lambda a: (a, torch.ones(2)), (x,), (x,))

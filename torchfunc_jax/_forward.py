@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Output, Result, inexact, is_array
+from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.lowering.common import varying
@@ -51,7 +50,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
     Args:
         func: returns tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
         primals: tuple of func's arguments, pytrees of floating tensors.
-        tangents: tuple with the primals' structure, shapes and dtypes.
+        tangents: tuple with the primals' structure and shapes; tangents of narrower dtypes are converted to the primals' dtypes.
         strict: raise if an output does not depend on the inputs.
         has_aux: whether func returns (output, aux).
 
@@ -59,8 +58,8 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
         (output, jvp_out), with has_aux (output, jvp_out, aux); jvp_out has the output's structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: primals is not a tuple; tangents have another structure, shape or dtype than the primals; an output is not a tensor;
-            strict, and an output does not depend on the inputs.
+        RuntimeError: primals is not a tuple; tangents have another structure or shape than the primals, or a dtype that does not fit
+            into theirs; an output is not a tensor; strict, and an output does not depend on the inputs.
         ValueError: a primal has an integer dtype.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jvp.html
@@ -103,10 +102,12 @@ def jvp_with_argnums(
     for i, (p, t) in enumerate(zip(flat_primals, flat_tangents, strict=True)):
         if tuple(p.shape) != tuple(t.shape):
             raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's shape {tuple(p.shape)}, got {tuple(t.shape)}")
-        if _args.dtype_of(p) != _args.dtype_of(t):
-            if isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()):
-                raise ValueError(f"{api}: Expected tangent to be floating point or complex, but got: {t.dtype}; convert it with .to()")
-            raise RuntimeError(f"{api}: Expected tangent {i} to have the primal's dtype {p.dtype}, got {t.dtype}; convert it with .to()")
+        wanted, given = _args.dtype_of(p), _args.dtype_of(t)
+        if wanted != given:
+            if not inexact_dtype(given):
+                raise ValueError(f"{api}: Expected tangent to be floating point or complex, but got: {given}; convert it with .to()")
+            if inexact_dtype(wanted) and torch.promote_types(wanted, given) != wanted:  # ``Differentiated`` refuses whole numbers
+                raise RuntimeError(f"{api}: Expected tangent {i} to fit into the primal's dtype {wanted}, got {given}; convert it with .to()")
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
         out_spec, n, aux_spec = meta
@@ -139,35 +140,42 @@ def jvp_with_argnums(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         body = target.body(values[:width], "jvp", finish, found, lambda meta: None)
+        given, at = values[width:], tuple(target.split(values))
         with forward_mode():
-            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], tuple(target.split(values)), tuple(values[width:]))
+            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True)))
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         n = found[0].meta[1]
         pushed[:n] = tie_tangents(pushed[:n], outs[:n]) if tied else pushed[:n]
-        return _with_tangents(found[0], outs, pushed, n, dict(zip(target.active, itertools.count(width), strict=False)))
+        leaves = zip(target.active, given, at, strict=True)
+        return _with_tangents(found[0], outs, pushed, n, {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p) in enumerate(leaves)})
 
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
 
 
-def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[int, int]) -> Result:
+def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[int, tuple[int, Any, bool]]) -> Result:
     """The result of a function under jvp, with the tangents of its n outputs.
 
     As with torch.func, an output that shares a primal's memory is one more view of it, its tangent is such a view of the primal's tangent,
     and a write to a primal changes the primal's tangent too.
 
-    values, pushed: all values of the result, and the tangent of each.  tangents: by leaf of a primal, the leaf of its tangent.
+    values, pushed: all values of the result, and the tangent of each.  tangents: by leaf of a primal, the leaf of its tangent, the
+    tangent's dtype, and whether that is the primal's: otherwise it was converted, and what comes out shares no memory with it.
     """
     found = result.after([*values[:n], *pushed[:n], *values[n:]], n, n)
     for i in range(n):
         source, views = result.shared.get(i, (Output(i), ()))
         if not isinstance(source, Output):
             found.shared[i] = (source, (*views, View(overload("aten.alias"), (), {})))
-            if source in tangents and inexact(values[i]) and not any(map(detaches, views)):
-                found.shared[n + i] = (tangents[source], views)
+            leaf, _, same = tangents.get(source, (0, None, False))
+            if same and inexact(values[i]) and not any(map(detaches, views)):
+                found.shared[n + i] = (leaf, views)
     for target, index, detached in result.written:
         if target in tangents:
-            found.written.append((tangents[target], len(found.values), detached))
-            found.values.append(pushed[index])
+            leaf, dtype, _ = tangents[target]
+            if jnp.iscomplexobj(pushed[index]) and not jnp.issubdtype(dtype, jnp.complexfloating):
+                raise RuntimeError(f"jvp: a complex primal with a tangent of dtype {dtype} cannot be written to; convert the tangent with .to()")
+            found.written.append((leaf, len(found.values), detached))
+            found.values.append(pushed[index].astype(dtype))
     return found
 
 

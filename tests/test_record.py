@@ -736,6 +736,8 @@ _ZERO_DIMENSIONAL = {
     "true": _TRUE, "false": _FALSE, "in a tuple": (_TRUE,), "before a mask": (_TRUE, _MASK), "after a mask": (_MASK, _TRUE),
     "after an ellipsis": (..., _TRUE), "after None": (None, _TRUE), "before None": (_TRUE, None),
     "twice": (_TRUE, _TRUE),
+    "a byte": (torch.tensor(2, dtype=torch.uint8),), "a zero byte": (None, torch.tensor(0, dtype=torch.uint8)),
+    "bytes": (torch.tensor([1, 0], dtype=torch.uint8)[0], torch.tensor([0, 1])), "int16": torch.tensor(-1, dtype=torch.int16),
     "beside an index": (0, _TRUE), "beside indices": (torch.tensor([0, 1]), _TRUE), "false after a slice": (slice(None), _FALSE),
 }  # fmt: skip
 
@@ -761,6 +763,6 @@ def test_masks_without_dimensions(name, shape):
         torch.testing.assert_close(out, expected[0])
         torch.testing.assert_close(pullback(torch.ones_like(out)), expected[1](torch.ones_like(out)))
         torch.testing.assert_close(torchfunc_jax.vmap(lambda s, fn=fn: fn(x) * s)(torch.ones(2)), expected[0].expand(2, *expected[0].shape))
-    if isinstance(index, torch.Tensor):
+    if isinstance(index, torch.Tensor) and index.dtype is torch.bool:
         out = torch.func.grad(lambda x: torch.masked_select(x, index).sum())(x)
         torch.testing.assert_close(torchfunc_jax.grad(lambda x: torch.masked_select(x, index).sum())(x), out)

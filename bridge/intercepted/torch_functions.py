@@ -25,8 +25,8 @@ from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_
 
 
 def _is_unknown_number(x: Any) -> bool:
-    """Whether it is a traced 0-dim integer tensor; as an index, PyTorch's C++ would ask for its value."""
-    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype is not torch.bool
+    """Whether it is a traced 0-dim integer tensor and no mask; as an index, PyTorch's C++ would ask for its value."""
+    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype not in (torch.bool, torch.uint8)
 
 
 def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
@@ -42,7 +42,8 @@ def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
         if p is Ellipsis:
             dim += t.dim() - expanded
         elif _is_unknown_number(p):
-            kept = kept.index_select(dim, torch.where(p < 0, p + kept.shape[dim], p).reshape(1)).squeeze(dim)
+            place = p.long()  # in its own dtype, the sum may overflow
+            kept = kept.index_select(dim, torch.where(place < 0, place + kept.shape[dim], place).reshape(1)).squeeze(dim)
         elif not isinstance(p, int) or isinstance(p, bool):
             dim += 1
     return kept

@@ -242,6 +242,23 @@ def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(transform
         assert [o.requires_grad for o in pytree.tree_leaves(actual)] == [o.requires_grad for o in pytree.tree_leaves(expected)]
 
 
+@both
+@pytest.mark.parametrize("name", ["jvp", "jacfwd", "jvp of grad"])
+def test_a_tangent_that_is_zero_everywhere_does_not_require_grad(name: str, mode: str) -> None:
+    forward: dict[str, Any] = {
+        "jvp": lambda T, f, x: T.jvp(f, (x,), (torch.ones_like(x),))[1],
+        "jacfwd": lambda T, f, x: T.jacfwd(f)(x),
+        "jvp of grad": lambda T, f, x: T.jvp(T.grad(lambda a: f(a).sum()), (x,), (torch.ones_like(x),))[1],
+    }
+    for primal in (False, True):
+        x, w = data(3).detach().requires_grad_(primal), data(3)
+        for f in (lambda x, w=w: w * 1, lambda x, w=w: x.detach() * w, lambda x, w=w: x * w, lambda x, w=w: x * x * w):
+            expected = forward[name](torch.func, f, x)
+            actual = MODES[mode](lambda x, f=f: forward[name](torchfunc_jax, f, x))(x)
+            same(actual, expected)
+            assert actual.requires_grad == expected.requires_grad
+
+
 def test_what_only_no_grad_reads_gets_no_gradient_of_a_compiled_function() -> None:
     w, v = data(3), data(3)
     jit(lambda a: a * w.detach() * v)(torch.ones(3, dtype=torch.float64)).sum().backward()

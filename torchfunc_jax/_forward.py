@@ -125,10 +125,12 @@ def jvp_with_argnums(
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
+    constant: list[bool] = []
 
     def finish(out: Any) -> tuple[list[Any], Any]:
         tensors, meta = outputs(out, has_aux, api)
-        if strict and any(private.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]):
+        constant[:] = [private.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]]
+        if strict and any(constant):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "
                 "strict=True."
@@ -145,7 +147,8 @@ def jvp_with_argnums(
             outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True)))
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         n = found[0].meta[1]
-        pushed[:n] = tie_tangents(pushed[:n], outs[:n]) if tied else pushed[:n]
+        if tied:
+            pushed[:n] = [t if c else tie_tangents([t], [o])[0] for t, o, c in zip(pushed, outs, constant, strict=False)]
         leaves = zip(target.active, given, at, strict=True)
         return _with_tangents(found[0], outs, pushed, n, {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p) in enumerate(leaves)})
 

@@ -109,6 +109,29 @@ def test_a_negative_zero_stays_and_has_no_slope(fn, gradient):
     torch.testing.assert_close((g, y), (reference_g, reference_y), equal_nan=True)
 
 
+_MASKED = {
+    "product": lambda mask, x: mask * x,
+    "a whole number between": lambda mask, x: mask.long() * x,
+    "quotient": lambda mask, x: (mask / 0, mask / x),
+    "comparison": lambda mask, x: (x > 5) * x,
+    "in place": lambda mask, x: x.clone().mul_(mask),
+    "the number": lambda mask, x: (mask * _INF, mask.to(x.dtype) * _NAN, mask.to(x.dtype) * -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _MASKED)
+def test_false_times_nan_is_nan(name, dtype):
+    """XLA makes a choice between x and 0 of a product of x with a mask that has been converted."""
+    fn = _MASKED[name]
+    args = torch.tensor([True, False, False, False, False]), torch.tensor([1.0, _NAN, _INF, -3.0, 6.0], dtype=dtype)
+    for found in (tj.jit(fn)(*args), tj.vmap(fn)(*args), tj.functionalize(fn)(*args)):
+        expected = fn(*args)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        for a, e in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True):
+            assert torch.equal(a.signbit() & ~a.isnan(), e.signbit() & ~e.isnan())
+
+
 _PARTS = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 30.0, -30.0)
 _CIRCULAR = ("exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "atan", "atanh")
 

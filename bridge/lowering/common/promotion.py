@@ -52,6 +52,8 @@ def cast(x: Any, dtype: DTypeLike) -> Array:
         x = (x != 0) if dtype == np.bool_ else lax.real(x)
     if jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(dtype).kind in "iu":
         return _whole(x, np.dtype(dtype))
+    if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):  # XLA makes False * nan a 0 if the bool has been converted
+        return lax.select(x, lax.full_like(x, 1, dtype), lax.full_like(x, 0, dtype))
     return lax.convert_element_type(x, dtype)
 
 

@@ -208,6 +208,10 @@ def test_a_number_is_as_precise_as_in_torch() -> None:
     for n in (2, 3, 10**9, 2**62, -(2**63), 2**63 - 1):
         mine = fn(torch.zeros(2, dtype=torch.int64), n)
         assert mine[1:] == (n * n, n**20) and mine[0].tolist() == [n, n]
+    data: Any = lambda x, n: (torch.tensor(n), torch.as_tensor([n, 1]), x.new_tensor([[n]]), torch.asarray(n + 1), torch.tensor(data=n / 3))
+    fn, x = jit(data), torch.zeros(2, dtype=torch.int64)
+    for n in (1, 2**31 + 1, 2**40 + 5, -(2**33) - 1, 7):
+        same(fn(x, n), data(x, n), rtol=0, atol=0)
 
 
 REFUSED = {

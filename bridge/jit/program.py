@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from bridge import compiling, private
 from bridge.boundary import meshes, shared_memory
@@ -29,7 +30,7 @@ from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
-from bridge.trace import random_keys, tracing
+from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
@@ -296,14 +297,20 @@ def trace(
 
 
 class _ValuesFromOutside(TorchFunctionMode):
-    """Refuses functions that read a tensor from outside without an operator, because the program would keep its values for ever."""
+    """Refuses functions that read a tensor from outside without an operator, because the program would keep its values for ever.
+
+    Functions that make a tensor of Python data get numbers by their values: of an input, PyTorch's C++ would keep 32 bits alone.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
             raise tracing.unknown_value(f"{func.__name__}()")
+        if func in _OF_DATA:
+            args, kwargs = pytree.tree_map(lambda x: x.node.asked() if python_numbers.is_input(x) else x, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
+_OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor])
 _TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 

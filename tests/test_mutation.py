@@ -313,6 +313,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "returned view": lambda x, y: x.add_(1)[0],
     "detached": lambda x, y: x.detach().add_(1),
     "data": lambda x, y: x.data.add_(1),
+    "other shape for a while": lambda x, y: (x.unsqueeze_(0).mul_(2), y.t_().add_(1), x.squeeze_(0), y.t_())[1] * 1,
 }
 
 
@@ -345,6 +346,24 @@ def test_written_arguments_of_any_layout(layout: str) -> None:
         wrap(lambda a: a[0].add_(1))(x)
         y[0].add_(1)
         same(base, other)
+
+
+@pytest.mark.parametrize("way", ["vmap", "functionalize", "jit", "jit(vmap)"])
+@pytest.mark.parametrize("change", ["unsqueeze_(0)", "transpose_(0, 1)", "mul_(2).t_()", "t_().mul_(2)"])
+def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
+    """The results and what is written are PyTorch's; the argument itself keeps its shape."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        eval(f"x.{change}", {"x": x})
+        return x * 3
+
+    ways = {"vmap": vmap, "functionalize": functionalize, "jit": jit, "jit(vmap)": lambda f: jit(vmap(f))}
+    mine = torch.arange(12.0).reshape(3, 4) if way in ("jit", "functionalize") else torch.arange(60.0).reshape(5, 3, 4)
+    theirs = mine.clone()
+    want = fn(theirs) if theirs.dim() == 2 else torch.stack([fn(x.clone()) for x in theirs])
+    same(ways[way](fn)(mine), want)
+    if "mul_" in change:
+        assert torch.equal(mine, 2 * torch.arange(float(mine.numel())).reshape(mine.shape))
 
 
 def test_version_counters_move_so_that_autograd_notices() -> None:

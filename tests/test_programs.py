@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchfunc_jax
+from bridge.trace.storage import OutsideOfView
 
 COUNT = int(os.environ.get("TORCHFUNC_JAX_PROGRAMS", "100"))
 PER_TEST = 10
@@ -34,6 +35,9 @@ def test_agrees_with_torch_func(start):
             else:
                 assert isinstance(got, type(want)), f"program {seed}, {names}: {want!r}, ours {got!r}"
                 continue
+        if isinstance(got, OutsideOfView):  # of a lane that is computed from lanes with gaps in memory, PyTorch's strides are not known
+            assert "vmap_out" in names and "it is not known how PyTorch" in str(got)
+            continue
         assert not isinstance(got, Exception), f"program {seed}, {names}: {got!r}"
         close(got, want, f"program {seed}, {names}")
         if seed % 10 == 0:

@@ -107,7 +107,9 @@ def jvp_with_argnums(
             if not inexact_dtype(given):
                 raise ValueError(f"{api}: Expected tangent to be floating point or complex, but got: {given}; convert it with .to()")
             if inexact_dtype(wanted) and torch.promote_types(wanted, given) != wanted:  # ``Differentiated`` refuses whole numbers
-                raise RuntimeError(f"{api}: Expected tangent {i} to fit into the primal's dtype {wanted}, got {given}; convert it with .to()")
+                raise RuntimeError(
+                    f"{api}: Expected tangent {i} to fit into the primal's dtype {wanted}, got {given}; convert it with .to()"
+                )
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
         out_spec, n, aux_spec = meta
@@ -143,19 +145,20 @@ def jvp_with_argnums(
         found: list[Result] = []
         body = target.body(values[:width], "jvp", finish, found, lambda meta: None)
         given, at = values[width:], tuple(target.split(values))
+        fitting = tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True))
         with forward_mode():
-            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True)))
+            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, fitting)
         pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
         n = found[0].meta[1]
         if tied:
             pushed[:n] = [t if c else tie_tangents([t], [o])[0] for t, o, c in zip(pushed, outs, constant, strict=False)]
-        leaves = zip(target.active, given, at, strict=True)
-        return _with_tangents(found[0], outs, pushed, n, {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p) in enumerate(leaves)})
+        pairs = enumerate(zip(target.active, given, at, strict=True))
+        return _with_tangents(found[0], outs, pushed, n, {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p) in pairs})
 
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
 
 
-def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[int, tuple[int, Any, bool]]) -> Result:
+def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[Any, tuple[int, Any, bool]]) -> Result:
     """The result of a function under jvp, with the tangents of its n outputs.
 
     As with torch.func, an output that shares a primal's memory is one more view of it, its tangent is such a view of the primal's tangent,
@@ -176,7 +179,7 @@ def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int,
         if target in tangents:
             leaf, dtype, _ = tangents[target]
             if jnp.iscomplexobj(pushed[index]) and not jnp.issubdtype(dtype, jnp.complexfloating):
-                raise RuntimeError(f"jvp: a complex primal with a tangent of dtype {dtype} cannot be written to; convert the tangent with .to()")
+                raise RuntimeError(f"jvp: a complex primal with a tangent of dtype {dtype} cannot be written to; convert it with .to()")
             found.written.append((leaf, len(found.values), detached))
             found.values.append(pushed[index].astype(dtype))
     return found

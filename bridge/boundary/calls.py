@@ -76,7 +76,9 @@ class Traceable:
                 result.shared[i] = (nodes.get(node, node), views)
             elif whole.get(node, i) != i:
                 result.shared[i] = (Output(whole[node]), views)
-        written: list[tuple[int | Node, Node]] = [(k, t.node) for k, t in enumerate(arguments) if t.node.version]
+        # squeeze_ and detach_ have made a view of the argument's memory out of it, and a write to that is one to the memory
+        places = [t.node.root if t.node.root in nodes else t.node for t in arguments]
+        written: list[tuple[int | Node, Node]] = [(k, node) for k, node in enumerate(places) if node.version]
         for target, node in [*written, *[(node, node) for node in level.writes]]:
             result.written.append((target, len(result.values), node.detached))
             result.values.append(read(node, level))

@@ -399,8 +399,10 @@ def by_value(
     def bound() -> jax.Array | None:
         if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or checkpoint's values are not known
             return None
-        if vmaps:  # torch's vmap has no rule for rrelu: that of an operator which draws a number for each element stands in
-            _refuse(vmaps, *(("aten.poisson", operands) if name == "aten.rrelu" else (name, [*operands, *args])), generator)
+        if vmaps and name == "aten.rrelu":  # torch's vmap has no rule for it: that of another operator on one tensor stands in
+            _refuse(vmaps, "aten.poisson", operands, generator)
+        elif vmaps:
+            _refuse(vmaps, name, [*operands, *args], generator)
         lanes = [each.lane for each in vmaps if each.randomness == "different"]
         params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
         return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)

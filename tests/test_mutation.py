@@ -471,3 +471,109 @@ def test_detach_in_place_stops_the_gradient_where_torch_func_does(name: str, com
 def test_detach_in_place_inside_vmap() -> None:
     x = torch.randn(3, dtype=torch.float64)
     same(vmap(grad(lambda x: x.sin().detach_() * x))(x), x.sin())  # torch.func cannot: what vmap holds is a view
+
+
+OVERLAPPING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "part of a window": lambda y: y.unfold(0, 2, 1)[0, 1:].fill_(9.0),
+    "first window": lambda y: y.unfold(0, 2, 1)[0].mul_(9.0),
+    "last window": lambda y: y.unfold(0, 2, 1)[1].mul_(3.0),
+    "diagonal of windows": lambda y: y.unfold(0, 2, 1).diagonal(1, 0, 1).fill_(9.0),
+    "all windows": lambda y: y.unfold(0, 2, 1).fill_(9.0),
+    "windows that are apart": lambda y: y.unfold(0, 2, 2)[0].fill_(9.0),
+    "first row of as_strided": lambda y: y.as_strided((2, 2), (1, 1))[0].fill_(9.0),
+    "a view of a view of it": lambda y: y.unfold(0, 2, 1).t()[1].unsqueeze(0)[:, :1].fill_(9.0),
+    "first row of expand": lambda y: y.expand(2, 3)[0].fill_(9.0),
+    "part of a row of expand": lambda y: y.expand(2, 3)[1, 1:].add_(9.0),
+    "select of expand": lambda y: y.unsqueeze(0).expand(2, 3).select(0, 1).mul_(2.0),
+    "broadcast_to": lambda y: torch.broadcast_to(y, (2, 3))[1].add_(1),
+    "a row of a part of expand": lambda y: y[1:].expand(2, 2)[1][:1].mul_(5.0),
+}
+
+
+@pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "jit(vmap)", "grad"])
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_writes_to_part_of_a_view_in_which_elements_are_several(case: str, way: str) -> None:
+    """The elements that are not written to stand for the same memory, and must not bring its old value back."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        windows = y.unfold(0, 2, 1)
+        OVERLAPPING[case](y)
+        return torch.cat([y, (windows * 2).flatten()])
+
+    for x in (torch.arange(3.0), torch.tensor([5.0, -1.0, 2.0])):
+        if way == "grad":
+            leaf = x.clone().requires_grad_()
+            (fn(leaf) ** 2).sum().backward()
+            same(grad(lambda x: (fn(x) ** 2).sum())(x), leaf.grad)
+        elif "vmap" in way:
+            mapped = jit(vmap(fn)) if "jit" in way else vmap(fn)
+            same(mapped(torch.stack([x, x + 1])), torch.stack([fn(x), fn(x + 1)]))
+        else:
+            same((jit if way == "jit" else functionalize)(fn)(x), fn(x))
+
+
+AT_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "read": lambda y, i: None,
+    "write to y[i]": lambda y, i: y[i].mul_(5),
+    "write to y[:, i]": lambda y, i: y[:, i].fill_(3.0),
+    "write to y[..., i]": lambda y, i: y[..., i].add_(y[..., 0]),
+    "write to y[i, None]": lambda y, i: y[i, None].mul_(5),
+    "write to y[i, i]": lambda y, i: y[i, i].mul_(5),
+    "write to part of y[i]": lambda y, i: y[i][..., :1].mul_(7),
+    "write to y[..., 1:][i]": lambda y, i: y[..., 1:][i].mul_(3),
+    "write to narrow": lambda y, i: y.narrow(1, i, 1).mul_(5),
+    "y[i] = number": lambda y, i: y.__setitem__(i, 9.0),
+    "y[:, i] = tensor": lambda y, i: y.__setitem__((slice(None), i), torch.arange(4.0)),
+    "y[i] = tensor with a dimension more": lambda y, i: y.__setitem__(i, torch.ones(1, 1, 3, 4)),
+    "y[i] += 1": lambda y, i: y.__setitem__(i, y[i] + 1),
+    "y[i, [0, 1]] = number": lambda y, i: y.__setitem__((i, [0, 1]), -1.0),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["argument", "captured", "jit, argument", "jit, captured", "jit, computed", "vmap", "jit(vmap)", "jit(grad)"]
+)
+@pytest.mark.parametrize("case", AT_PLACE)
+def test_an_integer_tensor_as_index(case: str, way: str) -> None:
+    """y[i] is a view of y, as in PyTorch; under jit, i is an input of the program."""
+
+    def fn(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        view, base = y[i], y[:, i]
+        AT_PLACE[case](y, i)
+        return torch.cat([y.flatten(), view.flatten() * 2, base.flatten() * 3])
+
+    x, place = torch.arange(24.0).reshape(2, 3, 4) + 1, torch.tensor(0)
+    ways: dict[str, Callable[..., Any]] = {
+        "argument": functionalize(fn), "captured": functionalize(lambda x, i: fn(x, place)), "jit, argument": jit(fn),
+        "jit, captured": jit(lambda x, i: fn(x, place)), "jit, computed": jit(lambda x, i: fn(x, i * 1)),
+        "vmap": lambda x, i: vmap(fn, (0, None))(x[None], i)[0], "jit(vmap)": lambda x, i: jit(vmap(fn, (0, None)))(x[None], i)[0],
+        "jit(grad)": jit(grad(lambda x, i: (fn(x, i) ** 2).sum())),
+    }
+    for dtype in (torch.int64, torch.int32):
+        place = torch.tensor(0, dtype=dtype)
+        for number in (1, -1, 0):
+            place.fill_(number)
+            leaf = x.clone().requires_grad_()
+            want = fn(leaf, place)
+            if way == "jit(grad)":
+                (want,) = torch.autograd.grad((want**2).sum(), leaf)
+            same(ways[way](x, place), want.detach())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mapped_integer_as_index_of_what_is_written(compiled: bool) -> None:
+    def fn(y: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = y.clone()
+        y[i] = 9.0
+        y[:, i] += torch.tensor([4.0, 5.0])
+        y[i].mul_(100)  # a copy, as in torch.func
+        return y
+
+    y, places = torch.arange(12.0).reshape(2, 2, 3), torch.tensor([1, -2])
+    mapped = jit(vmap(fn)) if compiled else vmap(fn)
+    same(mapped(y, places), torch.func.vmap(fn)(y, places))
+    for f, words in ((fn, "index 7 is out of bounds for dimension 0 with size 2"), (lambda y, i: y[0][i], "out of")):
+        with pytest.raises(IndexError, match=words):
+            (jit(f) if compiled else functionalize(f))(y[0], torch.tensor(7))

@@ -10,27 +10,32 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
+from jax import Array
 
 from bridge import private
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import gradient_hooks
 from bridge.intercepted.control_flow import traced
-from bridge.lowering.common.provided import refuse
+from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
+from bridge.trace.aliasing import Part
 from bridge.trace.levels import innermost, state
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
 
 
 def _is_unknown_number(x: Any) -> bool:
-    """Whether it is a traced 0-dim integer tensor and no mask; as an index, PyTorch's C++ would ask for its value."""
-    return type(x) is Traced and x.dim() == 0 and not x.is_floating_point() and x.dtype not in (torch.bool, torch.uint8)
+    """Whether it is a 0-dim integer tensor that a program reads, and no mask; as an index, PyTorch's C++ would ask for its value."""
+    if type(x) is not Traced and not (isinstance(x, torch.Tensor) and state.level is not None and state.level.root.staged):
+        return False
+    return x.dim() == 0 and not (x.is_floating_point() or x.is_complex()) and x.dtype not in (torch.bool, torch.uint8)
 
 
-def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
-    """x[i] with a traced 0-dim integer i: torch would read its value, which may not be known, so it is a gather here."""
+def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any, written: bool = False) -> Any:
+    """x[i] with a 0-dim integer i whose value may not be known: torch would read it.  written: the result is written to at once."""
     parts = index if type(index) is tuple else (index,)
     if not any(_is_unknown_number(p) for p in parts):
         return func(t, index)
@@ -42,19 +47,50 @@ def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
         if p is Ellipsis:
             dim += t.dim() - expanded
         elif _is_unknown_number(p):
-            place = p.long()  # in its own dtype, the sum may overflow
-            kept = kept.index_select(dim, torch.where(place < 0, place + kept.shape[dim], place).reshape(1)).squeeze(dim)
+            kept = _part(kept, dim, p, 1, "index {{index}} is out of bounds for dimension {dim} with size {size}", written).squeeze(dim)
         elif not isinstance(p, int) or isinstance(p, bool):
             dim += 1
     return kept
 
 
+def _setitem(func: Callable[..., Any], t: torch.Tensor, index: Any, value: Any) -> None:
+    """x[i] = v with an i as in ``_getitem``."""
+    parts = index if type(index) is tuple else (index,)
+    if not any(_is_unknown_number(p) for p in parts):
+        func(t, index, value)
+    elif any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):
+        func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts), value)
+    else:
+        target = _getitem(torch.Tensor.__getitem__, t, index, written=True)
+        if not isinstance(value, torch.Tensor):
+            target.fill_(value)
+        else:
+            extra = value.dim() - target.dim()  # dimensions of size 1 in front may be too many
+            target.copy_(value.squeeze(tuple(range(extra))) if extra > 0 else value)
+
+
 def _narrow(func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any, length: int) -> Any:
-    """narrow with a traced start: the length is known, so the slice is a gather of consecutive indices."""
+    """narrow with a start whose value may not be known; the length is known."""
     if not _is_unknown_number(start):
         return func(input, dim, start, length)
-    start = torch.where(start < 0, start + input.shape[dim], start)
-    return input.index_select(dim, start + torch.arange(length, device=input.device))
+    return _part(input, dim, start, length, f"start ({{{{index}}}}) + length ({length}) exceeds dimension size ({{size}}).")
+
+
+def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
+    """The part of a dimension that begins at start: a view, as in PyTorch.
+
+    If a vmap maps start, it is a copy, as in torch.func, unless it is written to at once.  words: the error for a start that is out of range.
+    """
+    dim, size = dim % max(t.dim(), 1), t.shape[dim]
+    value: Array = value_of(start.long())
+    if private.mapped([value]) and not written:
+        first = torch.where(start < 0, start.long() + size, start)
+        return t.index_select(dim, first + torch.arange(length, device=t.device))
+    value = check(value, Range(-size, size - length + 1, words.format(dim=dim, size=size)))
+    place = jnp.where(value < 0, value + size, value)
+    if length > 1:
+        place = check(place, Range(0, size - length + 1, words.format(dim=dim, size=size)))
+    return views.part(t, Part(dim, place, length))
 
 
 def _ctc_loss(
@@ -190,8 +226,8 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
-    torch.Tensor.__getitem__: _getitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow, torch.ctc_loss: _ctc_loss,
-    F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
+    torch.Tensor.__getitem__: _getitem, torch.Tensor.__setitem__: _setitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow,
+    torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,

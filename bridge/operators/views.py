@@ -12,7 +12,7 @@ from bridge.errors import at_line
 from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, pure, stop
-from bridge.trace.aliasing import Inner, View, read, repeated
+from bridge.trace.aliasing import Inner, Part, View, read, repeated
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Geometry, Node, OutsideOfView, contiguous
 from bridge.trace.tracing import Traced, node_of, over, own_rule, plan_of, value_of
@@ -50,6 +50,14 @@ def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: t
     if not torch.is_grad_enabled():  # the same memory, no derivative through it
         node.value, node.seen = stop(view.forward(read(base, state.level) if isinstance(base, Node) else value_of(base))), node.root.version
     return over(node, meta, device)
+
+
+def part(base: torch.Tensor, view: Part) -> Traced:
+    """A part of a tensor that begins at a place which only the program knows."""
+    dim, _, length = view.args
+    with private.without_modes():
+        meta = meta_of(base).narrow(dim, 0, length)
+    return _viewed(base, meta, view, base.device)
 
 
 def view_again(t: torch.Tensor | Node, views: tuple[View, ...]) -> Traced | None:

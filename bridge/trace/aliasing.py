@@ -5,12 +5,14 @@ root has changed.  A result that is a view of a tensor from outside is made by t
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 from bridge import private
 from bridge.lowering.common.promotion import cast
@@ -57,9 +59,26 @@ class View:
 
     def _scattered(self, base: jax.Array, value: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """The inverse of any view that only selects elements: each element goes back to the index that it came from."""
-        index = self.lowering(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape), *args, **kwargs)
-        flat = base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1))
-        return flat.reshape(base.shape)
+        return _scattered(base, value, lambda places: self.lowering(places, *args, **kwargs))
+
+
+class Part(View):
+    """The part of a dimension that begins at a place which only the program knows; args: dimension, 0-dim integer array, length."""
+
+    __slots__ = ()
+
+    def __init__(self, dim: int, start: jax.Array, length: int) -> None:
+        super().__init__(Part, (dim, start, length), {}, _part)
+
+    def inverse(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        dim, start, _ = self.args
+        return lax.dynamic_update_slice_in_dim(base, cast(value, base.dtype), start, dim)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # its place has no value to compare
+
+
+def _part(base: jax.Array, dim: int, start: jax.Array, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(base, start, length, dim)
 
 
 class Inner(View):
@@ -87,7 +106,11 @@ class Inner(View):
         views, in_dim, out_dim = self.args
 
         def back(base: jax.Array, value: jax.Array) -> jax.Array:
-            for view, part in reversed(list(zip(views, _bases(base, views), strict=False))):
+            parts, rest = _bases(base, views), views
+            k = _overlap(views)
+            if k is not None:
+                value, rest = _through(parts[k], views[k:], value), views[:k]
+            for view, part in reversed(list(zip(rest, parts, strict=False))):
                 value = view.inverse(part, value)
             return value
 
@@ -104,6 +127,37 @@ def _bases(value: jax.Array, views: tuple[View, ...]) -> list[jax.Array]:
     for view in views:
         found.append(view.lowering(found[-1], *view.args, **view.kwargs))
     return found
+
+
+def _scattered(base: jax.Array, value: jax.Array, forward: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The base with a view that only selects elements replaced; forward gives the view of an array."""
+    index = forward(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape))
+    return base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1)).reshape(base.shape)
+
+
+def _overlap(views: Sequence[View]) -> int | None:
+    """The place of the first view in which an element of its base may be several elements, if further views select some of these.
+
+    A write to such a part cannot go back view by view: the other elements that stand for the same one would bring its old value back.
+    """
+    k = next((k for k, view in enumerate(views[:-1]) if view.func in _overlapping()), None)
+    return None if k is None or any(view.func in _of_values() for view in views[k:]) else k
+
+
+@functools.cache
+def _overlapping() -> frozenset[Any]:
+    return frozenset(overload(f"aten.{name}") for name in ("expand", "unfold", "as_strided"))
+
+
+@functools.cache
+def _of_values() -> frozenset[Any]:
+    """Views that change values, besides selecting elements."""
+    return frozenset(overload(f"aten.{name}") for name in ("_conj", "_neg_view", "view_as_real", "view_as_complex", "view.dtype"))
+
+
+def _through(base: jax.Array, views: Sequence[View], value: jax.Array) -> jax.Array:
+    """The base with a view of a view, and so on, replaced."""
+    return _scattered(base, value, lambda places: _bases(places, tuple(views))[-1])
 
 
 def expanded(dim: int, shape: Sequence[int]) -> tuple[View, ...]:
@@ -189,6 +243,15 @@ def write(node: Node, value: jax.Array, level: Level, detached: bool = False, ke
         root.version += 1
         root.detached = detached
         return
-    write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached, keep)
+    chain = [node]
+    while chain[-1].parent is not None:
+        chain.append(chain[-1].parent)
+    chain.reverse()
+    views = [each.view for each in chain[1:]]
+    k = _overlap(views)
+    if k is None:
+        write(node.parent, node.view.inverse(read(node.parent, level), value), level, detached, keep)
+    else:
+        write(chain[k], _through(read(chain[k], level), views[k:], value), level, detached, keep)
     if node.level is level:
         node.value, node.seen = value, root.version

@@ -79,7 +79,7 @@ def _narrow(func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any,
 def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
     """The part of a dimension that begins at start: a view, as in PyTorch.
 
-    If a vmap maps start, it is a copy, as in torch.func, unless it is written to at once.  words: the error for a start that is out of range.
+    If a vmap maps start, it is a copy, as in torch.func, unless it is written to at once.  words: the error for a start out of range.
     """
     dim, size = dim % max(t.dim(), 1), t.shape[dim]
     value: Array = value_of(start.long())

@@ -8,7 +8,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -212,6 +212,18 @@ def test_a_number_is_as_precise_as_in_torch() -> None:
     fn, x = jit(data), torch.zeros(2, dtype=torch.int64)
     for n in (1, 2**31 + 1, 2**40 + 5, -(2**33) - 1, 7):
         same(fn(x, n), data(x, n), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, lambda s: torch.tensor(s / 3, dtype=torch.float64)])
+@pytest.mark.parametrize("numbers", [(1.0, 2.5, -3.0, 1e300, math.inf, 0.5), (1, 2, 2**40 + 1, -7)])
+def test_a_tensor_of_a_number_is_compiled_once(make: Any, numbers: Sequence[float]) -> None:
+    data: Any = lambda x, s: (make(s), x * make(s))
+    fn, x = jit(data), torch.ones(2)
+    for s in numbers:
+        mine, theirs = fn(x, s), data(x, s)
+        assert [t.dtype for t in mine] == [t.dtype for t in theirs]
+        same(mine, theirs, rtol=0, atol=0)
+    assert len(fn.programs()) <= 3  # the first number, all numbers, and one that float32 cannot hold
 
 
 REFUSED = {

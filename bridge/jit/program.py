@@ -299,12 +299,16 @@ def trace(
 class _ValuesFromOutside(TorchFunctionMode):
     """Refuses functions that read a tensor from outside without an operator, because the program would keep its values for ever.
 
-    Functions that make a tensor of Python data get numbers by their values: of an input, PyTorch's C++ would keep 32 bits alone.
+    A tensor of one number that is an input is made of the input.  In other Python data such numbers are replaced by their values, because
+    PyTorch's C++ keeps 32 bits of an input alone.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
             raise tracing.unknown_value(f"{func.__name__}()")
+        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
+            dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
+            return torch.full((), args[0], **{"dtype": dtype, **(kwargs or {})})
         if func in _OF_DATA:
             args, kwargs = pytree.tree_map(lambda x: x.node.asked() if python_numbers.is_input(x) else x, (args, kwargs))
         return func(*args, **(kwargs or {}))

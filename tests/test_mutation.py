@@ -523,6 +523,7 @@ AT_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "write to part of y[i]": lambda y, i: y[i][..., :1].mul_(7),
     "write to y[..., 1:][i]": lambda y, i: y[..., 1:][i].mul_(3),
     "write to narrow": lambda y, i: y.narrow(1, i, 1).mul_(5),
+    "write to select": lambda y, i: torch.select(y, 1, i).mul_(5),
     "y[i] = number": lambda y, i: y.__setitem__(i, 9.0),
     "y[:, i] = tensor": lambda y, i: y.__setitem__((slice(None), i), torch.arange(4.0)),
     "y[i] = tensor with a dimension more": lambda y, i: y.__setitem__(i, torch.ones(1, 1, 3, 4)),
@@ -560,6 +561,30 @@ def test_an_integer_tensor_as_index(case: str, way: str) -> None:
             if way == "jit(grad)":
                 (want,) = torch.autograd.grad((want**2).sum(), leaf)
             same(ways[way](x, place), want.detach())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_integer_as_index_of_a_captured_tensor(compiled: bool) -> None:
+    table, place = torch.arange(12.0).reshape(3, 4), torch.tensor(0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        rows = table[place] + table.select(1, place)[0] + table.narrow(0, place, 1)[0] * table[:, place, None][0]
+        return x * (rows + table[place, [0, 1, 2, 3]]) * torch.nn.functional.one_hot(place, 4)
+
+    run = jit(fn) if compiled else functionalize(fn)
+    for number in (1, 2, -1, 0):
+        place.fill_(max(number, 0))
+        same(run(torch.ones(4)), fn(torch.ones(4)))
+
+    def write(x: torch.Tensor) -> torch.Tensor:
+        table[place] = x
+        return table * 1
+
+    run = jit(write) if compiled else functionalize(write)
+    for number in (1, -1):
+        place.fill_(number)
+        mine = run(torch.ones(4) * number), table.clone()
+        same(mine, (write(torch.ones(4) * number), table))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -76,6 +76,13 @@ def _narrow(func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any,
     return _part(input, dim, start, length, f"start ({{{{index}}}}) + length ({length}) exceeds dimension size ({{size}}).")
 
 
+def _select(func: Callable[..., Any], input: torch.Tensor, dim: int, index: Any) -> Any:
+    """select with an index whose value may not be known."""
+    if not _is_unknown_number(index) or not input.dim():
+        return func(input, dim, index)
+    return _getitem(torch.Tensor.__getitem__, input, (*[slice(None)] * (dim % input.dim()), index))
+
+
 def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
     """The part of a dimension that begins at start: a view, as in PyTorch.
 
@@ -227,6 +234,7 @@ PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
     torch.Tensor.__getitem__: _getitem, torch.Tensor.__setitem__: _setitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow,
+    torch.select: _select, torch.Tensor.select: _select,
     torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,

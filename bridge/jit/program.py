@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -306,6 +307,8 @@ class _ValuesFromOutside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
             raise tracing.unknown_value(f"{func.__name__}()")
+        if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
+            return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
             return torch.full((), args[0], **{"dtype": dtype, **(kwargs or {})})
@@ -314,6 +317,10 @@ class _ValuesFromOutside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+#: Functions that read the values of a tensor from outside if no operand is traced; their rules do not.
+_BY_NUMBER = frozenset([
+    torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,
+])  # fmt: skip
 _OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor])
 _TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 

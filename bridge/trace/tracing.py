@@ -247,6 +247,8 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
             "We don't support that yet, please shout over at https://github.com/pytorch/functorch/issues/257 . "
         )
     needs, instead = "needs a tensor's values", "compute with torch.where or torch.cond instead"
+    if "item" in what:
+        instead += ", take x[i:i + n] as x.narrow(0, i, n)"
     if dynamic_shape:
         needs = "has an output of dynamic shape, which depends on a tensor's values"
         instead = "keep the shape and mask with torch.where instead"

@@ -602,3 +602,53 @@ def test_a_mapped_integer_as_index_of_what_is_written(compiled: bool) -> None:
     for f, words in ((fn, "index 7 is out of bounds for dimension 0 with size 2"), (lambda y, i: y[0][i], "out of")):
         with pytest.raises(IndexError, match=words):
             (jit(f) if compiled else functionalize(f))(y[0], torch.tensor(7))
+
+
+MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "unsafe_chunk": lambda y: y.unsafe_chunk(2)[0].mul_(3),
+    "unsafe_split": lambda y: torch.unsafe_split(y, 1, 1)[2].mul_(3),
+    "unsafe_split_with_sizes": lambda y: y.unsafe_split_with_sizes([1, 3], 1)[1].mul_(3),
+    "a list that has a tensor twice": lambda y: torch._foreach_mul_([y, y], 2),
+    "a list that has a tensor twice, and numbers": lambda y: torch._foreach_add_([y, y], [2.0, 3.0]),
+    "a list of a tensor and a part of it": lambda y: torch._foreach_neg_([y, y[:1]]),
+    "a list that reads what it wrote": lambda y: torch._foreach_copy_([y[0], y[1]], [y[1], y[0]]),
+    "a list that reads what it wrote, thrice": lambda y: torch._foreach_addcmul_([y[0], y[1]], [y[1], y[0]], [y[2], y[0]], [2.0, 3.0]),
+    "complex numbers of real ones": lambda y: y.view(torch.complex128)[..., 0].fill_(1 + 2j),
+    "real numbers of complex ones": lambda y: y.view(torch.complex64).view(torch.float32)[..., 1:].fill_(9.0),
+    "bits of numbers": lambda y: y.view(torch.int32)[1].bitwise_and_(0x7FF00000),
+    "fill_diagonal_": lambda y: y.fill_diagonal_(7.0),
+    "fill_diagonal_ of a tall one": lambda y: y[:, 2:].fill_diagonal_(7.0, wrap=True),
+    "fill_diagonal_ of another order": lambda y: y.t().fill_diagonal_(7.0, wrap=True),
+    "fill_diagonal_ of a place": lambda y: y[torch.tensor(1), None].t().fill_diagonal_(7.0),
+    "fill_diagonal_ of three dimensions": lambda y: y.view(3, 2, 2)[:2].fill_diagonal_(7.0),
+}
+
+
+@pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "vmap over the last dimension", "jit(vmap)", "grad"])
+@pytest.mark.parametrize("case", MEMORY)
+def test_writes_to_memory_that_several_tensors_share(case: str, way: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        MEMORY[case](y)
+        return y * 1
+
+    for x in (torch.arange(12.0).reshape(3, 4) + 1, torch.arange(12.0).reshape(3, 4).flip(0) / 2):
+        if way == "grad":
+            leaf = x.clone().requires_grad_()
+            if "unsafe" not in case and "list" not in case:  # PyTorch's autograd does not know that these share memory
+                (fn(leaf) ** 2).sum().backward()
+                same(grad(lambda x: (fn(x) ** 2).sum())(x), leaf.grad)
+        elif "vmap" in way:
+            dim = -1 if "last" in way else 0
+            mapped = vmap(fn, in_dims=dim)
+            same((jit(mapped) if "jit" in way else mapped)(torch.stack([x, x + 1], dim)), torch.stack([fn(x), fn(x + 1)]))
+        else:
+            same((jit if way == "jit" else functionalize)(fn)(x), fn(x))
+
+
+def test_as_strided_of_a_place_that_only_the_program_knows() -> None:
+    fn = lambda x, i: x[i].as_strided((2,), (1,)) * 1
+    x, place = torch.arange(12.0).reshape(3, 4), torch.tensor(1)
+    same(jit(fn)(x, place), fn(x, place))  # it calls the function itself
+    with pytest.raises(RuntimeError, match="only the program knows where in memory"):
+        vmap(fn, (0, None))(x[None], place)

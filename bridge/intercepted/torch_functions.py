@@ -83,6 +83,19 @@ def _select(func: Callable[..., Any], input: torch.Tensor, dim: int, index: Any)
     return _getitem(torch.Tensor.__getitem__, input, (*[slice(None)] * (dim % input.dim()), index))
 
 
+def _fill_diagonal(func: Callable[..., Any], input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """fill_diagonal_ by views: PyTorch's C++ uses as_strided, which is refused where a tensor's place in memory is not known."""
+    if input.dim() < 2 or (input.dim() > 2 and len(set(input.shape)) > 1):
+        return func(input, fill_value, wrap)
+    rows, columns = input.shape[0], input.shape[-1]
+    for first in range(0, rows if wrap and input.dim() == 2 else 1, columns + 1):
+        diagonal = input[first:] if first else input
+        while diagonal.dim() > 1:
+            diagonal = diagonal.diagonal(0, 0, -1)
+        diagonal.fill_(fill_value)
+    return input
+
+
 def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
     """The part of a dimension that begins at start: a view, as in PyTorch.
 
@@ -234,7 +247,7 @@ PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
     torch.Tensor.__getitem__: _getitem, torch.Tensor.__setitem__: _setitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow,
-    torch.select: _select, torch.Tensor.select: _select,
+    torch.select: _select, torch.Tensor.select: _select, torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,

@@ -23,7 +23,7 @@ from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node, contiguous
-from bridge.trace.tracing import Traced, assign, own_rule, plan_of, value_of
+from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
 
 
 def _become_view(func: torch._ops.OpOverload, functional: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,11 +112,17 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
     written = list(writes) or [a.name for a in changed]
     of_dtype = is_out and _is_factory(functional)
     looks = row.apart is not None or is_pointwise(func) or (functional is not None and is_pointwise(functional))
+    in_turn = func._schema.name.startswith("aten::_foreach_") and not is_out
 
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         targets = [given[name] for name in written]
         flat = [t for item in targets for t in (item if isinstance(item, list | tuple) else [item])]
+        if in_turn and len(flat) > 1 and _meet(flat, given.values()):  # as PyTorch: an entry reads what was written by those before it
+            for i in range(len(flat)):
+                own = [x[i : i + 1] if _has_length(x, len(flat)) else x for x in (*args, *kwargs.values())]
+                run_write(tuple(own[: len(args)]), dict(zip(kwargs, own[len(args) :], strict=True)))
+            return None if len(func._schema.returns) == 0 else targets[0]
         if looks:
             read = [(name, x if isinstance(x, list | tuple) else [x]) for name, x in given.items() if name not in written]
             refuse_overlap(row.apart or (), flat, [(name, t) for name, some in read for t in some])
@@ -148,6 +154,20 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
         return returned[0] if len(returned) == 1 else returned
 
     return run_write
+
+
+def _has_length(x: Any, n: int) -> bool:
+    return (isinstance(x, list | tuple) and len(x) == n) or (isinstance(x, torch.Tensor) and x.dim() == 1 and len(x) == n)
+
+
+def _meet(targets: Sequence[torch.Tensor], given: Iterable[Any]) -> bool:
+    """Whether what is written lies in the memory of another entry of the lists."""
+    entries: dict[Node, set[int]] = {node_of(t).root: set() for t in targets}
+    for x in given:
+        for i, t in enumerate(x if isinstance(x, list | tuple) else [x]):
+            if isinstance(t, torch.Tensor) and (root := node_of(t).root) in entries:
+                entries[root].add(i)
+    return any(len(places) > 1 for places in entries.values())
 
 
 def _is_factory(func: torch._ops.OpOverload) -> bool:

@@ -120,7 +120,12 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     offset = base.storage_offset() if offset is None else offset
-    root = node_of(base).root
+    node = node_of(base)
+    root = node.root
+    if _is_part(node):
+        raise OutsideOfView(
+            f"as_strided: only the program knows where in memory this view, x[i] with a tensor i, begins; call .clone() first{at_line()}"
+        )
     first = _first_place(root)
     if offset < first:
         raise OutsideOfView(f"as_strided: offset {offset} lies before the start of the tensor from outside, {first}{at_line()}")
@@ -136,6 +141,10 @@ def as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if first or ordered is not root:
         view.recording = None  # it counts from where the tensor's memory begins
     return over(Node(None, state.level, ordered, view), meta, base.device)
+
+
+def _is_part(node: Node | None) -> bool:
+    return node is not None and (isinstance(node.view, Part) or _is_part(node.parent))
 
 
 def _in_order(root: Node) -> Node:
@@ -190,3 +199,10 @@ def _first_place(root: Node) -> int:
     if not found.is_contiguous():
         raise OutsideOfView(f"as_strided: a tensor from outside must be contiguous; call .contiguous() first{at_line()}")
     return int(found.storage_offset())
+
+
+@own_rule("aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes")
+def unsafe_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In PyTorch the parts lie in the tensor's memory, although the schema does not say so."""
+    of_sizes = isinstance(args[1], list | tuple)
+    return plan_of(aten.split_with_sizes.default if of_sizes else aten.split.Tensor)(args, kwargs)

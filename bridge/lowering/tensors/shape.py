@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -67,13 +68,17 @@ def aten__reshape_alias(x: Array, size: Sequence[int], stride: Sequence[int]) ->
     return aten_view(x, size)
 
 
+@jax.custom_jvp
+def _of_bits(base: Array, value: Array) -> Array:
+    return aten_view_dtype(value, dtypes.to_torch(base.dtype))
+
+
+# as in PyTorch, whose autograd does not see a write through a view of another dtype
+_of_bits.defjvp(lambda primals, tangents: (_of_bits(*primals), tangents[0]))
+
+
 def _write_bits(base: Array, value: Array, dtype: torch.dtype) -> Array:
-    if value.dtype.itemsize == base.dtype.itemsize:
-        return lax.bitcast_convert_type(value, base.dtype)
-    ratio = max(value.dtype.itemsize, base.dtype.itemsize) // min(value.dtype.itemsize, base.dtype.itemsize)
-    if value.dtype.itemsize < base.dtype.itemsize:
-        return lax.bitcast_convert_type(value.reshape(*value.shape[:-1], -1, ratio), base.dtype)
-    return lax.bitcast_convert_type(value, base.dtype).reshape(base.shape)
+    return value if value.dtype == base.dtype else _of_bits(base, value)
 
 
 @lowering("aten.view.dtype", "aten.view_copy.dtype", view_inverse=_write_bits)

@@ -328,3 +328,43 @@ def test_polar_and_the_square_root(name: str, dtype: torch.dtype) -> None:
             fn(wrong)
         with pytest.raises((RuntimeError, NotImplementedError)):
             torchfunc_jax.jit(fn)(wrong)
+
+
+_TABLE = torch.tensor([[5, 1], [2, 5], [1, 0]])
+#: functions whose gradient in reverse mode is not the transpose of forward mode
+CHANGED_GRADIENTS: dict[str, Callable[..., torch.Tensor]] = {
+    "cholesky": torch.linalg.cholesky,
+    "cholesky of the upper triangle": lambda a: torch.linalg.cholesky(a, upper=True),
+    "eigh": lambda a: torch.linalg.eigh(a)[1].abs(),
+    "triangular_solve": lambda a: torch.triangular_solve(torch.arange(8.0).double().cos().view(4, 2).to(a.dtype), a, upper=False)[0],
+    "embedding": lambda a: F.embedding(_TABLE, torch.cat([a.real, a.real.sin()]), padding_idx=5),
+    "embedding by frequency": lambda a: F.embedding(_TABLE, torch.cat([a.real, a.real.sin()]), padding_idx=1, scale_grad_by_freq=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", CHANGED_GRADIENTS)
+def test_a_gradient_that_is_no_transpose_is_itself_differentiated(name: str, dtype: torch.dtype) -> None:
+    """The second derivative in reverse mode differentiates what PyTorch makes of the gradient, along directions that are not symmetric."""
+    fn = CHANGED_GRADIENTS[name]
+    a = torch.randn(3, 4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    a = a @ a.mH + torch.eye(4)
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        out = fn(a)
+        return ((out.abs() ** 2).flatten() * torch.arange(out.numel()).double().cos()).sum()
+
+    def second(tf) -> Callable[[torch.Tensor], torch.Tensor]:
+        def slope(a: torch.Tensor) -> torch.Tensor:
+            gradient = tf.grad(loss)(a)
+            return ((gradient if not a.is_complex() else gradient.real + 2 * gradient.imag).flatten() * torch.arange(16.0).sin()).sum()
+
+        return tf.grad(slope)
+
+    expected = torch.stack([second(torch.func)(x) for x in a])
+    torch.testing.assert_close(torchfunc_jax.vmap(second(torchfunc_jax))(a), expected)
+    torch.testing.assert_close(torchfunc_jax.jit(torchfunc_jax.vmap(second(torchfunc_jax), in_dims=1))(a.movedim(0, 1)), expected)
+    through = torchfunc_jax.grad(lambda a: torchfunc_jax.grad(lambda a: torchfunc_jax.vmap(loss)(a).sum())(a).real.sum())(a)
+    beside = torch.func.grad(lambda a: torch.func.grad(lambda a: sum(map(loss, a)))(a).real.sum())(a)
+    torch.testing.assert_close(through, beside)

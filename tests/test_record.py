@@ -609,6 +609,17 @@ def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     assert len(made) == 1
 
 
+def test_a_damaged_program_is_not_loaded(tmp_path: Any) -> None:
+    """A byte may have changed in the compiled code, which XLA does not check."""
+    path = tmp_path / "program"
+    disk.save(path, {"code": b"0" * 1000})
+    assert disk.load(path) == {"code": b"0" * 1000}
+    stored = path.read_bytes()
+    for damaged in (stored.replace(b"000", b"010", 1), stored[:-1], stored + b"0", stored[:20], b""):
+        path.write_bytes(damaged)
+        assert disk.load(path) is None
+
+
 def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def broken(_: Any) -> Any:
         def run(*_: Any) -> Any:

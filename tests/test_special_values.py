@@ -239,3 +239,14 @@ def test_logit_of_what_is_beyond_its_bounds(eps):
     x = torch.tensor([-1, 0.0, 0.05, 0.1, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7, 0.9, 1.0, 1.5, _NAN])
     for wrap in (tj.jit, tj.vmap):
         torch.testing.assert_close(wrap(lambda x: torch.logit(x, eps))(x), torch.logit(x, eps), equal_nan=True)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_search_among_nan_is_pytorchs(right):
+    """JAX's own search puts NaN after all numbers."""
+    places = torch.tensor([[-_INF, 0.0, -0.0, 1.0, _INF, _NAN], [0.0, 1.0, 2.0, _NAN, _NAN, _NAN], [3.0, 1.0, _NAN, 2.0, 5.0, 4.0]])
+    x = torch.tensor([_NAN, _INF, 0.0, -_INF, 1.0, 4.5]).expand(3, 6).contiguous()
+    for fn in (lambda p, x: torch.searchsorted(p, x, right=right), lambda p, x: torch.bucketize(x, p, right=right)):
+        expected = torch.stack([fn(p, values) for p, values in zip(places, x, strict=True)])
+        assert torch.equal(tj.vmap(fn)(places, x), expected) and torch.equal(tj.jit(tj.vmap(fn))(places, x), expected)
+        assert torch.equal(tj.jit(fn)(places[0], x), fn(places[0], x)) and torch.equal(tj.jit(fn)(places[0, :0], x), fn(places[0, :0], x))

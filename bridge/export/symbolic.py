@@ -322,7 +322,8 @@ _LOOPS: dict[str, Callable[[Replay, Eqns, list[Any]], Sequence[Any]]] = {
 }
 #: Primitives of this project, which the exported program may not contain.
 _RULES: dict[str, Callable[..., Any]] = {
-    "conv": of_any_size, "at_lane": lambda numbers, lane: lax.dynamic_index_in_dim(numbers, lane, 0, keepdims=False),
+    "with_cotangent": lambda x, *_, change: x, "conv": of_any_size,
+    "at_lane": lambda numbers, lane: lax.dynamic_index_in_dim(numbers, lane, 0, keepdims=False),
 }
 
 

@@ -109,10 +109,13 @@ def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], a
 def load(path: Path) -> dict[str, Any] | None:
     """The data that were saved there; None if there are none that can be used."""
     try:
-        found = pickle.loads(path.read_bytes())
+        digest, data = (stored := path.read_bytes())[:32], stored[32:]
+        if hashlib.sha256(data).digest() != digest:  # XLA would run the code of a damaged file
+            return None
+        found = pickle.loads(data)
         os.utime(path)
         return found
-    except Exception:  # the file is absent, cut off or from another version: the program is compiled anew
+    except Exception:  # the file is absent or from another version: the program is compiled anew
         return None
 
 
@@ -121,7 +124,7 @@ def save(path: Path, what: dict[str, Any]) -> None:
     try:
         data = pickle.dumps(what)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-            f.write(data)
+            f.write(hashlib.sha256(data).digest() + data)
         os.replace(f.name, path)
         _limit(path.parent)
     except Exception:  # everything works without the cache

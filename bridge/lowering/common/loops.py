@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bridge.lowering.common import varying
@@ -46,9 +48,19 @@ def fori_loop(*args: Any) -> Any:
 
 
 def searchsorted(sequence: Array, values: Array, side: str) -> Array:
-    """``jnp.searchsorted``, a binary search by a loop."""
-    with kept():
-        return jnp.searchsorted(sequence, values, side=side)
+    """PyTorch's binary search. ``jnp.searchsorted`` puts NaN after all numbers, while no comparison with NaN holds in PyTorch's."""
+    found = jnp.zeros(values.shape, np.int32 if len(sequence) < 2**31 else np.int64)
+    if not len(sequence):
+        return found
+    reached = operator.ge if side == "left" else operator.gt
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        there = reached(jnp.take(sequence, middle, mode="clip"), values)
+        return jnp.where(there | (low >= high), low, middle + 1), jnp.where(there, middle, high)
+
+    return fori_loop(0, len(sequence).bit_length(), halve, (found, jnp.full_like(found, len(sequence))))[0]
 
 
 __all__ = ["fori_loop", "kept", "kept_in", "scan", "searchsorted"]

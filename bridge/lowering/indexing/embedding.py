@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
+from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.loops import searchsorted
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.indexing.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range
@@ -47,13 +46,12 @@ def _embed_jvp(
 ) -> tuple[Array, Array]:
     weight, index, scale = primals
 
-    def back(_: Callable[..., Any], cotangent: Array) -> Array:
-        weighed = cotangent if scale is None else cotangent * _spread(scale, cotangent)
-        return _without(weighed, index, padding_idx)
-
-    # the identity with a transpose of its own; a linear solve can state that for every transform
     rows = _rows(weight.shape, index, mode).read(tangents[0])
-    rows = lax.custom_linear_solve(lambda x: x, rows, lambda _, x: x, back)
+    if scale is not None:
+        # a linear solve states a transpose of its own; PyTorch does not weigh the rows of a second derivative
+        rows = lax.custom_linear_solve(lambda x: x, rows, lambda _, x: x, lambda _, cotangent: cotangent * _spread(scale, cotangent))
+    if padding_idx >= 0:
+        rows = with_cotangent(rows, functools.partial(_without, padding_idx=padding_idx), index)
     return _embed(weight, index, scale, mode, padding_idx), rows
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from bridge.lowering.common import varying
-from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, hermitian_part, matmul, mH, report, with_cotangent
+from bridge.lowering.common.cotangents import with_cotangent
+from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, hermitian_part, matmul, mH, report
 from bridge.lowering.registry import lowering
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.provided import refuse
-from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report, with_cotangent
+from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report
 from bridge.lowering.registry import lowering
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,13 +58,6 @@ def broadcast_batch(*xs: Any) -> list[Array]:
     """The matrices with their leading dimensions broadcast to one another."""
     batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in xs))
     return [x if x.shape[:-2] == batch else jnp.broadcast_to(x, batch + x.shape[-2:]) for x in xs]
-
-
-def with_cotangent(x: Array, change: Callable[..., Any]) -> Array:
-    """x, with change applied to its cotangent: for arguments that PyTorch treats as Hermitian or triangular, whose tangents it uses
-    unchanged and whose gradients it projects.  A linear solve is the only public primitive of JAX that takes a transpose of its
-    own and can be batched; here it solves x = x."""
-    return lax.custom_linear_solve(lambda y: y, x, solve=lambda _, b: b, transpose_solve=lambda _, ct: change(ct))
 
 
 def hermitian_part(x: Array) -> Array:

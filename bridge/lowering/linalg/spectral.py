@@ -14,9 +14,10 @@ import torch
 from jax import Array, lax
 
 from bridge.lowering.common import varying
+from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.promotion import concrete
 from bridge.lowering.common.provided import refuse
-from bridge.lowering.linalg.matrices import check_matrix, diagonal, hermitian_part, matmul, mH, mT, skew_diagonal, with_cotangent
+from bridge.lowering.linalg.matrices import check_matrix, diagonal, hermitian_part, matmul, mH, mT, skew_diagonal
 from bridge.lowering.registry import lowering
 
 

@@ -1,12 +1,15 @@
 """What jit looks at before each call: modules, objects, hooks, PyTorch's ambient state, autocast, memory that its inputs share."""
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
 import functools
 import gc
 import importlib
+import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -432,7 +435,47 @@ class Computed:
         return self.number
 
 
+class _Cached(Number):
+    """An object with functools' descriptors."""
+
+    @functools.cached_property
+    def twice(self) -> Any:
+        return self.value * 2
+
+    def times(self, x: torch.Tensor, by: list[Any]) -> torch.Tensor:
+        return x * self.value * sum(by)
+
+    thrice = functools.partialmethod(times, by=[3.0])
+
+    @functools.singledispatchmethod
+    def sent(self, x: Any) -> Any:
+        return x * self.value
+
+
+def _importing(_: Any, x: torch.Tensor) -> torch.Tensor:
+    import settings_of_a_program  # type: ignore[import-not-found]
+
+    return x * settings_of_a_program.scale
+
+
+def _unbound() -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x * held
+        except NameError:
+            return -x
+
+    def change(k: int) -> None:
+        nonlocal held
+        held = k
+
+    held = 0
+    del held
+    return f, change
+
+
 _Settings = types.ModuleType("settings_of_a_program")
+sys.modules["settings_of_a_program"] = _Settings
 _Settings.scale = 2.0  # type: ignore[attr-defined]
 _FUNCTIONS = [torch.sin, torch.exp, torch.square]
 READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] = {
@@ -495,6 +538,77 @@ READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] =
     "what a weak reference gives": lambda: _referred(Number(2.0)),
     "a metaclass's number": lambda: _in(
         type("Meta", (type,), {"scale": 2.0})("C", (), {}), lambda c, x: x * c.scale, lambda c, k: setattr(type(c), "scale", k)),
+    "the size of a deque": lambda: _held(collections.deque([2.0], 3), lambda h: h.maxlen, lambda m, k: setattr(
+        m, "held", collections.deque([2.0], 3 + k))),
+    "a defaultdict's function": lambda: _in(
+        collections.defaultdict(lambda: 2.0), lambda d, x: x * d.default_factory(), lambda d, k: setattr(d, "default_factory", lambda: k)),
+    "a ChainMap's first dict": lambda: _in(
+        collections.ChainMap({}, {"a": 2.0}), lambda d, x: x * d["a"], lambda d, k: d.maps[0].update(a=k)),
+    "a UserList's tensor": lambda: _in(
+        collections.UserList([torch.ones(3)]), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, torch.ones(3) * k)),
+    "a view of a dict": lambda: (lambda d: (lambda x, v=types.MappingProxyType(d): x * v["a"], lambda k: d.update(a=k)))({"a": 2.0}),
+    "an attribute of a dict": lambda: _in(
+        type("D", (dict,), {"scale": 2.0})(a=2.0), lambda d, x: x * d.scale * d["a"], lambda d, k: setattr(d, "scale", k)),
+    "an entry of a dict with a class": lambda: _in(
+        type("D", (dict,), {"scale": 2.0})(a=2.0), lambda d, x: x * d.scale * d["a"], lambda d, k: d.update(a=k)),
+    "what a dict gives for a key that it lacks": lambda: _in(
+        type("D", (dict,), {"__missing__": lambda d, k: d.scale, "scale": 2.0})(), lambda d, x: x * d["a"],
+        lambda d, k: setattr(d, "scale", k)),
+    "an attribute of a list": lambda: _in(
+        type("L", (list,), {"scale": 2.0})([torch.ones(3)]), lambda d, x: x * d.scale * d[0], lambda d, k: setattr(d, "scale", k)),
+    "an attribute of a string": lambda: _in(
+        type("S", (str,), {"scale": 2.0})("a"), lambda d, x: x * d.scale, lambda d, k: setattr(d, "scale", k)),
+    "the order of tensors in a dict": lambda: _in(
+        {"a": torch.ones(3), "b": torch.zeros(3)}, lambda d, x: x * next(iter(d.values())), lambda d, k: d.update(a=d.pop("a"))),
+    "another tensor in a set": lambda: _in(
+        {torch.ones(3)}, lambda d, x: x * sum(d), lambda d, k: (d.pop(), d.add(torch.ones(3) * k))),
+    "an object in a set": lambda: _in(
+        {Number(2.0)}, lambda d, x: x * sum(o.value for o in d), lambda d, k: setattr(next(iter(d)), "value", k)),
+    "an object that is a key": lambda: _in(
+        {Number(2.0): 1}, lambda d, x: x * next(iter(d)).value, lambda d, k: setattr(next(iter(d)), "value", k)),
+    "another tuple of tensors": lambda: _cell(lambda k: (torch.ones(3) * (k + 1), 2.0), lambda h, x: x * h[0] * h[1]),
+    "a bytearray": lambda: _in(bytearray(b"ab"), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
+    "an array of Python's": lambda: _in(array.array("d", [2.0]), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
+    "a numpy array of objects": lambda: _in(
+        np.array([2.0, None], object), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
+    "a numpy array of another order": lambda: _held(
+        np.ones((2, 3)), lambda h: h.strides[0], lambda m, k: setattr(m, "held", np.asfortranarray(m.held))),
+    "an object that is found first where it is not read": lambda: (lambda n: _in(
+        types.SimpleNamespace(unused=n, used=n), lambda o, x: x * o.used.value, lambda o, k: setattr(o.used, "value", k)))(Number(2.0)),
+    "a list that is found first where it is not read": lambda: (lambda c: _in(
+        types.SimpleNamespace(unused=c, used=c), lambda o, x: x * sum(o.used), lambda o, k: c.append(torch.ones(3))))([torch.ones(3)]),
+    "an object that is found first where it is deep": lambda: (lambda n: _in(
+        [[[[n]]], n], lambda c, x: x * c[1].value["a"][0], lambda c, k: n.value["a"].__setitem__(0, k)))(Number({"a": [2.0]})),
+    "what singledispatch calls": lambda: _in(
+        functools.singledispatch(lambda o, x: x), lambda f, x: f(1, x), lambda f, k: f.register(int, lambda o, x: x * k)),
+    "a slot beside attributes": lambda: _in(
+        type("Child", (Slots,), {})(), lambda o, x: x * o.w, lambda o, k: setattr(o, "w", k)),
+    "a slot with a private name": lambda: _in(
+        type("C", (), {"__slots__": ("_C__value", "__weakref__")})(), lambda o, x: x * getattr(o, "_C__value", 5), lambda o, k: setattr(
+            o, "_C__value", k)),
+    "a number that a cached property reads": lambda: (lambda C: _in(
+        C(2.0), lambda o, x: x * o.twice, lambda o, k: (setattr(o, "value", k), o.__dict__.pop("twice", None))))(_Cached),
+    "what a partialmethod calls": lambda: _in(_Cached(2.0), lambda o, x: o.thrice(x), lambda o, k: setattr(o, "value", k)),
+    "a list of a partialmethod": lambda: _in(
+        _Cached(2.0), lambda o, x: o.thrice(x), lambda o, k: type(o).__dict__["thrice"].keywords["by"].append(k)),
+    "a number that a singledispatchmethod reads": lambda: _in(_Cached(2.0), lambda o, x: o.sent(x), lambda o, k: setattr(o, "value", k)),
+    "a method of a class that an object hides": lambda: _in(
+        OfClass(), lambda o, x: o.by_method(x), lambda o, k: setattr(o, "factor", lambda: k)),
+    "an attribute that __getattr__ gave": lambda: _in(
+        type("C", (), {"__getattr__": lambda o, n: 2.0})(), lambda o, x: x * o.scale, lambda o, k: setattr(o, "scale", k)),
+    "an attribute that was not there, by a name that is computed": lambda: _in(
+        Number(2.0), lambda o, x: x * getattr(o, "{}re".format("mo"), 5), lambda o, k: setattr(o, "more", k)),
+    "an attribute by a name that a method gives": lambda: _in(
+        Number(2.0), lambda o, x: x * getattr(o, "{}ue".format("val")), lambda o, k: setattr(o, "value", k)),
+    "an attribute by an attrgetter": lambda: (lambda g: _in(Number(2.0), lambda o, x: x * g(o), lambda o, k: setattr(o, "value", k)))(
+        operator.attrgetter("value")),
+    "a variable that is not bound": lambda: _unbound(),
+    "a Python module that the function imports": lambda: _in(0, _importing, lambda _, k: setattr(_Settings, "scale", k)),
+    "a distribution's tensor": lambda: _in(
+        torch.distributions.Normal(torch.zeros(3), torch.ones(3)), lambda d, x: d.log_prob(x),
+        lambda d, k: setattr(d, "loc", torch.ones(3) * k)),
+    "an optimizer's number": lambda: _in(
+        torch.optim.SGD([torch.ones(3)], lr=2.0), lambda o, x: x * o.param_groups[0]["lr"], lambda o, k: o.param_groups[0].update(lr=k)),
     "a Python module's number": lambda: _in(_Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)),
 }  # fmt: skip
 

@@ -13,6 +13,8 @@ import weakref
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.weak import WeakIdRef
 
 _bits = struct.Struct("d").pack
 #: Types whose equality is identity of content.
@@ -84,6 +86,7 @@ _RULES: dict[type, Any] = {
     slice: lambda x: (identical(x.start), identical(x.stop), identical(x.step)),
     decimal.Decimal: lambda x: (x.as_tuple(),),
     types.MethodType: lambda x: (x.__func__, weak(x.__self__)),
+    torch.Tensor: lambda x: (WeakIdRef(x),),  # == of tensors is another tensor
 }
 
 

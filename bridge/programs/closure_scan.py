@@ -6,11 +6,13 @@ numbers, functions and other objects that the function reads, are found with the
 """
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
 import dataclasses
 import dis
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -32,9 +34,11 @@ class Unsearched:
 
 #: Objects whose contents count as just as deep as they themselves.
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
+#: Objects of PyTorch's classes whose attributes the function may read.
+_HOLDERS = (torch.distributions.Distribution, torch.optim.Optimizer, functools.partialmethod, functools.singledispatchmethod)
 _SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched)
 _DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
-_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "collections", "abc"})
+_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names by which code reads an attribute that it names as a string, and any attribute.
 _BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
@@ -44,7 +48,9 @@ _GRAD = ".grad"
 #: Methods that Python calls although the code does not name them; methods that only make or show an object are left out.
 _IMPLICIT = frozenset({
     "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
-    "__getattr__",
+    "__getattr__", "__missing__", "__reversed__", "__hash__", "__ne__", "__abs__", "__invert__", "__round__",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__rpow__",
+    "__set__", "__setitem__", "__complex__", "__array__",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__",
     "__pow__", "__neg__", "__eq__", "__lt__", "__gt__", "__le__", "__ge__", "__float__", "__int__", "__index__", "__torch_function__",
 })  # fmt: skip
@@ -109,13 +115,38 @@ class _Edge(NamedTuple):
 
     place: Place
     child: Any
-    parent: _Edge | None
+    parent: _Way
     attribute: bool  # whether place is an attribute of an object, which counts only if the function's code names it
 
-    def named(self, names: set[str] | None) -> bool:
-        """Whether the attributes on the way are among these names; None: all names."""
-        here = not self.attribute or names is None or self.place.key in names
-        return here and (self.parent is None or self.parent.named(names))
+
+#: The way to an object: the last step, or a list of the ways to the object that is its container; None: it is always reached.
+_Way = _Edge | list[Any] | None
+
+
+class _Reached:
+    """Whether a way's attributes are among these names; None: all names.  An object may have several ways, and they may go in circles."""
+
+    def __init__(self, names: set[str] | None) -> None:
+        self.names, self.known = names, dict[int, bool]()
+
+    def __call__(self, way: _Way) -> bool:
+        seen: set[int] = set()
+        found = self._search(way, seen)
+        if not found:
+            self.known.update(dict.fromkeys(seen, False))
+        return found
+
+    def _search(self, way: _Way, seen: set[int]) -> bool:
+        if way is None:
+            return True
+        if isinstance(way, _Edge):
+            return (not way.attribute or self.names is None or way.place.key in self.names) and self._search(way.parent, seen)
+        if id(way) in self.known or id(way) in seen:
+            return self.known.get(id(way), False)
+        seen.add(id(way))
+        if found := any(self._search(w, seen) for w in way):
+            self.known[id(way)] = True
+        return found
 
 
 class Found:
@@ -126,12 +157,12 @@ class Found:
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
-        self._visited: set[int] = set()
+        self._visited: dict[int, tuple[int, list[_Way]]] = {}  # how deep an object was searched, and the ways to it
         self._edges: list[_Edge] = []
         #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
-        self.data: list[tuple[Place, Any, _Edge | None]] = []
-        self.sizes: list[tuple[Any, int, _Edge | None]] = []  # (container, number of its entries) of other containers
-        self._objects: list[tuple[type, dict[str, Any], _Edge | None]] = []
+        self.data: list[tuple[Place, Any, _Way]] = []
+        self.sizes: list[tuple[Any, Any, _Way]] = []  # (container, its ``keys``) of other containers
+        self._objects: list[tuple[type, dict[str, Any], _Way]] = []
         self._names: set[str] = set(_IMPLICIT)
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
@@ -206,6 +237,11 @@ class Found:
                 where = _Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
                 _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
+    def visit_open(self) -> None:
+        """Note which attributes the objects have, if the function may read any, also one that is not there yet."""
+        if self._named is None:
+            self.sizes += [(attributes, keys(attributes), way) for _, attributes, way in self._objects]
+
     @property
     def _named(self) -> set[str] | None:
         """Names of attributes that the function, and the methods that it calls, may read; None if it may read any."""
@@ -217,11 +253,13 @@ class Found:
 
     def edges(self) -> list[tuple[Place, Any]]:
         """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects."""
-        return [(e.place, e.child) for e in self._edges if e.named(self._named)]
+        reached = _Reached(self._named)
+        return [(e.place, e.child) for e in self._edges if reached(e)]
 
-    def reached(self, found: Sequence[tuple[Any, Any, _Edge | None]]) -> list[tuple[Any, Any]]:
+    def reached(self, found: Sequence[tuple[Any, Any, _Way]]) -> list[tuple[Any, Any]]:
         """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it names."""
-        return [(x, y) for x, y, edge in found if edge is None or edge.named(self._named)]
+        reached = _Reached(self._named)
+        return [(x, y) for x, y, way in found if reached(way)]
 
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
         """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""
@@ -230,8 +268,9 @@ class Found:
             names = {n for n in self._optional if not hasattr(cls, n)}
             for owner in cls.__mro__:
                 if not _of_library(owner.__module__):
-                    names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__get__"))
-            names.difference_update(attributes)
+                    names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__set__"))
+                    names.update(self._names if "__getattr__" in owner.__dict__ else ())
+            names.difference_update(attributes, _IMPLICIT)
             if names:
                 found.append((attributes, frozenset(names)))
         return found
@@ -245,10 +284,11 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
     found.visit_named()
     found.visit_tensors()
     found.visit_named()
+    found.visit_open()
     return found
 
 
-def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -> None:
+def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     """Search x, and note the step that leads to it; edge None: the place never changes."""
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
@@ -266,23 +306,26 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Edge | None) -
         if _of_user(x.__name__):
             found._spaces[x] = None
         return
-    elif id(x) not in found._visited and (isinstance(x, _FUNCTION) or not isinstance(x, _SKIP)):
+    elif isinstance(x, _FUNCTION) or not isinstance(x, _SKIP) or _has_attributes(x):
         data = frozen(x) if isinstance(x, _CONTAINERS) else None
-        if data is None:
-            found._visited.add(id(x))
-            found._alive.append(x)
-            if isinstance(x, torch.nn.Module):
-                _visit_module(x, found, depth, edge)
-            elif depth:
-                _visit_children(x, found, depth, edge)
-        elif not isinstance(x, tuple) or not _hashable(x):
+        if data is None or _has_attributes(x):
+            before, ways = found._visited.get(id(x), (-1, []))
+            ways.append(edge)
+            if depth > before:
+                found._visited[id(x)] = depth, ways
+                found._alive.append(x)
+                if isinstance(x, torch.nn.Module):
+                    _visit_module(x, found, depth, ways)
+                elif depth:
+                    _visit_children(x, found, depth, ways, data is None)
+        if data is not None and (not isinstance(x, tuple) or not _hashable(x)):
             found.data.append((place, data, edge))
             return
-    if edge is not None:
+    if isinstance(edge, _Edge):
         found._edges.append(edge)
 
 
-def _step(x: Any, place: Place, found: Found, depth: int, parent: _Edge | None, attribute: bool) -> None:
+def _step(x: Any, place: Place, found: Found, depth: int, parent: _Way, attribute: bool) -> None:
     """Search x, which may later be replaced at its place."""
     _visit(x, place, found, depth, _Edge(place, x, parent, attribute))
 
@@ -297,8 +340,20 @@ def frozen(x: object) -> Any:
 
 def entries(x: object) -> tuple[Any, tuple[Any, ...]]:
     """A container with its keys and values, to be compared by identity; (None, ()) if that comparison cannot see every change."""
-    found = (*x, *x.values()) if isinstance(x, dict) else tuple(x) if isinstance(x, list | collections.deque) else (x,)
+    found = (*x, *x.values()) if isinstance(x, _MAPPINGS) else tuple(x) if isinstance(x, list | collections.deque) else (x,)
     return (x, found) if all(isinstance(v, _PLAIN) for v in found) else (None, ())
+
+
+def keys(x: Any) -> Any:
+    """What a container has beside its values: the keys of a dict in their order, the members of a set, or the number of entries."""
+    return len(x) if isinstance(x, list | collections.deque) else tuple(x)
+
+
+def _has_attributes(x: object) -> bool:
+    """Whether a container, a number or a string can hold more than its content: a class of the user's, a defaultdict."""
+    if _of_library(type(x).__module__) or type(x).__module__ == "collections":
+        return isinstance(x, collections.defaultdict)
+    return isinstance(x, _CONTAINERS) or (isinstance(x, str | bytes | int | float) and type(getattr(x, "__dict__", None)) is dict)
 
 
 def _hashable(x: object) -> bool:
@@ -314,25 +369,29 @@ def _frozen(x: object, room: Iterator[int]) -> Any:
         if next(room, None) is None:
             raise TypeError
         return identical(x)
-    if isinstance(x, dict):
-        return type(x), *[(identical(k), _frozen(v, room)) for k, v in x.items()]
+    if isinstance(x, _MAPPINGS):
+        return type(x), *[(_frozen(k, room), _frozen(v, room)) for k, v in x.items()]
     if isinstance(x, list | tuple | collections.deque):
-        return type(x), *[_frozen(v, room) for v in x]
+        return type(x), x.maxlen if isinstance(x, collections.deque) else None, *[_frozen(v, room) for v in x]
     if isinstance(x, set | frozenset):
         return type(x), frozenset([_frozen(v, room) for v in x])
-    if isinstance(x, np.ndarray) and x.nbytes <= _BYTES and x.dtype.kind != "O":
-        return x.dtype, x.shape, x.tobytes()
+    if isinstance(x, np.ndarray) and x.nbytes <= _BYTES:
+        return x.dtype, x.shape, x.strides, x.tobytes() if x.dtype.kind != "O" else tuple([_frozen(v, room) for v in x.flat])
+    if isinstance(x, _BUFFERS) and memoryview(x).nbytes <= _BYTES:
+        return type(x), memoryview(x).format, bytes(memoryview(x))
     raise TypeError
 
 
 #: Types that are compared by content.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray)
+_MAPPINGS, _BUFFERS = (dict, types.MappingProxyType), (bytearray, array.array, memoryview)
+_CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset, collections.deque, np.ndarray, *_BUFFERS)
 
 
-def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> None:
+def _visit_children(x: Any, found: Found, depth: int, edge: _Way, entries: bool) -> None:
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
-    attributes = not transparent and not isinstance(x, _CONTAINERS)
+    attributes = not transparent and (not isinstance(x, _CONTAINERS) or _has_attributes(x))
+    contained = isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
         if _ours(_defined_in(x)) or _of_library(x.__module__):
             pass
@@ -346,24 +405,27 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Edge | None) -> Non
             for name, value in x.__dict__.items():
                 if name != "__wrapped__":
                     _step(value, Place(x.__dict__, name, x.__name__), found, depth - 1, edge, True)
+    elif isinstance(x, operator.attrgetter | operator.methodcaller):
+        found._names.update(*[name.split(".") for name in x.__reduce__()[1] if isinstance(name, str)])
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
             found._objects.append((type(x), x.__dict__, edge))
-    for child, where in _children(x):
+    for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
         constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
-        step = edge if constant else _Edge(where, child, edge, attributes)
+        attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
+        step = edge if constant else _Edge(where, child, edge, attribute)
         _visit(child, where, found, depth if transparent else depth - 1, step)
-    if isinstance(x, dict | list | set | collections.deque):
-        found.sizes.append((x, len(x), edge))
+    if entries and isinstance(x, (*_MAPPINGS, list, set, collections.deque)):
+        found.sizes.append((x, keys(x), edge))
 
 
-def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge | None) -> None:
+def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way) -> None:
     for m in module.modules():
         if id(m) in found.modules:
             continue
         found.modules[id(m)] = m
-        found._visited.add(id(m))
+        found._visited.setdefault(id(m), (depth, [edge]))
         found._spaces[type(m)] = None
         name = type(m).__name__
         users = not _of_library(type(m).__module__)
@@ -375,7 +437,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Edge
                 place = Place(store, key, name)
                 _visit(t, place, found, depth, _Edge(place, None, edge, False) if t is None else None)
             if listed or any(t is None for t in store.values()):
-                found.sizes.append((store, len(store), edge))
+                found.sizes.append((store, keys(store), edge))
         for hooks in HOOKS:
             for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
@@ -396,13 +458,17 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
-            except ValueError:  # a variable not yet bound
+            except ValueError:
+                yield True, _Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
                 continue
             yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # our own variables are bound once
         inside = ours or _installed(x.__module__)  # globals of its module are not the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
                 yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
+        for name in () if inside else _read_by(x.__code__).imports:
+            if name in sys.modules:
+                yield sys.modules[name], Place(sys.modules[name], None)
         for name in () if inside else ("__defaults__", "__kwdefaults__"):
             if getattr(x, name):
                 yield getattr(x, name), Place(Slots(x), name, x.__name__)
@@ -432,22 +498,45 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")
     elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: its programs are skipped, and its function never changes
         yield x.__wrapped__, Place(x.__wrapped__, None)
-    elif isinstance(x, dict):
+    elif isinstance(x, _MAPPINGS):
         for key, value in x.items():
+            yield key, Place(key, None)
             yield value, Place(x, key)
     elif isinstance(x, list | tuple | collections.deque):
         for i, value in enumerate(x):
             yield value, Place(x, i)
-    elif _of_library(type(x).__module__):
+    elif isinstance(x, set | frozenset):
+        for value in x:
+            yield value, Place(value, None)
+    elif isinstance(x, np.ndarray):
+        for index, value in np.ndenumerate(x) if x.dtype.kind == "O" else ():
+            yield value, Place(x, index)
+    else:
+        yield from _attributes(x)
+
+
+def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
+    if isinstance(x, collections.defaultdict):
+        yield x.default_factory, Place(Slots(x), "default_factory", "a defaultdict")
+    if _of_library(type(x).__module__) and not isinstance(x, _HOLDERS):
         return
-    elif type(getattr(x, "__dict__", None)) is dict:
+    if type(getattr(x, "__dict__", None)) is dict:
         for key, value in x.__dict__.items():
             yield value, Place(x.__dict__, key, type(x).__name__)
-    else:
-        for cls in type(x).__mro__:
-            for name in getattr(cls, "__slots__", ()):
-                if not name.startswith("__") and hasattr(x, name):
+    for cls in type(x).__mro__:
+        for name, slot in cls.__dict__.items() if "__slots__" in cls.__dict__ else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                there = functools.partial(hasattr, x, name)
+                yield there(), _Asked(there, name, type(x).__name__)
+                if there():
                     yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
+
+
+def _is_unbound(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
 
 
 def _of_library(module: str | None) -> bool:
@@ -480,8 +569,8 @@ def _of_user(module: str | None) -> bool:
 
 def _function_of(attribute: Any) -> types.FunctionType | None:
     """The function that an attribute of a class runs."""
-    if isinstance(attribute, property):
-        attribute = attribute.fget
+    if isinstance(attribute, property | functools.cached_property):
+        attribute = attribute.fget if isinstance(attribute, property) else attribute.func
     attribute = getattr(attribute, "__func__", attribute)
     while hasattr(attribute, "__wrapped__"):
         attribute = attribute.__wrapped__
@@ -489,11 +578,12 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
 
 
 class _Read(NamedTuple):
-    """Names that a function, or a function inside it, may read: all of them, those of globals, and those that it passes to getattr."""
+    """Names that a function, or one inside it, may read: all of them, those of globals, those that it passes to getattr, and modules."""
 
     names: tuple[str, ...]
     globals: tuple[str, ...]
     optional: tuple[str, ...]
+    imports: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -501,6 +591,7 @@ def _read_by(code: types.CodeType) -> _Read:
     steps = list(dis.get_instructions(code))
     names, optional = list(code.co_names), []
     loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    imports = [s.argval for s in steps if s.opname == "IMPORT_NAME"]
     for i, step in enumerate(steps):
         if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
             names.append(_GRAD)
@@ -516,7 +607,8 @@ def _read_by(code: types.CodeType) -> _Read:
             names += inner.names
             loaded += inner.globals
             optional += inner.optional
-    return _Read(*[tuple(dict.fromkeys(x)) for x in (names + optional, loaded, optional)])
+            imports += inner.imports
+    return _Read(*[tuple(dict.fromkeys(x)) for x in (names + optional, loaded, optional, imports)])
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:
@@ -532,6 +624,6 @@ def _second_argument(steps: list[dis.Instruction]) -> str | None:
             if "CALL" in step.opname:
                 return second.argval if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str) else None
             second = None
-        elif second is not None and before > depth and "CALL" not in step.opname:  # it was computed
+        elif second is not None and before > depth == 2:  # it was computed
             second = step
     return None

@@ -130,7 +130,7 @@ class Guards:
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
         data = [(p, _now(p), data) for p, data in found.reached(found.data)]
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
-        self.sizes = [(c, n) for c, n in found.reached(found.sizes) if len(c) == n]
+        self.sizes = [(c, keys) for c, keys in found.reached(found.sizes) if _has_keys(c, keys)]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
         self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
 
@@ -166,8 +166,8 @@ class Guards:
                     return False
         except GONE_ERRORS:
             return False
-        for container, size in self.sizes:
-            if len(container) != size:
+        for container, keys in self.sizes:
+            if not _has_keys(container, keys):
                 return False
         for d, names in self.absent:  # noqa: SIM110  # all() takes twice as long
             if not d.keys().isdisjoint(names):
@@ -205,9 +205,10 @@ class Guards:
         for d, names in self.absent:
             for name in names.intersection(d):
                 yield f"an object that the function uses has been given an attribute {name}"
-        for c, n in self.sizes:
-            if len(c) != n:
-                yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c)}"
+        for c, keys in self.sizes:
+            if not _has_keys(c, keys):
+                n = keys if isinstance(keys, int) else len(keys)
+                yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c) if len(c) != n else 'others'}"
 
 
 #: Stands for an object that is no longer at its place.
@@ -235,6 +236,12 @@ def _same(now: Any, before: Any) -> bool:
 def _holds(container: Any, entries: Any) -> bool:
     now = (*container, *container.values()) if isinstance(container, dict) else container
     return len(now) == len(entries) and all(map(operator.is_, now, entries))
+
+
+def _has_keys(container: Any, keys: Any) -> bool:
+    if isinstance(keys, int):
+        return len(container) == keys
+    return len(container) == len(keys) and (all(map(operator.is_, container, keys)) or _same(tuple(container), keys))
 
 
 def _is_code(place: closure_scan.Place) -> bool:

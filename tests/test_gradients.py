@@ -337,6 +337,7 @@ CHANGED_GRADIENTS: dict[str, Callable[..., torch.Tensor]] = {
     "cholesky of the upper triangle": lambda a: torch.linalg.cholesky(a, upper=True),
     "eigh": lambda a: torch.linalg.eigh(a)[1].abs(),
     "triangular_solve": lambda a: torch.triangular_solve(torch.arange(8.0).double().cos().view(4, 2).to(a.dtype), a, upper=False)[0],
+    "as_strided_scatter": lambda a: torch.as_strided_scatter(a.clone(memory_format=torch.contiguous_format), a[0].cos(), (4,), (1,), 5),
     "embedding": lambda a: F.embedding(_TABLE, torch.cat([a.real, a.real.sin()]), padding_idx=5),
     "embedding by frequency": lambda a: F.embedding(_TABLE, torch.cat([a.real, a.real.sin()]), padding_idx=1, scale_grad_by_freq=True),
 }

@@ -572,8 +572,8 @@ def test_a_captured_integer_as_index_of_a_captured_tensor(compiled: bool) -> Non
         return x * (rows + table[place, [0, 1, 2, 3]]) * torch.nn.functional.one_hot(place, 4)
 
     run = jit(fn) if compiled else functionalize(fn)
-    for number in (1, 2, -1, 0):
-        place.fill_(max(number, 0))
+    for number in (1, 2, 0):
+        place.fill_(number)
         same(run(torch.ones(4)), fn(torch.ones(4)))
 
     def write(x: torch.Tensor) -> torch.Tensor:

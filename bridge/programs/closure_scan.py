@@ -345,8 +345,8 @@ def entries(x: object) -> tuple[Any, tuple[Any, ...]]:
 
 
 def keys(x: Any) -> Any:
-    """What a container has beside its values: the keys of a dict in their order, the members of a set, or the number of entries."""
-    return len(x) if isinstance(x, list | collections.deque) else tuple(x)
+    """What a container has beside its values: the keys of a dict in order, the members of a set; of a list or a large one, how many."""
+    return len(x) if isinstance(x, list | collections.deque) or len(x) > _DATA else tuple(x)
 
 
 def _has_attributes(x: object) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common import promotion
+from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.indexing.indexing import OUT_OF_BOUNDS, OUT_OF_RANGE, SAFE, in_range
 from bridge.lowering.registry import lowering
@@ -327,14 +328,17 @@ def _overwrite_places(flat: Array, src: Array, index: Array) -> Array:
     return _put(flat, 0, index, src, SAFE)
 
 
+def _at(x: Array, hit: Array) -> Array:
+    return lax.select(hit, x, jnp.zeros_like(x))
+
+
 @_overwrite_places.defjvp
 def _overwrite_places_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (flat, src, index), (dflat, dsrc, _) = primals, tangents
     hit = jnp.zeros(flat.shape, np.bool_).at[index].set(True)
-    # keeps the rest, with a transpose of its own; a linear solve can state that for every transform
-    keep, back = (lambda _, x: lax.select(hit, jnp.zeros_like(x), x)), (lambda _, g: lax.select(hit, g, jnp.zeros_like(g)))
-    kept = lax.custom_linear_solve(lambda x: x, dflat, keep, back)
-    return _put(flat, 0, index, src, SAFE), kept + _put(jnp.zeros_like(flat), 0, index, dsrc, SAFE)
+    # forward, the rest of dflat is kept; in reverse, the cotangent of what was overwritten
+    kept = with_cotangent(dflat, _at, hit) - with_cotangent(_at(dflat, hit), jnp.zeros_like)
+    return _overwrite_places(flat, src, index), kept + _put(jnp.zeros_like(flat), 0, index, dsrc, SAFE)
 
 
 @lowering("aten.select_backward")

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from bridge import private
+from bridge import private_jax
 from bridge.errors import at_line
 
 _MISCOMPILING = ("0.10.2", "0.11.0")
@@ -92,7 +92,7 @@ def _installed() -> bool:
     """Whether ``correctly`` has to do anything; if so, JAX asks ``_more`` from now on."""
     found = miscompiles()
     if found:
-        private.add_compiler_options(_more)
+        private_jax.add_compiler_options(_more)
     return found
 
 
@@ -102,7 +102,7 @@ def _more(backend: str) -> dict[str, str]:
 
 def warn_of_jit(values: Iterable[Any]) -> None:
     """Warn once, with MiscompilationWarning, if the user's own jax.jit or jax.grad will compile the program of these results."""
-    if _installed() and not _correct.value and private.compiled_later(values) and jax.default_backend() == "cpu":
+    if _installed() and not _correct.value and private_jax.compiled_later(values) and jax.default_backend() == "cpu":
         _warn()
 
 

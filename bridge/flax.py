@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.errors import InvalidRngError
 from torch import nn
 
-from bridge import modules, private
+from bridge import modules, private_jax
 from bridge.convert import dtypes
 from bridge.flax_in_torch import FromLinen, FromNNX, Frozen
 from bridge.flax_layouts import from_variables, to_variables
@@ -91,7 +91,7 @@ class Linen(linen.Module):
 def _initial(starting: bool, t: torch.Tensor) -> Callable[..., jax.Array]:
     """The initializer of a variable; while Flax initializes the variables, it raises if the key is mapped."""
     def initial(*keys: jax.Array) -> jax.Array:
-        if starting and any(private.mapped_by_jax(key) for key in keys):
+        if starting and any(private_jax.mapped_by_jax(key) for key in keys):
             raise RuntimeError(f"Linen: {_ALIKE}the variables: jax.tree.map(lambda *xs: jnp.stack(xs), *[m.init(key, x) for m in members])")
         return modules.as_array(t)
 
@@ -143,7 +143,7 @@ class NNX(nnx.Module):
                 raise ValueError("NNX: a function that makes the module draws its values; pass rngs, as NNX(make, rngs=nnx.Rngs(0))")
             module, arrays, buffers = _initialized(module, rngs.params())
             rngs = rngs.fork()  # each member of an ensemble has its own; those that were given are joined again by nnx.split_rngs
-        elif private.mapped_by_jax():
+        elif private_jax.mapped_by_jax():
             raise RuntimeError(
                 f"NNX: {_ALIKE}their states: nnx.merge(nnx.graphdef(members[0]), jax.tree.map(lambda *xs: jnp.stack(xs), *map(nnx.state, "
                 "members))), or give the function that makes the module instead of the module: NNX(make, rngs=rngs)"

@@ -1,6 +1,6 @@
-"""Uses of names that PyTorch and JAX do not document; no other file uses such names, so only this one breaks if they move.
+"""Uses of names that PyTorch does not document; no other file uses such names, so only this one breaks if they move.
 
-Where no other reason is given, neither of them has a public way to do or to ask the same.
+Where no other reason is given, PyTorch has no public way to do or to ask the same.  ``private_jax`` has the same of JAX.
 """
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
@@ -26,13 +24,6 @@ from torch.utils import _pytree
 # A dispatch mode is the only hook below autograd that also sees factory functions.  PyTorch's notes on extending torch document it as
 # stable, but a module with an underscore exports it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
-
-# By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series).  Only the function ``jet`` is documented; it
-# runs user code on tracers of its own, and refuses a primitive without a rule.
-try:
-    from jax.experimental.jet import jet_rules
-except ImportError:  # jax.experimental may drop it: then bridge/jit/taylor.py goes by first derivatives alone, which takes longer
-    jet_rules = {}
 
 
 def _named(path: str) -> Any:
@@ -263,179 +254,10 @@ def operator_without_formula(cls: type[torch.autograd.Function]) -> torch._ops.O
     return names.get("op") if getattr(names.get("info"), "_backward_fn", True) is None else None
 
 
-def _nested(value: Any) -> Iterator[Any]:
-    """A tracer, the tracer inside it, and so on: the batched value inside a tracer of vmap, the primal inside one that differentiates."""
-    while hasattr(value, "_trace"):
-        yield value
-        value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
-
-
-def stop_at(value: jax.Array, probe: Any) -> jax.Array:
-    """The value without its derivative at one level of nesting, whose trace is ``probe``; JAX's stop_gradient cuts every level."""
-    inside = 0
-    for tracer in _nested(value):
-        if tracer._trace is probe:
-            return at_level(value, inside, _cut)
-        inside += hasattr(tracer, "primal")
-    return value
-
-
-def _cut(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return value, jnp.zeros_like(tangent)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def at_level(value: jax.Array, inside: int, rule: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """The value, with another value and tangent, by the rule, at the level that has this number of differentiated levels inside it."""
-    return value
-
-
-@at_level.defjvp
-def _at_level_jvp(inside: int, rule: Any, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    if inside:  # the tangent of an inner level has a derivative of its own at the level of the rule
-        return at_level(primals[0], inside - 1, rule), at_level(tangents[0], inside - 1, rule)
-    return rule(primals[0], tangents[0])
-
-
-def peeled(value: Any) -> Iterator[tuple[Any, int | None, Any]]:
-    """The outermost layer of a tracer of vmap, grad or jvp, if it is one: (its trace, vmap's dimension or None, the value inside)."""
-    if hasattr(value, "batch_dim"):
-        yield value._trace, value.batch_dim, value.val
-    elif hasattr(value, "primal"):
-        yield value._trace, None, value.primal
-
-
-def same_trace(one: Any, other: Any) -> bool:
-    """Whether two traces are the same one; vmap enters its own again, as another object with the same tag, for a function with rules."""
-    return one is other or (hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag)
-
-
-def differentiations(value: Any) -> int:
-    """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
-    return sum(hasattr(tracer, "primal") for tracer in _nested(value))
-
-
 def saved_tensor_pack() -> Any:
     """The function that packs the tensors saved for backward if ``saved_tensors_hooks`` is entered; else None."""
     found = _saved_tensors_hooks(True)
     return None if found is None else found[0]
-
-
-def trace_of(value: Any) -> Any:
-    """The JAX trace that a tracer belongs to; None for an array."""
-    return getattr(value, "_trace", None)
-
-
-def current_trace() -> Any:
-    """The JAX trace in progress; inside a function that jax.vmap maps, the one of its tracers."""
-    return jax._src.core.trace_ctx.trace
-
-
-def only_transforms_inside(outermost: Any) -> bool:
-    """Whether nothing but vmaps and derivatives lies between a trace and the one in progress, as a loop or a checkpoint of JAX's does."""
-    trace = current_trace()
-    while trace is not outermost and not isinstance(trace, jax._src.interpreters.partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return False
-    return trace is outermost
-
-
-def folds_constants() -> bool:
-    """Whether JAX now computes on constants at once, also while it traces (``jax.ensure_compile_time_eval``)."""
-    return jax._src.config.eager_constant_folding.value
-
-
-def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
-    """The result of a primitive in the trace of its operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
-    return operand._trace.process_primitive(primitive, [operand], params)
-
-
-def mapping(value: Any, outermost: Any) -> set[Any] | None:
-    """The traces of the vmaps that map a value; None: unknown, in a trace of JAX's own inside the outermost one, the whole program's."""
-    found = list(_nested(value))
-    if found and innermost_removed(found[-1], False) is found[-1] and found[-1]._trace is not outermost:
-        return None
-    return {tracer._trace for tracer in found if batched_value(tracer) is not None}
-
-
-def innermost_removed(value: Any, recurse: bool) -> Any:
-    """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
-    while hasattr(value, "val") or hasattr(value, "primal"):
-        if isinstance(getattr(value, "batch_dim", None), int):
-            value = jnp.moveaxis(value.val, value.batch_dim, 0)
-        else:
-            value = value.val if hasattr(value, "val") else value.primal
-        if not recurse:
-            break
-    return value
-
-
-def batched_value(tracer: Any) -> Any:
-    """The batched value inside a tracer of vmap; None for any other value."""
-    return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
-
-
-def mapped(values: Iterable[Any]) -> bool:
-    """Whether a vmap maps one of the values, also if a transform inside that vmap differentiates it."""
-    return any(batched_value(tracer) is not None for value in values for tracer in _nested(value))
-
-
-class Lanes:
-    """The lanes of a vmap.  JAX has no public way to compute for a moment outside of a vmap that is in progress."""
-
-    def __init__(self, trace: Any) -> None:
-        self.trace, self.size = trace, trace.axis_data.size
-
-    @classmethod
-    def of(cls, values: Iterable[Any]) -> Lanes | None:
-        """Those of the innermost vmap that maps one of the values; None if there is none, or a transform inside it differentiates."""
-        trace: Any = current_trace()
-        mapping = [v._trace for v in values if batched_value(v) is not None]
-        while hasattr(trace, "axis_data"):  # vmap's
-            if any(same_trace(trace, other) for other in mapping):
-                return cls(trace)
-            trace = trace.parent_trace
-        return None
-
-    def outside(self) -> contextlib.AbstractContextManager[Any]:
-        """While entered, JAX computes outside of the vmap."""
-        return jax._src.core.set_current_trace(self.trace.parent_trace)
-
-    def joined(self, value: Any) -> tuple[Any, int | None]:
-        """The value of all lanes, and its mapped dimension; None if the vmap does not map it."""
-        of_these = batched_value(value) is not None and same_trace(value._trace, self.trace)
-        return (value.val, value.batch_dim) if of_these else (value, None)
-
-    def apart(self, value: Any, dim: int | None) -> Any:
-        """The value inside the vmap of what has a mapped dimension outside."""
-        return value if dim is None else jax._src.interpreters.batching.BatchTracer(self.trace, value, dim)
-
-
-# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough, and which versions need this.
-def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
-    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it compiles."""
-    compiler = jax._src.compiler
-    original = compiler.get_compile_options
-
-    @functools.wraps(original)
-    def get_compile_options(*args: Any, **kwargs: Any) -> Any:
-        backend = kwargs.get("backend")
-        added = {} if backend is None else more(backend.platform)
-        kwargs["env_options_overrides"] = {**added, **(kwargs.get("env_options_overrides") or {})}
-        return original(*args, **kwargs)
-
-    compiler.get_compile_options = get_compile_options
-
-
-def compiled_later(values: Iterable[Any]) -> bool:
-    """Whether any of the values is not computed yet, because JAX records the operations to compile them later (jit, grad)."""
-    return any(batched_value(tracer) is None for value in values for tracer in _nested(value))
-
-
-def staged(values: Iterable[Any]) -> bool:
-    """Whether JAX records the operations on any of the values, and computes none (jit), also inside of vmap and grad."""
-    return any(not hasattr(tracer, "batch_dim") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value))
 
 
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -463,11 +285,6 @@ def results_of_rule(
     rules = torch._functorch.autograd_function
     rules.validate_vmap_returns_tuple_of_two_elements(_ANY if isinstance(result, torch.Tensor) else result)  # it names the type
     return rules.wrap_outputs_maintaining_identity(result[0], arguments, originals, lane, out_dims=result[1])
-
-
-def perturbed(values: Iterable[Any], level: Any) -> bool:
-    """Whether one of the values has a derivative at that level."""
-    return level.probe is not None and any(tracer._trace is level.probe for v in values for tracer in _nested(v))
 
 
 # A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it (``square = Square.apply``), which are
@@ -667,20 +484,6 @@ def processes(group: Any) -> int:
     return torch.distributed.ProcessGroup.unbox(group).size()
 
 
-def coordinator() -> Any:
-    """The client of jax.distributed's store and barriers, which take a time limit; None before ``jax.distributed.initialize``."""
-    return jax._src.distributed.global_state.client
-
-
-def cluster(address: str | None, count: int | None, me: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
-    """The coordinator's address, the number of processes and this one's index where JAX knows the cluster (Cloud TPU, Slurm, Open MPI).
-
-    ``jax.distributed.initialize`` looks for them too, but keeps them, and who does not come can be named only with the address.
-    """
-    found = jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params(address, count, me, None, None, round(timeout))
-    return found[:3]
-
-
 def state_question() -> Callable[[], bool]:
     """A function that tells whether grad mode, autocast, the default dtype and deterministic algorithms are as they are now.
 
@@ -721,33 +524,6 @@ def default_device_of(mode: TorchFunctionMode) -> torch.device | None:
     return mode.device if module is not None and isinstance(mode, module.DeviceContext) else None
 
 
-def linear_program(pull: Callable[..., Any]) -> Any:
-    """The jaxpr of the linear map behind a pullback of ``jax.vjp``, with tangents last among its inputs; None if JAX hides it."""
-    return getattr(pull, "jaxpr", None)
-
-
-def scanned(eqn: Any) -> tuple[Any, int, int]:
-    """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
-
-    JAX keeps these numbers in the trees of the operands from 0.12 on.
-    """
-    params = eqn.params
-    jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-    if "num_carry" in params:
-        return jaxpr, params["num_consts"], params["num_carry"]
-    consts, carried, _ = [len(part) for part in params["ft_in"].unpack()]
-    return jaxpr, consts, carried
-
-
-def mapped_by_jax(tracer: Any = None) -> bool:
-    """Whether a tracer, or without one the present trace, is inside a jax.vmap."""
-    mapping = jax._src.interpreters.batching.BatchTrace
-    trace = current_trace() if tracer is None else getattr(tracer, "_trace", None)
-    while trace is not None and not isinstance(trace, mapping):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
-
-
 def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
     """torch's flex_attention with another function instead of its higher-order operator, called without torch.compile.
 
@@ -762,18 +538,3 @@ def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
     return _copied(function, space)
 
 
-def size_at(dim: Any, sizes: Mapping[str, int]) -> int:
-    """The value of a dimension of jax.export for these sizes of its symbols; JAX evaluates one only when it runs a program."""
-    return dim if isinstance(dim, int) else int(dim._evaluate(dict(sizes)))
-
-
-def as_traced(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """While entered, what is traced comes from the lines that an equation of a jaxpr comes from, as in ``jax.core.eval_jaxpr``."""
-    info = jax._src.source_info_util
-    return info.user_context(eqn.source_info.traceback, name_stack=info.current_name_stack() + eqn.source_info.name_stack)
-
-
-def frames(eqn: Any) -> list[tuple[str, str, int]]:
-    """(file, function, line) of the Python frames in which an equation of a jaxpr was traced, the innermost first."""
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else [(f.file_name, f.function_name, f.line_num) for f in traceback.frames]

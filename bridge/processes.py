@@ -19,7 +19,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.distributed import TCPStore
 
-from bridge import private
+from bridge import private_jax
 from bridge.process import process
 
 #: Seconds that processes wait for each other; as long as ``jax.distributed.initialize`` does.
@@ -59,7 +59,7 @@ def exchange(text: str, group: tuple[int, ...], timeout: float, what: str) -> di
     """
     if len(group) == 1:
         return {group[0]: text}
-    client = private.coordinator()
+    client = private_jax.coordinator()
     if client is None:
         raise RuntimeError(f"{what}: it needs jax.distributed.initialize, by which {named(group)} find each other; call it first")
     count = process.meetings[group] = process.meetings.get(group, 0) + 1

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private
+from bridge import private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_array
@@ -131,7 +131,7 @@ def jvp_with_argnums(
 
     def finish(out: Any) -> tuple[list[Any], Any]:
         tensors, meta = outputs(out, has_aux, api)
-        constant[:] = [private.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]]
+        constant[:] = [private_jax.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]]
         if strict and any(constant):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the inputs. This is not allowed with "

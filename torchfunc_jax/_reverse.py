@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.results import Result, conj, is_array, split_arrays
@@ -134,7 +134,7 @@ class Differentiated:
 
         def run(*diff: jax.Array) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
-                level.probe = private.trace_of(diff[0]) if diff else None
+                level.probe = private_jax.trace_of(diff[0]) if diff else None
                 saved = saved_tensor_hooks.without_hooks() if kind == "grad" else contextlib.nullcontext()
                 recording = kind == "grad" or torch.is_grad_enabled()
                 ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

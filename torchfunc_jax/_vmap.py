@@ -16,7 +16,8 @@ from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
-from bridge.private import torch_chunk_vmap, trace_of
+from bridge.private import torch_chunk_vmap
+from bridge.private_jax import trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of

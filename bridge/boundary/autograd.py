@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.boundary import shared_memory
 from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick
 from bridge.convert import tensors
@@ -54,7 +54,7 @@ class _Recorded:
         root.captured.clear()
         root.live.clear()
         root.behind.clear()
-        root.recorded, root.probe = True, private.trace_of(actives[0]) if actives else None
+        root.recorded, root.probe = True, private_jax.trace_of(actives[0]) if actives else None
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         # restore the caller's modes: PyTorch switches both off for an autograd.Function's forward
         with rewording(), torch.enable_grad(), private.set_forward_mode_enabled(True):
@@ -169,7 +169,7 @@ class _Border(Untransformed):
 
 def _reached(pull: Callable[..., Any], given: Sequence[bool], count: int) -> list[bool]:
     """Whether an output with a given cotangent depends on each of ``count`` inputs; PyTorch gives the others None, not zeros."""
-    jaxpr = private.linear_program(pull)
+    jaxpr = private_jax.linear_program(pull)
     if jaxpr is None or len(jaxpr.outvars) != len(given):
         return [True] * count
     sources = flow(jaxpr, [0] * (len(jaxpr.invars) - count) + [1 << i for i in range(count)], False)

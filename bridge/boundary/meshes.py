@@ -17,7 +17,7 @@ import torch
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bridge import private
+from bridge import private_jax
 
 Spec = tuple[Any, ...]  # for each dimension a mesh axis, a tuple of them, or None
 
@@ -64,7 +64,7 @@ def run(body: Callable[[list[Any]], list[Any]], values: Sequence[Any], like: Cal
     specs = [spec_of(v, mesh) if isinstance(v, jax.Array) else (None,) * v.dim() for v in values]
     with jax.enable_x64(True), _entered(auto := _automatic(mesh)):
         values = [_cast(v, auto, ()) if isinstance(v, jax.Array) else v for v in values]
-        if private.staged(values):
+        if private_jax.staged(values):
             arrays = [v for v in values if isinstance(v, jax.Array)]
             with torch.random.fork_rng(devices=[]) if again else contextlib.nullcontext():
                 closed = jax.make_jaxpr(lambda given: body(_filled(values, given)))(arrays)
@@ -123,7 +123,7 @@ def _filled(values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 
 def _observed(v: Any, mesh: Any) -> Spec:
     """The sharding that XLA chose for a value that is computed, perhaps inside of tracers of vmap and grad."""
-    for _, dim, inner in private.peeled(v):
+    for _, dim, inner in private_jax.peeled(v):
         spec = list(_observed(inner, mesh))
         if dim is not None:
             del spec[dim]
@@ -152,7 +152,7 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
     out = eqn.outvars[0].aval.shape if eqn.outvars else ()
     inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     if name == "scan":
-        inner, consts, carry = private.scanned(eqn)
+        inner, consts, carry = private_jax.scanned(eqn)
         rows = [s if i < consts + carry else s[1:] for i, s in enumerate(given)]
         return [s if i < carry else (None, *s) for i, s in enumerate(spread(inner, rows, sizes))]
     if name == "while":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jax import export
 
-from bridge import private
+from bridge import private_jax
 from bridge.convert import trees
 
 Sizes = dict[str, int]
@@ -80,14 +80,14 @@ class Dimensions:
             return False
         for text, sides in zip(self.constraints, self._sides, strict=True):
             if set(_NAME.findall(text)) - _WORDS <= set(sizes):
-                left, right = (private.size_at(side, sizes) for side in sides)
+                left, right = (private_jax.size_at(side, sizes) for side in sides)
                 if not (left >= right if ">=" in text else left <= right if "<=" in text else left == right):
                     return False
         return True
 
     def at(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         """The shapes for these sizes."""
-        return [tuple(private.size_at(d, sizes) for d in shape) for shape in self.shapes]
+        return [tuple(private_jax.size_at(d, sizes) for d in shape) for shape in self.shapes]
 
     def sampled(self, count: int, least: int, avoid: Collection[int]) -> list[Sizes]:
         """That many different sizes of all symbols, from ``least`` on and none of them in ``avoid`` if the constraints allow it."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from bridge import private
+from bridge import private_jax
 from bridge.errors import is_users, shown_line
 from bridge.export.dimensions import Sizes
 from bridge.lowering.nn.convolution_primitive import of_any_size
@@ -100,7 +100,7 @@ class Replay:
         """Remember the sizes of a value, which later parameters may name; raises if they are not those of the programs."""
         for k, dim in enumerate(getattr(value, "shape", ())):
             vector = tuple(v.aval.shape[k] for v in variables)
-            if [private.size_at(dim, s) for s in self.sizes] != [*vector]:
+            if [private_jax.size_at(dim, s) for s in self.sizes] != [*vector]:
                 raise Differs(f"dimension {k} of a result is {dim}, and {vector} at the sizes {self.sizes}")
             if not isinstance(dim, int):
                 self.known.setdefault(vector, dim)
@@ -116,7 +116,7 @@ class Replay:
             return _LOOPS[name](self, eqns, operands)
         params = {key: self._param([e.params[key] for e in eqns], key, eqns) for key in eqn.params}
         try:
-            with private.as_traced(eqn), eqn.ctx.manager:
+            with private_jax.as_traced(eqn), eqn.ctx.manager:
                 rule = _RULES.get(name)
                 if rule is not None:
                     return [rule(*operands, **params)]
@@ -157,7 +157,7 @@ class Replay:
 
     def _scan(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
         params = eqns[0].params
-        _, n, m = private.scanned(eqns[0])
+        _, n, m = private_jax.scanned(eqns[0])
         consts, carry, rows = operands[:n], operands[n : n + m], operands[n + m :]
 
         def step(carry: Any, row: Any) -> Any:
@@ -204,7 +204,7 @@ class Replay:
         """The sum of multiples of these sizes that has the values at all sizes; one more than needed must agree."""
         if len(values) < len(dims) + 2:
             return None
-        table = np.array([[1, *[private.size_at(d, s) for d in dims]] for s in self.sizes], np.float64)
+        table = np.array([[1, *[private_jax.size_at(d, s) for d in dims]] for s in self.sizes], np.float64)
         solution = np.linalg.lstsq(table, np.array(values, np.float64), rcond=None)[0]
         for over in (1, 2):  # b * (b - 1) / 2
             factors = [round(c) for c in solution * over]
@@ -368,7 +368,7 @@ def _listed(values: Sequence[Any]) -> str:
 def where(eqns: Eqns) -> str:
     """`` in aten.conv2d (at model.py:12: ...)``: the operator and the line of the user's that an equation comes from."""
     for eqn in eqns[:1]:
-        frames = private.frames(eqn)
+        frames = private_jax.frames(eqn)
         operator = next((name.replace("aten_", "aten.", 1) for _, name, _ in frames if name.startswith("aten_")), eqn.primitive.name)
         line = next((f" (at {shown_line(file, number)})" for file, _, number in frames if is_users(file)), "")
         return f" in {operator}{line}"

@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules._functions import BackwardHookFunction
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, take_apart
@@ -106,7 +106,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
     if innermost("vmap") is not None:
-        if ctx is None and private.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
+        if ctx is None and private_jax.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
             private.check_vmap_rules(cls)
         out = _by_own_vmap(cls, args)
         if out is not NotImplemented:
@@ -131,7 +131,7 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
         return NotImplemented
     leaves, spec = trees.flatten(args)
     values = [value_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
-    lanes = private.Lanes.of(values)
+    lanes = private_jax.Lanes.of(values)
     if lanes is None:
         return NotImplemented
     inside = state.level
@@ -142,7 +142,7 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
             f"{cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it along which "
             f"dimension; pass that tensor to apply as an argument{at_line()}"
         )
-    mapping = next((level for level in around() if level.kind == "vmap" and private.same_trace(level.probe, lanes.trace)), None)
+    mapping = next((level for level in around() if level.kind == "vmap" and private_jax.same_trace(level.probe, lanes.trace)), None)
     info = private.vmap_info(lanes.size, "error" if mapping is None else mapping.randomness or "error")
     joined = [lanes.joined(v) for v in values]
     state.level = inside if mapping is None else mapping.parent
@@ -301,7 +301,7 @@ class _Call:
         has_jvp = self.cls.jvp is not Function.jvp
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
-        if forward_mode and not has_jvp and has_backward and private.perturbed(values, differentiating):
+        if forward_mode and not has_jvp and has_backward and private_jax.perturbed(values, differentiating):
             raise no_jvp(self.cls.__name__)
         self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
         captured: list[Any] = [[read(node, level) for node in self.outer]]

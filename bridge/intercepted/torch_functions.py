@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from jax import Array
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import gradient_hooks
 from bridge.intercepted.control_flow import traced
@@ -103,7 +103,7 @@ def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: st
     """
     dim, size = dim % max(t.dim(), 1), t.shape[dim]
     value: Array = value_of(start.long())
-    if private.mapped([value]) and not written:
+    if private_jax.mapped([value]) and not written:
         first = torch.where(start < 0, start.long() + size, start)
         return t.index_select(dim, first + torch.arange(length, device=t.device))
     value = check(value, Range(-size, size - length + 1, words.format(dim=dim, size=size)))

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from bridge import private
+from bridge import private_jax
 
 _SMALL = 2**14  # elements of a weight: below it both forms take the same time
 
@@ -224,7 +224,7 @@ def _summed_after(e: Any) -> list[Any] | None:
     """The equations of a loop that adds a product to a sum in each step, with one product after it; None if it adds none."""
     if e.primitive is not lax.scan_p:
         return None
-    step, n, m = private.scanned(e)
+    step, n, m = private_jax.scanned(e)
     uses = collections.Counter(v for v in itertools.chain(*[q.invars for q in step.eqns], step.outvars) if not isinstance(v, Literal))
     made = {v: q for q in step.eqns for v in q.outvars}
     sums: dict[int, tuple[Any, list[tuple[int, ...]]]] = {}  # by the place of the carried sum: the product, and what transposes it

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from bridge.boundary.results import inexact
-from bridge.private import jet_rules
+from bridge.private_jax import jet_rules
 
 Series = list[Any] | None  # the coefficients after the first one; None: the value is constant along the curve
 

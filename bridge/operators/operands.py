@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.convert import tensors
 from bridge.errors import at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
@@ -202,7 +202,7 @@ def stop(out: Any) -> Any:
 
     def stopped(v: Any) -> Any:
         for probe in probes:
-            v = private.stop_at(v, probe)
+            v = private_jax.stop_at(v, probe)
         return requires_grad.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
 
     return jax.tree_util.tree_map(stopped, out)
@@ -213,7 +213,7 @@ def stop_tangents(out: Any) -> Any:
     level = innermost("jvp", "function")
     if level is None or level.kind == "function":  # the Function's own rule gives the derivative
         return out
-    return jax.tree_util.tree_map(lambda v: private.stop_at(v, level.probe), out)
+    return jax.tree_util.tree_map(lambda v: private_jax.stop_at(v, level.probe), out)
 
 
 def constant(value: jax.Array | None) -> jax.Array | None:

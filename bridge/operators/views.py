@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.convert import dtypes
 from bridge.errors import at_line
 from bridge.lowering.registry import LOWERINGS, Operator, overload
@@ -112,7 +112,7 @@ def _detached_node(base: torch.Tensor, stopped: Callable[[Any], Any]) -> Node:
 def detach_in_place(t: Traced) -> None:
     """Detach a tensor from the innermost grad transform, as detach_() does: PyTorch's kernel changes only that transform's metadata."""
     level = innermost("grad")
-    t.node = _detached_node(t, constant if level is None else lambda v: private.stop_at(v, level.probe))
+    t.node = _detached_node(t, constant if level is None else lambda v: private_jax.stop_at(v, level.probe))
 
 
 @own_rule("aten.as_strided")

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from bridge import private
+from bridge import private_jax
 from bridge.trace.levels import state
 
 _stopped_p = Primitive("stopped_by_torch")
@@ -35,8 +35,8 @@ def stopped_by_torch(value: jax.Array) -> jax.Array:
 
 def stopped_outside(value: jax.Array) -> jax.Array:
     """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
-    times = private.differentiations(value)
-    return private.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
+    times = private_jax.differentiations(value)
+    return private_jax.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
 
 
 def _both_stopped(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +45,7 @@ def _both_stopped(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.
 
 def depends(value: jax.Array) -> bool:
     """Whether JAX differentiates the array at any level."""
-    return private.compiled_later([value]) and bool(jnp.issubdtype(value.dtype, jnp.inexact))
+    return private_jax.compiled_later([value]) and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
@@ -130,7 +130,7 @@ def moved(jaxpr: Jaxpr, given: Sequence[int | None]) -> list[int | None]:
 
 def _scanned(eqn: JaxprEqn, given: list[int], behind: bool) -> list[int]:
     """``flow`` of a loop, whose carry may take several steps to depend on an input."""
-    jaxpr, consts, carried = private.scanned(eqn)
+    jaxpr, consts, carried = private_jax.scanned(eqn)
     while True:
         outs = flow(jaxpr, given, behind)
         carry = [a | b for a, b in zip(given[consts : consts + carried], outs, strict=False)]

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
 
-from bridge import compiling, private
+from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import process
@@ -278,7 +278,7 @@ class AtEachCall:
     """
 
     def __init__(self, seeds: jax.Array, meets: Callable[[torch.Generator | None], None]) -> None:
-        self.seeds, self.trace, self.meets = seeds, private.trace_of(seeds), meets
+        self.seeds, self.trace, self.meets = seeds, private_jax.trace_of(seeds), meets
         self.draws: list[Draw | ByValue | Rewind] = []
         self.at = 0
         #: by a draw's place: its operator, and what it gives, because JAX forgets what computes a value that nothing uses
@@ -306,7 +306,7 @@ class AtEachCall:
             place = self.place(draw)
             numbers, mapped = draw.tried()
             params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-            return private.bound_outside(self.seeds, _draw_p, params), mapped
+            return private_jax.bound_outside(self.seeds, _draw_p, params), mapped
 
         return self.next(draw, tried)
 
@@ -392,12 +392,12 @@ def by_value(
     drawn = _drawing()
     if not isinstance(drawn, AtOnce | AtEachCall):
         return None
-    if state.compiling or (state.level.root.staged and private.folds_constants()):
+    if state.compiling or (state.level.root.staged and private_jax.folds_constants()):
         raise pieces.NotPure
     vmaps, draw = _vmaps(), ByValue(name, tuple(args), generator)
 
     def bound() -> jax.Array | None:
-        if type(drawn) is AtEachCall and not private.only_transforms_inside(drawn.trace):  # a loop's or checkpoint's values are not known
+        if type(drawn) is AtEachCall and not private_jax.only_transforms_inside(drawn.trace):  # a loop's values are not known
             return None
         if vmaps and name == "aten.rrelu":  # torch's vmap has no rule for it: that of another operator on one tensor stands in
             _refuse(vmaps, "aten.poisson", operands, generator)
@@ -420,7 +420,7 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
     assert state.level is not None
 
     def blank(x: jax.Array) -> Blank:
-        found = private.mapping(x, state.level.root.drawn.trace) or ()
+        found = private_jax.mapping(x, state.level.root.drawn.trace) or ()
         mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.probe in found]
         return Blank(x.shape, contiguous(x.shape), dtypes.to_torch(x.dtype), tuple(mapped), fill)
 
@@ -517,7 +517,7 @@ def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
     """Which vmaps map a tensor in PyTorch; None if that is not known, because JAX forgets operands on which no value depends."""
     if node.like is not None:
         return _lanes(node.like, vmaps)
-    found = private.mapping(node.value, state.level.root.drawn.trace)
+    found = private_jax.mapping(node.value, state.level.root.drawn.trace)
     if found is None or node.version or not _is_factory(node.maker):
         return None
     return tuple([k for k, each in enumerate(vmaps) if each.probe in found])

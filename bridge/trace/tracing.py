@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import compiling, private
+from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, EscapedTensorError, at_line
 from bridge.lowering.registry import of_this_torch
@@ -106,15 +106,15 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
     What is made inside a transform that differentiates is one of its tensors; what is made inside a vmap only if it differs between lanes.
     """
     while level is not None:
-        trace, dim, inner = next(private.peeled(value), (None, None, None))
-        known = trace is not None and private.same_trace(level.probe, trace)
+        trace, dim, inner = next(private_jax.peeled(value), (None, None, None))
+        known = trace is not None and private_jax.same_trace(level.probe, trace)
         if level.kind in ("grad", "jvp") or (known and level.kind == "vmap"):
             number = sum(each.kind in ("vmap", "grad", "jvp") for each in around(level))
             kind = f"BatchedTensor(lvl={number}, bdim={dim}" if level.kind == "vmap" else f"GradTrackingTensor(lvl={number}"
             shown = _shown(inner if known else value, device, level.parent)
             return f"{kind}, value=\n{textwrap.indent(shown, '    ')}\n)"
         level = level.parent
-    while (layer := next(private.peeled(value), None)) is not None:  # torch's autograd around the call
+    while (layer := next(private_jax.peeled(value), None)) is not None:  # torch's autograd around the call
         value = layer[2]
     if isinstance(value, jax.core.Tracer):
         return f"Traced(shape={value.shape}, dtype={dtypes.to_torch(value.dtype)})"
@@ -226,7 +226,7 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)
-    if state.level.kind != "function" and (t.requires_grad or private.differentiations(value)):  # a Function has a derivative of its own
+    if state.level.kind != "function" and (t.requires_grad or private_jax.differentiations(value)):  # a Function has its own derivative
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; a JAX function or a Flax module called "
             f"with it would have no derivative either{at_line()}"
@@ -356,7 +356,7 @@ def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
     """A traced tensor's values as a plain tensor with mapped dimensions in front; any other tensor unchanged."""
     if type(t) is not Traced:
         return t
-    value = private.innermost_removed(value_of(t), recurse)
+    value = private_jax.innermost_removed(value_of(t), recurse)
     if isinstance(value, jax.core.Tracer):
         return wrap(value, t.device)
     with private.below_python():  # a tensor to look at, which is not part of the trace

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 from jax.experimental import multihost_utils
 
-from bridge import private
+from bridge import private_jax
 from bridge.checkpoints import CheckpointError, escaped
 
 __all__ = ["Checkpoints", "Preempted"]
@@ -215,7 +215,7 @@ class _Signals:
     def __init__(self) -> None:
         self.came: tuple[int, Any] | None = None
         self.before: Any = None
-        self.agreed = private.coordinator() is not None  # then JAX handles the signal and tells all processes
+        self.agreed = private_jax.coordinator() is not None  # then JAX handles the signal and tells all processes
 
     def __enter__(self) -> None:
         before = signal.getsignal(signal.SIGTERM)

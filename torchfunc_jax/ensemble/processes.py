@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from bridge import private, processes
+from bridge import private_jax, processes
 
 __all__ = ["LOST", "ProcessError", "initialize", "launch"]
 
@@ -80,7 +80,7 @@ def initialize(
     if limit <= 0:
         raise ValueError(f"limit: expected a positive number of seconds, got {limit}")
     if None in (coordinator_address, num_processes, process_id):
-        coordinator_address, num_processes, process_id = private.cluster(coordinator_address, num_processes, process_id, timeout)
+        coordinator_address, num_processes, process_id = private_jax.cluster(coordinator_address, num_processes, process_id, timeout)
         if None in (coordinator_address, num_processes, process_id):
             raise ValueError(
                 "initialize: JAX finds no cluster around this process; pass coordinator_address, num_processes and process_id, or use "

@@ -225,6 +225,31 @@ def vmapped_by_torch(
     return out.movedim(dim, 0), (True, *mapped)
 
 
+def lanes_by_torch(
+    run: Callable[[Sequence[int]], Any], sizes: Sequence[int]
+) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """How the tensors that a function computes inside torch's own vmaps of these sizes lie in memory.
+
+    Of each tensor: a lane's strides, and the vmaps that map it, each with the stride from lane to lane.
+    """
+    found: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []
+
+    def look(levels: Sequence[int]) -> torch.Tensor:
+        for t in _pytree.tree_leaves(run(levels)):
+            if isinstance(t, torch.Tensor):
+                lane, between = t.stride(), list[tuple[int, int]]()
+                for k in reversed(range(len(levels))):
+                    t, dim = _unwrap_batched(t, levels[k])
+                    if dim is not None:
+                        between.insert(0, (k, t.stride(dim)))
+                found.append((lane, between))
+        return torch.empty(0, device="meta")
+
+    with plain_torch():
+        vmapped_by_torch(look, [(size, "different") for size in sizes])
+    return found
+
+
 def is_fake(x: object) -> bool:
     """Whether x is a FakeTensor, which has a shape and no values."""
     return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)

@@ -301,6 +301,52 @@ def test_strides_inside_are_those_of_plain_pytorch(name: str, transform: Any) ->
         torch.testing.assert_close(found[1], found[0])
 
 
+#: What a lane [3, 3] and a tensor [3, 3], mapped or not, are computed to in steps.
+LANES: dict[str, list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "pointwise": [lambda a, w: a * 2, lambda a, w: a.relu(), lambda a, w: a + 1],
+    "transposed": [lambda a, w: -a.t(), lambda a, w: a.exp().t(), lambda a, w: a + a.t()],
+    "of two": [lambda a, w: a + w, lambda a, w: w * a, lambda a, w: torch.where(a > 0, w, a)],
+    "of one that is computed": [lambda a, w: a * (w + 1), lambda a, w: w.exp() - a],
+    "products": [lambda a, w: a @ w, lambda a, w: w @ a, lambda a, w: a * 2],
+    "copies": [lambda a, w: a.clone(), lambda a, w: a.contiguous(), lambda a, w: torch.zeros_like(a) + w],
+    "reductions": [lambda a, w: a.softmax(0), lambda a, w: a.sum(0, keepdim=True) * a, lambda a, w: a.max(1, keepdim=True)[0] + a],
+    "joined": [lambda a, w: torch.cat([a, w])[:3], lambda a, w: torch.stack([a, w])[0] * 2, lambda a, w: a.flip(0)],
+    "views": [lambda a, w: a[1:].mul(2), lambda a, w: a.unsqueeze(0)[0], lambda a, w: a.expand(2, *a.shape)[1] * 1],
+    "no view": [lambda a, w: a * 2, lambda a, w: a.view(-1)],
+    "viewed": [lambda a, w: a.reshape(-1) * 2, lambda a, w: a.view(3, 3)],
+}
+
+
+@pytest.mark.parametrize("way", ["unjitted", "jitted", "grad", "nested"])
+@pytest.mark.parametrize("program", LANES)
+def test_strides_of_lanes_are_those_of_torch_func(program: str, way: str) -> None:
+    def seen(F: Any, in_dims: tuple[int, int | None]) -> list[Any]:
+        found: list[Any] = []
+
+        def body(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            for step in LANES[program]:
+                a = step(a, w)
+                found.append((a.stride(), a.is_contiguous()))
+            return a.sum()
+
+        x, w = torch.linspace(-1, 1, 27).view(3, 3, 3), torch.linspace(0, 1, 27).view(3, 3, 3)
+        call = F.vmap(body, in_dims)
+        if way == "nested":
+            call, x = F.vmap(call, (1, None)), torch.linspace(-1, 1, 54).view(3, 2, 3, 3)
+        try:
+            w = w[0] if in_dims[1] is None else w
+            (jit(call) if way == "jitted" and F is torchfunc_jax else F.grad(lambda x: call(x, w).sum()) if way == "grad" else call)(
+                *[x, w][: 1 if way == "grad" else 2]
+            )
+        except RuntimeError as error:
+            assert NOT_VIEWABLE in str(error)
+            found.append(NOT_VIEWABLE)
+        return found
+
+    for in_dims in [(0, 0), (1, None), (2, 1), (-1, 0), (1, 2)]:
+        assert seen(torchfunc_jax, in_dims) == seen(torch.func, in_dims), in_dims
+
+
 def test_parameters_are_themselves_and_donated_arguments_are_not() -> None:
     module, x = torch.nn.Linear(3, 3), torch.arange(6.0).view(2, 3)
     assert jit(lambda: module.weight)() is module.weight

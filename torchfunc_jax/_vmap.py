@@ -264,16 +264,15 @@ def _map(
     in_axes = [every[i] for i in call.where]
 
     def record(recorder: Recorder) -> Any:
-        avals = []
-        for a, d in zip(map(aval_of, arrays), in_axes, strict=True):
-            avals.append(a if d is None else a.lane(d))
+        depth = recorder.mapped()
+        avals = [a if d is None else a.lane(d, depth) for a, d in zip(map(aval_of, arrays), in_axes, strict=True)]
         params = (tuple(in_axes), randomness)
         tensors, (meta, out_axes) = transforms.entered(recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish)
         avals, placed = [], []
         for a, d in zip(map(aval_of, tensors), out_axes, strict=True):
             d = d if d is None or d >= 0 else d + len(a.shape) + 1
             placed.append(d)
-            avals.append(a if d is None else a.like((*a.shape[:d], size, *a.shape[d:]), a.requires_grad))
+            avals.append(a.outside(depth) if d is None else a.whole(d, size, depth))
         return recorder.end(tuple(placed), tensors, avals), lambda outs: put_together(outs, meta)
 
     done = transforms.transform(func, call.leaves, record)

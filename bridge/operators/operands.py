@@ -1,7 +1,7 @@
 """Arguments and results of every operator: traced tensors become values, results are wrapped, and no_grad is obeyed."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,20 @@ def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN) -> Any:
     return t
 
 
+def _wrap_lanes(out: Any, device: torch.device, lanes: Any, lying: Iterator[Any] | None, layout: Layout) -> Any:
+    """The results of an operator inside vmap as traced tensors; lanes: see ``Node``; lying: the results' strides, see ``laid_out``."""
+    if isinstance(out, tuple | list):
+        return type(out)([_wrap_lanes(x, device, lanes, lying, layout) for x in out])
+    if not isinstance(out, jax.Array | np.ndarray):
+        return out
+    strides, between = (None, ()) if lying is None else next(lying)
+    t: Traced = wrap_all(out, device, layout) if strides is None else wrap(out, device, strides=strides)
+    if strides is not None:
+        t.node.geometry = Geometry(out.shape, strides, True, between=between)
+    t.node.lanes = lanes
+    return t
+
+
 def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     """The plan of an operator that writes nothing and returns no view."""
     lower, no_grad = row.lowering, row.no_grad_outputs
@@ -94,11 +108,11 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
                 out = requires_grad.tie(out, values, no_grad)
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
-        layout = _layout(func, args, kwargs)
-        made = wrap_all(out, device_of(args, kwargs), layout)
-        if layout is not PLAIN and type(made) is Traced and state.level.root.drawn is not None and _keeps_order(func):
-            torch_numbers.lay_out(made, func, args, kwargs)
-        return made
+        device = device_of(args, kwargs)
+        if innermost("vmap") is None:
+            return wrap_all(out, device, _layout(func, args, kwargs))
+        lanes, lying = torch_numbers.laid_out(func, args, kwargs)
+        return _wrap_lanes(out, device, lanes, lying, PLAIN if lying else _layout(func, args, kwargs))
 
     return run_pure
 
@@ -156,14 +170,6 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
         return otherwise(args, kwargs) if value is None else wrap_all(value, device, _layout(func, args, kwargs))
 
     return run_drawn
-
-
-def alike(make: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """empty_like and its kin: PyTorch's vmap maps the result if it maps the argument, although no value depends on that."""
-    out = make(args, kwargs)
-    if type(args[0]) is Traced and innermost("vmap") is not None:
-        out.node.like = args[0].node.root
-    return out
 
 
 def _named(names: str) -> frozenset[str]:

@@ -4,9 +4,6 @@
 """
 from __future__ import annotations
 
-import functools
-import re
-
 import torch
 
 from bridge import lowering as _lowering  # noqa: F401  fills the registry
@@ -17,7 +14,7 @@ from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
 from bridge.operators.mutation import write_plan
 from bridge.operators.opaque import opaque_plan
-from bridge.operators.operands import alike, drawn, pure
+from bridge.operators.operands import drawn, pure
 from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
@@ -26,8 +23,6 @@ from bridge.trace.tracing import OWN_RULES
 def plan(func: torch._ops.OpOverload) -> Plan:
     """The function (args, kwargs) -> result that runs an operator on traced tensors."""
     found = _plan(func)
-    if re.fullmatch("aten::(new_.*|(empty|zeros|ones|full)_like)", func._schema.name):
-        found = functools.partial(alike, found)
     return found if func in OVERRIDDEN else guarded(func, found)
 
 

@@ -2,19 +2,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch.utils import _pytree as pytree
 
 from bridge import compiling, private
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
-from bridge.record.tensor import Aval, Unrecordable, aval, aval_of
+from bridge.record.tensor import Aval, Unrecordable, aval, aval_of, lane_of
 from bridge.trace import tracing
 from bridge.trace.levels import push
+from bridge.trace.storage import span
 from bridge.trace.torch_numbers import BY_VALUE
 
 #: Functions whose Python numbers of a type are inputs of the program: their result depends smoothly on them, its shape not at all.
@@ -60,15 +63,17 @@ class _Draws(private.DispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _outs(out: Any, metas: Sequence[torch.Tensor] = (), device: torch.device | None = None) -> Any:
+def _outs(
+    out: Any, lanes: tuple[tuple[int, int, int], ...], metas: Sequence[torch.Tensor] = (), device: torch.device | None = None
+) -> Any:
     if isinstance(out, torch.Tensor):
         for k, m in enumerate(metas):
             if out is m:
                 return Ref(k)
         where = device if out.device.type == "meta" and device is not None else out.device
-        return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad))
+        return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad, lanes))
     if isinstance(out, tuple | list):
-        return type(out)([_outs(o, metas, device) for o in out])
+        return type(out)([_outs(o, lanes, metas, device) for o in out])
     if out is None or isinstance(out, bool | int | float | str | torch.dtype | torch.device):
         return out
     raise Unrecordable(f"a result of {type(out)}")
@@ -129,8 +134,49 @@ def _on_meta(
         (k, a.with_grad(m.requires_grad or a.requires_grad)) for k, (m, a) in enumerate(zip(metas, avals, strict=True))
         if m._version != a.requires_grad or m.requires_grad is not a.requires_grad
     ])  # fmt: skip
-    outs = _outs(out, metas, device)
+    outs = _outs(out, _mapped(avals), metas, device)
+    if any(size for a in avals for _, size, _ in a.lanes):
+        _lay_out(outs, func, args, kwargs, numbers, avals)
     return Op(func, args, kwargs, torch.is_grad_enabled(), outs, changed, len(numbers), draws.found, draws.by_value)
+
+
+def _mapped(avals: Sequence[Aval]) -> tuple[tuple[int, int, int], ...]:
+    """The lanes of what is computed from these, if they all lie one behind another."""
+    return tuple([(depth, 0, 0) for depth in sorted({depth for a in avals for depth, _, _ in a.lanes})])
+
+
+def _lay_out(
+    outs: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
+) -> None:
+    """Give an operator's results the strides that PyTorch's own vmap gives them, if lanes do not lie one behind another."""
+    sizes = dict.fromkeys([depth for depth, _, _ in _mapped(avals)], 2) | {k: size for a in avals for k, size, _ in a.lanes if size}
+    depths = list(sizes)
+    wholes = []
+    for a in avals:
+        reach = span(a.shape, a.strides) * math.prod(sizes.values())
+        mapped = [(sizes[depth], stride if size else reach) for depth, size, stride in a.lanes]
+        whole = [*[n for n, _ in mapped], *a.shape], [*[stride for _, stride in mapped], *a.strides]
+        wholes.append(torch.empty_strided(*whole, dtype=a.dtype, device="meta"))
+
+    def run(levels: Sequence[int]) -> Any:
+        lanes = [
+            private.lane_of_torch(whole, [levels[depths.index(depth)] for depth, _, _ in a.lanes])
+            for whole, a in zip(wholes, avals, strict=True)
+        ]
+        return func(*filled(args, lanes, numbers), **filled(kwargs, lanes, numbers))
+
+    try:
+        found = private.lanes_by_torch(run, list(sizes.values()))
+    except Exception:  # PyTorch's vmap has no rule for it
+        return
+    results = [out for out in pytree.tree_leaves(outs) if type(out) in (Out, Ref)]
+    if len(results) != len(found):
+        return
+    for out, (strides, between) in zip(results, found, strict=True):
+        if type(out) is Out and len(strides) == len(out.aval.shape):
+            a = out.aval
+            lanes = tuple([lane_of(depths[k], sizes[depths[k]], stride, a.shape, strides) for k, stride in between])
+            out.aval = aval(a.shape, strides, a.offset, a.dtype, a.device, a.requires_grad, lanes)
 
 
 def _traced(
@@ -143,9 +189,10 @@ def _traced(
         with tracing.root() as root:
             root.staged = True
             with push("plain"), _Draws() as draws:
-                traced = [tracing.wrap(v, a.device) for v, a in zip(values, avals, strict=True)]
+                traced = [tracing.wrap(v, a.device, strides=a.strides) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-            found.append(Op(func, args, kwargs, torch.is_grad_enabled(), _outs(out), (), len(numbers), root.draws > 0, draws.by_value))
+            outs = _outs(out, _mapped(avals))
+            found.append(Op(func, args, kwargs, torch.is_grad_enabled(), outs, (), len(numbers), root.draws > 0, draws.by_value))
         return []
 
     try:

@@ -225,11 +225,12 @@ class Recorder(TorchFunctionMode):
         return identical(x)
 
     # -- values ------------------------------------------------------------------------------------------------------------------------
-    def mapped(self) -> bool:
-        level = self.level
-        while level is not None and level.kind != "vmap":
-            level = level.parent
-        return level is not None
+    def mapped(self) -> int:
+        """How many vmaps are entered."""
+        level, depth = self.level, 0
+        while level is not None:
+            level, depth = level.parent, depth + (level.kind == "vmap")
+        return depth
 
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""

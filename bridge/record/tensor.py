@@ -11,7 +11,7 @@ import torch
 from bridge import private
 from bridge.errors import EscapedTensorError, at_line
 from bridge.trace.levels import state
-from bridge.trace.storage import contiguous
+from bridge.trace.storage import contiguous, span
 
 _make = private.make_wrapper
 
@@ -34,7 +34,12 @@ def escaped() -> EscapedTensorError:
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Aval:
-    """The metadata of a recorded tensor; there is one object for each (shape, strides, offset, dtype, device, requires_grad)."""
+    """The metadata of a recorded tensor; there is one object for each of these.
+
+    Attributes:
+        lanes: of one that vmaps map, each vmap's depth, its size, and the stride from lane to lane; size and stride are 0 if the lanes lie
+            one behind another.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -42,6 +47,7 @@ class Aval:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    lanes: tuple[tuple[int, int, int], ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} {self.device}{' grad' if self.requires_grad else ''}"
@@ -60,30 +66,49 @@ class Aval:
 
     def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
         """The aval of a contiguous tensor of that shape, with this dtype and device."""
-        return aval(shape, contiguous(shape), 0, self.dtype, self.device, requires_grad)
+        lanes = tuple([(depth, 0, 0) for depth, _, _ in self.lanes])
+        return aval(shape, contiguous(shape), 0, self.dtype, self.device, requires_grad, lanes)
 
-    def lane(self, dim: int) -> Aval:
-        """The aval of one lane of a tensor that is mapped over this dimension."""
+    def lane(self, dim: int, depth: int) -> Aval:
+        """The aval of one lane of a tensor that a vmap maps over this dimension; depth: how many vmaps are around that one."""
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return aval(shape, strides, 0, self.dtype, self.device, self.requires_grad)
+        lanes = (*self.lanes, lane_of(depth, self.shape[dim], self.strides[dim], shape, strides))
+        return aval(shape, strides, 0, self.dtype, self.device, self.requires_grad, lanes)
+
+    def whole(self, dim: int, size: int, depth: int) -> Aval:
+        """The aval of the result of a vmap whose lanes are these; it is contiguous."""
+        whole = self.like((*self.shape[:dim], size, *self.shape[dim:]), self.requires_grad)
+        return whole.outside(depth)
+
+    def outside(self, depth: int) -> Aval:
+        """The aval of the same tensor outside of the vmap at this depth, which does not map it."""
+        if all(each[0] < depth for each in self.lanes):
+            return self
+        lanes = tuple([each for each in self.lanes if each[0] < depth])
+        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, self.requires_grad, lanes)
 
     def with_grad(self, requires_grad: bool) -> Aval:
         if requires_grad is self.requires_grad:
             return self
-        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad)
+        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad, self.lanes)
 
 
 @functools.lru_cache(65536)
 def aval(*what: Any) -> Aval:
-    """The one Aval with these fields."""
+    """The one Aval with these fields, all of them."""
     return Aval(*what)
+
+
+def lane_of(depth: int, size: int, stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """What ``Aval.lanes`` has of a vmap, if a lane has this shape and strides, and the stride from lane to lane is this."""
+    return (depth, 0, 0) if stride >= span(shape, strides) else (depth, size, stride)
 
 
 def aval_of(t: torch.Tensor) -> Aval:
     """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each batch of a data set would be another."""
     if type(t) is Recorded:
         return t.aval
-    return aval(tuple(t.shape), t.stride(), 0, t.dtype, t.device, t.requires_grad)
+    return aval(tuple(t.shape), t.stride(), 0, t.dtype, t.device, t.requires_grad, ())
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:

@@ -4,6 +4,7 @@ A ``Node`` is a root that owns a value, or a view of another node; aliasing.py r
 """
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ class Node:
     version: int = 0
     seen: int = -1
     maker: Any = None  # the operator that computed it, if any
-    like: Node | None = None  # of what empty_like and its kin have made: the root whose lanes it has in PyTorch
+    lanes: Any = None  # of a root: the traces of the vmaps that map it in PyTorch, if they are known
     geometry: Geometry | None = None  # of a root that stands for a tensor from outside, or is computed and not contiguous
     hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
     used: bool = False  # an operator with a derivative has read it since it was last written
@@ -42,7 +43,6 @@ class Geometry:
     outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
     between: tuple[int, ...] = ()  # the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane
     known: bool = True  # if the tensor is computed: its strides are those that PyTorch gives it
-    lane_strides: tuple[int, ...] | None = None  # if it is computed under vmap: the strides that a lane has in PyTorch
     asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
     @classmethod
@@ -61,6 +61,10 @@ class Geometry:
             return self
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
         return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]), self.known)
+
+    def lanes_outermost(self) -> bool:
+        """Whether the lanes of all vmaps lie one behind another, those of the outermost vmap farthest apart."""
+        return not self.between or all(a >= b for a, b in itertools.pairwise((*self.between, span(self.shape, self.strides))))
 
     def ask(self) -> bool:
         """Note a call of ``as_strided``, and return whether it is possible: the tensor must be plain here and at every outer level."""
@@ -82,6 +86,11 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How many elements of memory a tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
 
 
 class OutsideOfView(RuntimeError):

@@ -25,7 +25,7 @@ from bridge.lowering.registry import overload
 from bridge.process import process
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
-from bridge.trace.storage import Geometry, Node, contiguous
+from bridge.trace.storage import Node, contiguous, span
 from bridge.trace.tracing import Traced
 
 ERROR = (
@@ -93,10 +93,28 @@ class Blank:
         """A tensor of this shape, with a dimension in front for each vmap that maps it."""
         sized, between = [sizes[k] for k in self.mapped], self.between
         if between is None:
-            span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 0
-            between = tuple([span * math.prod(sized[k:]) for k in range(1, len(sized) + 1)])
+            reach = span(self.shape, self.strides)
+            between = tuple([reach * math.prod(sized[k:]) for k in range(1, len(sized) + 1)])
         t = torch.empty_strided([*sized, *self.shape], [*between, *self.strides], dtype=self.dtype, device=device)
         return t if self.fill is None else t.fill_(self.fill)
+
+
+def _in_vmaps(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int], device: str
+) -> Callable[[Sequence[int]], Any]:
+    """Calls an operator inside torch's vmaps of these sizes, whose levels it takes, with a tensor in the place of each Blank."""
+    made = {id(x): x.made(sizes, device) for x in _blanks_in([*args, *kwargs.values()])}
+
+    def lane(x: Any, levels: Sequence[int]) -> Any:
+        if type(x) is Blank:
+            return private.lane_of_torch(made[id(x)], [levels[k] for k in x.mapped])
+        return [lane(v, levels) for v in x] if type(x) is list else x
+
+    return lambda levels: func(*[lane(x, levels) for x in args], **{name: lane(x, levels) for name, x in kwargs.items()})
+
+
+def _blanks_in(x: Any) -> list[Blank]:
+    return [b for v in x for b in _blanks_in(v)] if isinstance(x, list | tuple) else [x] if type(x) is Blank else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,20 +136,10 @@ class Draw:
 
     def made(self, device: str = "cpu") -> tuple[torch.Tensor, tuple[bool, ...]]:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
-        sizes = [size for size, _ in self.vmaps]
-        given = [x.made(sizes, device) if type(x) is Blank else x for x in self.args]
         kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
-
-        def run(levels: Sequence[int]) -> torch.Tensor:
-            args = [
-                private.lane_of_torch(t, [levels[k] for k in x.mapped]) if type(x) is Blank else x
-                for x, t in zip(self.args, given, strict=True)
-            ]
-            return overload(self.name)(*args, **kwargs)
-
+        run = _in_vmaps(overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], device)
         with private.plain_torch():
             return private.vmapped_by_torch(run, self.vmaps)
-
 
     def tried(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """What ``made`` gives, for its shapes and its errors: the generator keeps its state."""
@@ -349,10 +357,12 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
         return None
     vmaps = _vmaps()
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
-    t = args[0]
-    if vmaps and type(t) is Traced and t.node.parent is None and t.node.like is not None:  # dropout's own comes from empty_like
+    if vmaps and type(args[0]) is Traced and str(args[0].node.maker) in _EMPTY:  # it is dropout's own
         name, blanks = _in_dropout(name, blanks)
     return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
+
+
+_EMPTY = frozenset(["aten.empty_like.default", "aten.new_empty.default"])
 
 
 def _drawing() -> Any:
@@ -480,47 +490,57 @@ def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
     mapped = _lanes(root, vmaps)
     mapped = tuple(range(len(vmaps))) if mapped is None else mapped
     blank = Blank(tuple(t.shape), t.stride(), t.dtype, mapped)
-    geometry = (root.like or root).geometry
-    if geometry is None or len(geometry.between) != len(mapped) or "new_" in str(root.maker):  # new_empty's memory is contiguous
+    geometry = root.geometry
+    if geometry is None or len(geometry.between) != len(mapped):
         return blank
-    if root.like is None and geometry.lane_strides is None:  # an argument, or a view of one
-        return dataclasses.replace(blank, between=geometry.between)
-    if geometry.shape != blank.shape or t.node.parent is not None:
-        return blank
-    whole = dataclasses.replace(blank, strides=geometry.lane_strides or geometry.strides, between=geometry.between)
-    if root.like is None:
-        return whole
-    strides = torch.empty_like(whole.made([each.size for each in vmaps], "meta")).stride()
-    return dataclasses.replace(blank, strides=strides[len(mapped) :], between=strides[: len(mapped)])
+    return dataclasses.replace(blank, between=geometry.between)
 
 
-def lay_out(t: Traced, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Note how PyTorch's own vmap lays out in memory what an elementwise operator has computed from strided lanes.
+def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Iterator[Any] | None]:
+    """How PyTorch's own vmap lays out in memory what an operator computes.
 
-    Only the numbers that are drawn into such a tensor, or into one like it, depend on that.
+    The traces of the vmaps that map its results, None if they are not known; and, if an operand's lanes do not lie one behind another, for
+    each result its strides and those from lane to lane.
     """
-    roots = [x.node.root for x in args if type(x) is Traced]
-    if not any((root.like or root).geometry is not None and (root.like or root).geometry.between for root in roots):
-        return
+    if state.level.root.drawn is None:
+        return None, None
+    roots = [x.node.root for x in _tensors(args) if type(x) is Traced]
+    lanes = [_mapped(root) for root in roots]
+    found = None if None in lanes else frozenset().union(*lanes)
+    if all(root.geometry is None or root.geometry.lanes_outermost() for root in roots):
+        return found, None
     vmaps = [each for each in around() if each.kind == "vmap"][::-1]
-    blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else x for x in args]
+
+    def blank(x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return [*map(blank, x)]
+        return _blank(x, vmaps) if isinstance(x, torch.Tensor) else x.node.kind(1) if python_numbers.is_input(x) else x
+
+    sizes, named = [each.size for each in vmaps], {name: blank(x) for name, x in kwargs.items()}
     try:
-        whole, mapped = _draw(vmaps, str(func), blanks, tuple(kwargs.items()), None).made("meta")
+        made = private.lanes_by_torch(_in_vmaps(func, blank(args), named, sizes, "meta"), sizes)
     except Exception:  # the operator has no kernel for the device meta
-        return
-    between, strides = whole.stride()[: sum(mapped)], whole.stride()[sum(mapped) :]
-    known = t.node.geometry is not None and t.node.geometry.known and strides == t.stride()
-    t.node.geometry = Geometry(tuple(t.shape), t.stride(), True, between=between, known=known, lane_strides=strides)
+        return found, None
+    return found, iter([(strides, tuple([stride for _, stride in between])) for strides, between in made])
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    if type(x) in (list, tuple):
+        return [t for v in x for t in _tensors(v)]
+    return [x] if isinstance(x, torch.Tensor) else []
 
 
 def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
-    """Which vmaps map a tensor in PyTorch; None if that is not known, because JAX forgets operands on which no value depends."""
-    if node.like is not None:
-        return _lanes(node.like, vmaps)
-    found = private_jax.mapping(node.value, state.level.root.drawn.trace)
-    if found is None or node.version or not _is_factory(node.maker):
-        return None
-    return tuple([k for k, each in enumerate(vmaps) if each.probe in found])
+    """Which vmaps map a tensor in PyTorch; None if that is not known."""
+    found = _mapped(node)
+    return None if found is None else tuple([k for k, each in enumerate(vmaps) if each.probe in found])
+
+
+def _mapped(node: Node) -> Any:
+    """The traces of the vmaps that map a root; None if that is not known, because JAX forgets operands on which no value depends."""
+    if node.lanes is None and not node.version and _is_factory(node.maker):
+        node.lanes = private_jax.mapping(node.value, state.level.root.drawn.trace)
+    return node.lanes
 
 
 def _is_factory(operator: Any) -> bool:

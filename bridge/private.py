@@ -11,6 +11,7 @@ import operator
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -223,6 +224,16 @@ def vmapped_by_torch(
     if dim is None or randomness == "same":
         return out if dim is None else out.select(dim, 0), (False, *mapped)
     return out.movedim(dim, 0), (True, *mapped)
+
+
+def become(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a tensor another one, if nobody has a weak reference to it.
+
+    torch.utils.swap_tensors leaves half a swap behind if C++ refers to one of them, as a view of it does; only ``_use_count`` tells that.
+    """
+    value = value if value._use_count() == 1 else value.view_as(value)  # type: ignore[attr-defined]
+    if t._use_count() == 1 and not weakref.getweakrefs(t):  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(t, value)
 
 
 def lanes_by_torch(

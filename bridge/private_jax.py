@@ -122,6 +122,13 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
     return value
 
 
+def without_transforms(value: Any) -> Any:
+    """The value inside the tracers of all vmaps, grads and jvps: an array or a tracer of the program; of a mapped one, that of all lanes."""
+    while hasattr(value, "batch_dim") or hasattr(value, "primal"):
+        value = value.val if hasattr(value, "batch_dim") else value.primal
+    return value
+
+
 def batched_value(tracer: Any) -> Any:
     """The batched value inside a tracer of vmap; None for any other value."""
     return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None

@@ -24,6 +24,7 @@ from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.convert import tensors, trees
 from bridge.errors import at_line
 from bridge.jit import explaining
+from bridge.jit.attributes import Setting
 from bridge.jit.compiled import Compiled, ProgramInfo
 from bridge.jit.donation import within
 from bridge.jit.program import Program, aval, forward, stage
@@ -192,7 +193,8 @@ class Jitted:
             reason = entry.unfit(leaves, found)
             if reason:
                 return self._unjitted(reason, entry.torch_out, args, kwargs)
-        return entry.call(leaves, [*inputs, *arrays], found, grads)
+        out = entry.call(leaves, [*inputs, *arrays], found, grads)
+        return out.done() if type(out) is Setting else out
 
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
         """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""

@@ -27,6 +27,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
 from bridge.jit import products
+from bridge.jit.attributes import noted
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.programs import closure_scan
@@ -194,7 +195,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
         candidates += [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = trace(fn, call, candidates, found, donated=donated)
+        program, missing = trace(noted(fn, found.modules.values()), call, candidates, found, donated=donated)
         if not missing:
             return program
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])

@@ -67,6 +67,7 @@ class Recorder(TorchFunctionMode):
         self.trace: list[tuple[Any, tuple[int, ...]]] = []
         self.inputs: list[torch.Tensor] = []
         self.by_id: dict[int, int] = {}
+        self.tensors: list[Recorded] = []  # all that it has made, which the function may keep elsewhere
         self.numbers: list[Any] = []
         self.count = 0
         self.level: Level | None = None
@@ -99,6 +100,7 @@ class Recorder(TorchFunctionMode):
 
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
+        self.tensors.append(t)
         self.count += 1
         return t
 
@@ -153,6 +155,7 @@ class Recorder(TorchFunctionMode):
         self.trace.append((op, tuple(refs)))
         if op.single is not None:
             t = recorded(self.count, op.single, self.level)
+            self.tensors.append(t)
             self.count += 1
             return t
         return self._results(op, args, kwargs or {})

@@ -17,6 +17,7 @@ from bridge.boundary.results import split_arrays
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import process
+from bridge.record.escaped import fill_in
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, Unrecordable, aval_of, escaped
@@ -68,6 +69,7 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         state.recorder = None
         if lasting and recorder.written:
             raise Unrecordable("a function that writes, and is called again")
+        fill_in(recorder, outs)
         found = run(recorder, [t.ref for t in outs], True)
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
@@ -78,6 +80,7 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         return NOT_RECORDED
     finally:
         state.recorder = None
+        recorder.tensors.clear()
 
 
 def _ambient() -> bool:

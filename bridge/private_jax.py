@@ -123,7 +123,7 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
 
 
 def without_transforms(value: Any) -> Any:
-    """The value inside the tracers of all vmaps, grads and jvps: an array or a tracer of the program; of a mapped one, that of all lanes."""
+    """The value inside the tracers of all vmaps, grads and jvps: an array, or the program's tracer.  Of a mapped one, that of all lanes."""
     while hasattr(value, "batch_dim") or hasattr(value, "primal"):
         value = value.val if hasattr(value, "batch_dim") else value.primal
     return value

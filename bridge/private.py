@@ -403,6 +403,7 @@ _REDIRECTED = {
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
     "is_compiling": ("torch.compiler", "is_compiling"),
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
+    "deepcopy": ("torch", "Tensor.__deepcopy__"),
 }
 
 

@@ -451,3 +451,14 @@ def test_a_kept_lane_is_refused_when_it_is_used() -> None:
     assert torch.equal(module.steps, torch.tensor(1.0))
     with pytest.raises(bridge.errors.EscapedTensorError, match="return it from the transformed function"):
         module.hidden + 1
+
+
+@pytest.mark.parametrize("transform", [torchfunc_jax.vmap, torchfunc_jax.jit, lambda f: lambda x: torchfunc_jax.jvp(f, (x,), (x,))[0]])
+def test_copies_of_what_is_captured_follow_its_values(transform: Callable[..., Any]) -> None:
+    module, scale, x = nn.Linear(3, 3), torch.ones(3), torch.ones(2, 3)
+    call = transform(lambda x: copy.deepcopy(module)(x) * copy.deepcopy({"scale": scale})["scale"])
+    for _ in range(3):
+        torch.testing.assert_close(call(x).detach(), (module(x) * scale).detach())
+        with torch.no_grad():
+            module.weight.mul_(2)
+            scale.add_(1)

@@ -226,6 +226,16 @@ def is_compiling() -> bool:
     return state.jitting or private.original("is_compiling")()
 
 
+def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its memory."""
+    if (state.level is None and state.recorder is None) or not t.is_leaf:
+        return private.original("deepcopy")(t, memo)
+    if id(t) not in memo:
+        copied = t.detach().clone()
+        memo[id(t)] = copied.requires_grad_() if t.requires_grad else copied
+    return memo[id(t)]
+
+
 def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of this one, stays a tensor if unknown."""
     unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
@@ -256,5 +266,5 @@ PYTHON_RULES |= {
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
-    "batch_norm_forward": batch_norm_forward,
+    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy,
 })  # fmt: skip

@@ -777,3 +777,16 @@ def test_masks_without_dimensions(name, shape):
     if isinstance(index, torch.Tensor) and index.dtype is torch.bool:
         out = torch.func.grad(lambda x: torch.masked_select(x, index).sum())(x)
         torch.testing.assert_close(torchfunc_jax.grad(lambda x: torch.masked_select(x, index).sum())(x), out)
+
+
+def test_a_default_device_that_is_set_inside_is_obeyed() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_device("meta")
+        try:
+            return x + torch.ones(2).numel()
+        finally:
+            torch.set_default_device(None)
+
+    for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(RuntimeError, match="device meta"):  # and no tensor on another device
+            transform(body)(torch.ones(3, 2))

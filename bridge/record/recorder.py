@@ -46,16 +46,16 @@ private.asked_outside.append(_refuse)
 
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
-_dispatch_modes = private.count_of_dispatch_modes
+_dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
 
 
-def _ambient() -> tuple[torch.dtype, bool, bool, bool, int]:
+def _ambient() -> tuple[torch.dtype, bool, bool, bool, int, int]:
     """State that changes what operators do and is not recorded with them; it must stay the same for the whole record.
 
-    The default dtype, whether autocast is on, whether forward-mode AD is on, whether saved_tensors_hooks are entered, and the number of
-    torch dispatch modes.
+    The default dtype, whether autocast is on, whether forward-mode AD is on, whether saved_tensors_hooks are entered, and the numbers of
+    torch dispatch modes and of function modes below the recorder, where torch.set_default_device puts one.
     """
-    return _default_dtype(), _autocast(), _forward_mode(), _saved_hooks() is not None, _dispatch_modes()
+    return _default_dtype(), _autocast(), _forward_mode(), _saved_hooks() is not None, _dispatch_modes(), _function_modes()
 
 
 class Recorder(TorchFunctionMode):

@@ -226,14 +226,9 @@ def vmapped_by_torch(
     return out.movedim(dim, 0), (True, *mapped)
 
 
-def become(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a tensor another one, if nobody has a weak reference to it.
-
-    torch.utils.swap_tensors leaves half a swap behind if C++ refers to one of them, as a view of it does; only ``_use_count`` tells that.
-    """
-    value = value if value._use_count() == 1 else value.view_as(value)  # type: ignore[attr-defined]
-    if t._use_count() == 1 and not weakref.getweakrefs(t):  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(t, value)
+def only_python_refers(t: torch.Tensor) -> bool:
+    """Whether neither C++ refers to a tensor, as a view or an autograd graph does, nor a weak reference: swap_tensors needs that."""
+    return t._use_count() == 1 and not weakref.getweakrefs(t)  # type: ignore[attr-defined]
 
 
 def lanes_by_torch(

@@ -445,6 +445,13 @@ def test_kept_tensors_have_gradients_where_torch_funcs_have() -> None:
     torch.testing.assert_close(module.linear.weight.grad, expected.linear.weight.grad)
 
 
+def test_an_argument_that_is_kept() -> None:
+    kept: list[torch.Tensor] = []
+    x = torch.ones(3)
+    torchfunc_jax.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    assert torch.equal(kept[0], x) and kept[0] is not x
+
+
 def test_a_kept_lane_is_refused_when_it_is_used() -> None:
     module = Keeps()
     torchfunc_jax.vmap(module)(torch.ones(4, 2))

@@ -20,19 +20,24 @@ _REFERENCES = 3  # to a recorded tensor that nobody keeps: the recorder's list, 
 def fill_in(recorder: Recorder, outs: Sequence[Recorded]) -> None:
     """Make plain tensors of the recorded tensors that are still referred to; outs: the results, which are not meant."""
     results = {id(t) for t in outs}
-    kept = [t for t in recorder.tensors if sys.getrefcount(t) > _REFERENCES and id(t) not in results and not t.aval.lanes]
+    kept = [
+        t for t in recorder.tensors
+        if sys.getrefcount(t) > _REFERENCES and id(t) not in results and not t.aval.lanes and private.only_python_refers(t)
+    ]  # fmt: skip
     if not kept or recorder.writes:
         return
     part = _part(recorder, [t.ref for t in kept])
     if part is None:
         return
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in recorder.inputs)
     try:
-        values = recorder.execute(*part, torch.is_grad_enabled() and any(t.requires_grad for t in recorder.inputs))
+        values = recorder.execute(*part, needs) if len(part[0].trace) > len(part[0].inputs) else [part[0].inputs[r] for r in part[1]]
     except Unrecordable:
         return
     inputs = set(map(id, recorder.inputs))
     for t, value in zip(kept, values, strict=True):
-        private.become(t, value.view_as(value) if id(value) in inputs else value)
+        own = id(value) not in inputs and private.only_python_refers(value)
+        torch.utils.swap_tensors(t, value if own else value.view_as(value))
 
 
 def _part(recorder: Recorder, refs: Sequence[int]) -> tuple[Recorder, list[int]] | None:

@@ -61,6 +61,9 @@ CALCULUS: dict[str, Callable[[torch.Tensor], Any]] = {
 QUICK = ("FakeTensorMode", "a FakeTensor outside of its mode", "torch.func.vmap", "torch.func.grad", "a dispatch mode")
 #: torch.func's own call fails there and leaves its levels behind, or reads memory that nothing was written to, if nothing else is said.
 FAILS = {("jacfwd", "export, strict"), ("hessian", "export, strict")} | {
+    # Dynamo fails, also without this library, and keeps a guard that switches autograd off for the thread when it is garbage collected
+    ("hessian", look) for look in ("compile, fullgraph", "compile", "compile by aot_eager")
+} | {
     ("linearize", look) for look in ("torch.func.vmap", "torch.func.grad", "torch.func.jvp", "forward_ad")
 } | {(name, "compile, fullgraph") for name in ("jet", "jet, coefficients")}  # dynamo fails at a jvp of a jvp
 

@@ -14,15 +14,22 @@ from bridge.record.entries import Begin, End, Input, Op, Pull, interned
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Recorded, Unrecordable
 
-_REFERENCES = 3  # to a recorded tensor that nobody keeps: the recorder's list, a variable, and the argument of getrefcount
+
+def _references(objects: Sequence[object]) -> list[int]:
+    """How many references each object of a list has, with those of the list and of this function."""
+    count = sys.getrefcount
+    return [count(x) for x in objects]
+
+
+_OWN = _references([object()])[0]  # of an object that nobody keeps; Python's versions differ
 
 
 def fill_in(recorder: Recorder, outs: Sequence[Recorded]) -> None:
     """Make plain tensors of the recorded tensors that are still referred to; outs: the results, which are not meant."""
     results = {id(t) for t in outs}
     kept = [
-        t for t in recorder.tensors
-        if sys.getrefcount(t) > _REFERENCES and id(t) not in results and not t.aval.lanes and private.only_python_refers(t)
+        t for t, references in zip(recorder.tensors, _references(recorder.tensors), strict=True)
+        if references > _OWN and id(t) not in results and not t.aval.lanes and private.only_python_refers(t)
     ]  # fmt: skip
     if not kept or recorder.writes:
         return

@@ -365,6 +365,41 @@ def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
     _applied.silent = cls
 
 
+# TorchScript's functions and methods are C++ objects that call C++ operators; their classes are the one place to see their calls, because
+# they ask for the __torch_function__ of their own arguments alone.
+@functools.cache
+def _scripts() -> dict[type, Any]:
+    """By a class of TorchScript's: its own call."""
+    found = [getattr(torch._C, name, None) for name in ("ScriptFunction", "ScriptMethod")]
+    return {kind: kind.__call__ for kind in found if kind is not None}
+
+
+def answer_scripts(handler: Callable[..., Any] | None) -> None:
+    """While a handler is set, a call of a TorchScript function or method calls it, with the callee first; None removes the handler."""
+    for kind, own in _scripts().items():
+        kind.__call__ = own if handler is None else handler  # type: ignore[method-assign]
+
+
+def script_itself(callee: Any) -> Callable[..., Any]:
+    """A TorchScript function or method, past the handler."""
+    return functools.partial(_scripts()[type(callee)], callee)
+
+
+def script_of_graph(callee: Any) -> Any:
+    """A new TorchScript function with the operators of this function or method; that of a method takes its module first."""
+    return torch._C._create_function_from_graph(callee.name, callee.graph.copy())
+
+
+def script_arguments(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of a TorchScript function, or of a method with its module first, by position; None if TorchScript refuses them."""
+    if hasattr(callee, "owner"):
+        args = (callee.owner, *args)
+    rest = callee.schema.arguments[len(args) :]
+    if len(args) > len(callee.schema.arguments) or not {a.name for a in rest if not a.has_default_value()} <= set(kwargs):
+        return None
+    return (*args, *[kwargs.get(a.name, a.default_value) for a in rest]) if set(kwargs) <= {a.name for a in rest} else None
+
+
 # A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.  They are Python functions, and callers
 # hold references to them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough.  The function objects
 # get other code while any thread has a trace open; in the other threads that code calls the original.

@@ -1,7 +1,7 @@
 """Calls that torch itself must see: they are handed over to torch.func's own transform.
 
-torch.compile, torch.export, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and torch.autograd.forward_ad
-see torch's operators, and no computation in JAX.
+torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and
+torch.autograd.forward_ad see torch's operators, and no computation in JAX.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 from torch.compiler import is_dynamo_compiling
+from torch.jit import is_tracing
 
 from bridge import private
 from bridge.convert import trees
@@ -27,7 +28,7 @@ def torch_looks(given: Any) -> bool:
     Dynamo cannot trace this function: ask ``is_dynamo_compiling`` first.  Our own traces are dispatch modes too, but a transform of
     torch.func's in one of them is inside of it, and what is inside the transform is torch's.
     """
-    if not _transformed() and (not _dispatch_modes() or state.level is not None or state.recorder is not None):
+    if not _transformed() and not is_tracing() and (not _dispatch_modes() or state.level is not None or state.recorder is not None):
         return False
     return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
 

@@ -24,7 +24,7 @@ from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp, no_jvp
-from bridge.intercepted import gradient_hooks
+from bridge.intercepted import gradient_hooks, torch_script
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.common import varying
@@ -45,11 +45,12 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def intercepted() -> Iterator[None]:
-    """While any thread has entered this, Function.apply, checkpoint and control flow check whether their thread has a trace open."""
+    """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look whether their thread has a trace open."""
     with _lock:
         if process.open_traces == 0:
             private.redirect(True)
             private.answer_apply(_forward_in_trace)
+            private.answer_scripts(torch_script.called)
         process.open_traces += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
@@ -58,6 +59,7 @@ def intercepted() -> Iterator[None]:
             process.open_traces -= 1
             if process.open_traces == 0:
                 private.answer_apply(None)
+                private.answer_scripts(None)
                 private.redirect(False)
 
 

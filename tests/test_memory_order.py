@@ -1,11 +1,19 @@
 """Where a computed tensor lies in memory: what as_strided reads, which counts there, is what PyTorch reads, or an error."""
 from __future__ import annotations
 
+import contextlib
+import itertools
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfunc_jax
+from bridge.operators.operands import _CONTIGUOUS
 from torchfunc_jax import jit
 
 X = torch.arange(12.0).reshape(3, 4).cos()
@@ -47,6 +55,8 @@ ORDERS = {
     "softmax": lambda x: x.mT.softmax(0).as_strided(*STRIDES),
     "sum": lambda x: x.mT.sum(0).as_strided((2,), (2,)),
     "padded": lambda x: F.pad(x.mT, (1, 1), mode="reflect").as_strided(*STRIDES),
+    "of an expanded index": lambda x: x.exp().scatter_add(0, torch.tensor([2, 0, 1, 0]).expand(3, 4), x).as_strided(*STRIDES),
+    "index_add": lambda x: x.mT.index_add(0, torch.tensor([1, 0]), x.mT[:2]).as_strided(*STRIDES),
 }  # fmt: skip
 #: PyTorch's order in memory is not known here: un-jitted these are refused, and jit calls the function itself.
 UNKNOWN = {
@@ -84,3 +94,48 @@ def test_as_strided_where_the_order_is_unknown(name):
         torchfunc_jax.functionalize(f)(X)
     if "inner" not in name:
         torch.testing.assert_close(jit(f)(X), f(X))
+
+
+class Orders(TorchDispatchMode):
+    """Notes for each of PyTorch's operators whether its results were contiguous where an operand was not."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: dict[str, set[bool]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in _CONTIGUOUS and not func._schema.is_mutable and not all(x.is_contiguous() for x in strided((args, kwargs))):
+            self.found.setdefault(func._schema.name, set()).update(x.is_contiguous() for x in strided(out))
+        return out
+
+
+def strided(tree):
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+
+
+def moved(x, last):
+    """The same tensor in another order of memory; an index is one row, expanded."""
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.dim() < 2:
+        return x
+    if x.dtype == torch.long and x.shape[0] > 1:
+        return x[:1].expand(x.shape)
+    if last and x.dim() == 4:
+        return x.detach().contiguous(memory_format=torch.channels_last)
+    return x.detach().mT.contiguous().mT
+
+
+def test_operators_with_contiguous_results_in_pytorch():
+    orders = Orders()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for op in op_db:
+            if torch.float32 not in op.dtypes:
+                continue
+            for sample, last in itertools.product(itertools.islice(op.sample_inputs("cpu", torch.float32), 6), (False, True)):
+                args, kwargs = pytree.tree_map(lambda x, last=last: moved(x, last), (sample.args, sample.kwargs))
+                first = pytree.tree_map(lambda x, last=last: moved(x, last), sample.input)
+                with contextlib.suppress(Exception), orders:  # of a sample that this order makes invalid
+                    op(first, *args, **kwargs)
+    assert [name for name, found in orders.found.items() if False in found] == []
+    assert len(orders.found) > 60

@@ -180,8 +180,13 @@ def _named(names: str) -> frozenset[str]:
 _COPIES = _named("clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
 #: Operators whose results are contiguous even if an operand is not.
 _CONTIGUOUS = _named(
-    "_log_softmax _softmax addmm addmv amax amin argmax argmin baddbmm bmm cumprod cumsum dot embedding gather index_select logsumexp max "
-    "mean min mm mv native_layer_norm prod reflection_pad1d repeat replication_pad1d roll scatter std sum topk tril triu var"
+    "_cdist_forward _log_softmax _safe_softmax _softmax _trilinear addbmm addmm addmv all amax amin aminmax any argmax argmin baddbmm "
+    "block_diag bmm bucketize count_nonzero cummax cummin cumprod cumsum diag_embed diagonal_copy dot embedding expand_copy gather "
+    "index_add index_copy index_reduce index_select kthvalue linalg_cross linalg_matrix_exp linalg_vector_norm logcumsumexp logsumexp "
+    "max mean median min mm mode multinomial mv nanmedian nansum native_layer_norm nll_loss2d_forward norm permute_copy "
+    "pixel_unshuffle prod reflection_pad1d renorm repeat replication_pad1d roll scatter scatter_add scatter_reduce "
+    "split_with_sizes_copy squeeze_copy std std_mean sum topk transpose_copy tril triu unfold_copy unsqueeze_copy var var_mean "
+    "view_copy"
 )
 #: Operators whose results need not be contiguous although all operands are.
 _MOVED = _named(

@@ -69,6 +69,13 @@ def linear(seed: int = 1) -> nn.Linear:
     return nn.Linear(3, 3)
 
 
+class Doubled(nn.Linear):
+    """A Linear that gives twice as much."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 CHANGES: dict[str, Callable[[Layers], Any]] = {
     "a submodule is replaced": lambda m: setattr(m, "first", linear()),
     "a submodule is replaced by one of another kind": lambda m: setattr(m, "first", nn.Sequential(linear(), nn.ReLU())),
@@ -116,6 +123,9 @@ CHANGES: dict[str, Callable[[Layers], Any]] = {
     "tied": lambda m: setattr(m.first, "weight", m.blocks[0].weight),
     "no longer tied": lambda m: (setattr(m.first, "weight", m.blocks[0].weight), m(X),
                                  setattr(m.blocks[0], "weight", nn.Parameter(torch.eye(3)))),
+    "a submodule is given another class": lambda m: setattr(m.first, "__class__", Doubled),
+    "another class": lambda m: setattr(m, "__class__", type("Sub", (Layers,), {"forward": lambda self, x: self.first(x)})),
+    "another dict of attributes": lambda m: setattr(m.first, "__dict__", linear(5).__dict__),
     "another forward": lambda m: setattr(m, "forward", types.MethodType(lambda self, x: self.first(x), m)),
 }  # fmt: skip
 
@@ -288,6 +298,9 @@ class Number:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def number(self) -> Any:
+        return self.value
+
 
 class OfClass:
     """What it holds, and what it does, its class holds for it."""
@@ -404,6 +417,16 @@ def _attribute_of_function(x: torch.Tensor) -> torch.Tensor:
 
 
 _attribute_of_function.scale = 2.0  # type: ignore[attr-defined]
+
+
+def _attribute_of(f: Any) -> Any:
+    f.scale = 2.0
+    return f
+
+
+def _scaled(f: Any, x: torch.Tensor) -> torch.Tensor:
+    return f(x) * f.scale  # type: ignore[no-any-return]
+
 
 def _referred(number: Number) -> Any:
     reference = weakref.ref(number)
@@ -522,6 +545,15 @@ READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] =
         functools.partial(lambda x, c: x * c, c=2.0), lambda p, x: p(x), lambda p, k: p.keywords.update(c=k)),
     "a partial's arguments": lambda: _in(
         functools.partial(lambda c, x: x * c, 2.0), lambda p, x: p(x), lambda p, k: p.__setstate__((p.func, (k,), {}, {}))),
+    "a partial's attribute": lambda: _in(_attribute_of(functools.partial(torch.square)), _scaled, lambda p, k: setattr(p, "scale", k)),
+    "a partial's attributes": lambda: _in(
+        _attribute_of(functools.partial(torch.square)), _scaled, lambda p, k: setattr(p, "__dict__", {"scale": float(k)})),
+    "a function's attributes": lambda: _in(_attribute_of(lambda x: -x), _scaled, lambda f, k: setattr(f, "__dict__", {"scale": k})),
+    "an object's class": lambda: _in(Number(2.0), lambda o, x: x * o.number(), lambda o, k: setattr(
+        o, "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k}))),
+    "an object's class, inside a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].number(), lambda c, k: setattr(
+        c[0], "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k}))),
+    "an object's dict": lambda: _in(Number(2.0), lambda o, x: x * o.value, lambda o, k: setattr(o, "__dict__", {"value": k})),
     "a function's code": lambda: _in(
         types.FunctionType(_code.__code__, globals()), lambda f, x: f(x),
         lambda f, k: setattr(f, "__code__", [(lambda x: x * 3).__code__, (lambda x: x * 4).__code__][k - 1])),

@@ -162,7 +162,7 @@ class Found:
         #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
         self.data: list[tuple[Place, Any, _Way]] = []
         self.sizes: list[tuple[Any, Any, _Way]] = []  # (container, its ``keys``) of other containers
-        self._objects: list[tuple[type, dict[str, Any], _Way]] = []
+        self._objects: list[tuple[Slots, dict[str, Any], _Way]] = []
         self._names: set[str] = set(_IMPLICIT)
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
@@ -261,10 +261,17 @@ class Found:
         reached = _Reached(self._named)
         return [(x, y) for x, y, way in found if reached(way)]
 
+    def objects(self) -> list[tuple[Callable[[], Any], type, dict[str, Any]]]:
+        """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes."""
+        owners = {id(m): Slots(m).owner for m in self.modules.values()}
+        owners.update([(id(slots.owner()), slots.owner) for slots, _ in self.reached(self._objects)])
+        return [(owner, type(owner()), owner().__dict__) for owner in owners.values() if type(getattr(owner(), "__dict__", None)) is dict]
+
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
         """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""
         found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
-        for cls, attributes in self.reached(self._objects):
+        for slots, attributes in self.reached(self._objects):
+            cls = type(slots.owner())
             names = {n for n in self._optional if not hasattr(cls, n)}
             for owner in cls.__mro__:
                 if not _of_library(owner.__module__):
@@ -402,15 +409,15 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Way, entries: bool)
             found._names.update(read.names)
             found._optional.update(read.optional)
             found._edges.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
-            for name, value in x.__dict__.items():
-                if name != "__wrapped__":
-                    _step(value, Place(x.__dict__, name, x.__name__), found, depth - 1, edge, True)
+            _visit_attributes(x, x.__name__, found, depth, edge)
+    elif isinstance(x, functools.partial):
+        _visit_attributes(x, "functools.partial", found, depth, edge)
     elif isinstance(x, operator.attrgetter | operator.methodcaller):
         found._names.update(*[name.split(".") for name in x.__reduce__()[1] if isinstance(name, str)])
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
-            found._objects.append((type(x), x.__dict__, edge))
+            found._objects.append((Slots(x), x.__dict__, edge))
     for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
         constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
         attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
@@ -418,6 +425,15 @@ def _visit_children(x: Any, found: Found, depth: int, edge: _Way, entries: bool)
         _visit(child, where, found, depth if transparent else depth - 1, step)
     if entries and isinstance(x, (*_MAPPINGS, list, set, collections.deque)):
         found.sizes.append((x, keys(x), edge))
+
+
+def _visit_attributes(x: Any, name: str, found: Found, depth: int, edge: _Way) -> None:
+    """Search the attributes that a function, or a functools.partial, has been given."""
+    if x.__dict__:
+        found._edges.append(_Edge(Place(Slots(x), "__dict__", name), x.__dict__, edge, False))
+    for key, value in x.__dict__.items():
+        if key != "__wrapped__":
+            _step(value, Place(x.__dict__, key, name), found, depth - 1, edge, True)
 
 
 def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way) -> None:
@@ -430,7 +446,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way)
         name = type(m).__name__
         users = not _of_library(type(m).__module__)
         if users:
-            found._objects.append((type(m), m.__dict__, edge))
+            found._objects.append((Slots(m), m.__dict__, edge))
         listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
         for store in (m._parameters, m._buffers):
             for key, t in store.items():

@@ -109,7 +109,7 @@ class Guards:
             function itself has changed them, and a jitted function's Python runs only when it is traced.
     """
 
-    __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "others", "places", "plain", "single", "sizes")
+    __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "objects", "others", "places", "plain", "single", "sizes")
 
     def __init__(self, found: closure_scan.Found) -> None:
         self.names: dict[int, str] = {}
@@ -125,6 +125,7 @@ class Guards:
                 self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
             else:
                 self.plain.append((d, m.training))
+        self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if owner().__dict__ is d]
         self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
@@ -132,7 +133,7 @@ class Guards:
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         self.sizes = [(c, keys) for c, keys in found.reached(found.sizes) if _has_keys(c, keys)]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
-        self.needed = bool(self.plain or self.others or self.places or self.data or self.sizes or self.absent)
+        self.needed = bool(self.plain or self.others or self.objects or self.places or self.data or self.sizes or self.absent)
 
     def hold(self) -> bool:
         """Whether everything is as it was; always True if not ``needed``."""
@@ -141,6 +142,10 @@ class Guards:
                 d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
                 or d["_backward_pre_hooks"] or d["_modules"] or "forward" in d
             ):
+                return False
+        for owner, cls, d in self.objects:
+            x = owner()
+            if type(x) is not cls or x.__dict__ is not d:
                 return False
         for d, training, children, order, hooks, forward in self.others:
             now = d["_modules"]
@@ -191,6 +196,12 @@ class Guards:
                 yield f"the submodules of the module {name} were in the order {order} and now are in the order {[*now]}"
             if _hooks(d) != hooks:
                 yield f"the hooks of the module {name} were numbers {sum(hooks, ())} and now are numbers {sum(_hooks(d), ())}"
+        for owner, cls, d in self.objects:
+            x = owner()
+            if type(x) is not cls:
+                yield f"an object of the class {cls.__name__} now is {'gone' if x is None else f'of the class {type(x).__name__}'}"
+            elif x.__dict__ is not d:
+                yield f"the __dict__ of an object of the class {cls.__name__} was replaced"
         for place, child in self.places:
             now = _now(place)
             if _same(now, child):

@@ -434,14 +434,18 @@ _REDIRECTED = {
     "is_compiling": ("torch.compiler", "is_compiling"),
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
+    "compile": ("torch", "compile"),
 }
+#: Those of torch.compile's own module, whose import takes long; who has compiled a function has imported it.
+_DYNAMO = "torch._dynamo.eval_frame"
+_REDIRECTED_IN_DYNAMO = {"compiler_of_frames": (_DYNAMO, "_callback_from_stance")}
 
 
 @functools.cache
-def _redirects() -> dict[str, tuple[types.FunctionType, Any, types.CodeType]]:
+def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, types.CodeType]]:
     """By name: torch's function, a copy of it that keeps its own code, and the code that calls ours."""
-    found = {}
-    for name, (module, attribute) in _REDIRECTED.items():
+    found = dict(_redirects(False)) if with_dynamo else {}
+    for name, (module, attribute) in (_REDIRECTED_IN_DYNAMO if with_dynamo else _REDIRECTED).items():
         try:
             function = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
@@ -463,12 +467,12 @@ asked_outside: list[Callable[[str], None]] = []
 def original(name: str) -> Callable[..., Any]:
     """torch's own redirected function of that name, to be called outside of traces."""
     outside_of_traces(name)
-    return _redirects()[name][1]
+    return _redirects(_DYNAMO in sys.modules)[name][1]
 
 
 def redirect(on: bool) -> None:
     """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all are restored."""
-    redirects = _redirects().values()
+    redirects = _redirects(_DYNAMO in sys.modules).values()
     try:
         for function, own, shim in redirects:
             function.__code__ = shim if on else own.__code__
@@ -476,6 +480,19 @@ def redirect(on: bool) -> None:
         for function, own, _ in redirects:
             function.__code__ = own.__code__
         raise
+
+
+def compile_in_trace(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch.compile where a trace is open; its own module, which that may import, is redirected from then on."""
+    importlib.import_module(_DYNAMO)
+    redirect(True)
+    return compile(*args, **kwargs)
+
+
+def count_no_compiled_frames() -> None:
+    """Stop the count of compiled frames, of which a function that is compiled with ``fullgraph=True`` demands one."""
+    with contextlib.suppress(AttributeError):  # older versions do not count
+        sys.modules[_DYNAMO].set_fullgraph_compiled_frame_count(-1)
 
 
 #: Graph nodes that save their result only for comparisons, so that a second derivative does not pass through the saved result.

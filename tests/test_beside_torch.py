@@ -1,8 +1,11 @@
 """Beside torch's own machinery: programs that torch.compile compiles, and torch's own transforms, around ours."""
 from __future__ import annotations
 
+import copy
+import queue
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -63,11 +66,66 @@ def test_torch_compiles_what_is_inside_of_a_transform() -> None:
     assert len(graphs) == 1
 
 
-def test_a_transform_of_a_compiled_function() -> None:
+#: What torch.compile is given, with the truth: (what is compiled with these options, the plain function).
+TO_COMPILE: dict[str, Any] = {
+    "a function": lambda options: (torch.compile(_of_two, **options), _of_two),
+    "a module": lambda options: (torch.compile(_layers, **options), _layers),
+    "a method of a module": lambda options: ((m := copy.deepcopy(_layers)).compile(**options), (m, _layers))[1],
+    "a decorated function": lambda options: (torch.compile(**options)(_of_two), _of_two),
+    "inside of the function": lambda options: (lambda x: torch.compile(_of_two, **options)(x), _of_two),
+    "one that calls a compiled one": lambda options: (torch.compile(lambda x: torch.compile(_of_two, **options)(x), **options), _of_two),
+}
+TRANSFORMS = {
+    "vmap": lambda T, f: T.vmap(f), "grad": lambda T, f: T.grad(lambda x: f(x).sum()),
+    "jvp": lambda T, f: lambda x: T.jvp(f, (x,), (x,))[1],
+    "vmap of grad": lambda T, f: T.vmap(T.grad(lambda x: f(x).sum())), "jacrev": lambda T, f: T.jacrev(f),
+}  # fmt: skip
+_layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+
+def _of_two(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2 if x.shape[-1] == 3 else x
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jit"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("what", TO_COMPILE)
+def test_a_transform_of_a_compiled_function(what: str, fullgraph: bool, transform: str, jitted: bool) -> None:
     torch._dynamo.reset()
-    x, compiled = torch.randn(2, 3), torch.compile(lambda a: (a.sin() * 2).sum(), backend="eager")
-    for result in (vmap(grad(compiled))(x), jit(vmap(grad(compiled)))(x)):
-        same(result, torch.func.vmap(torch.func.grad(lambda a: (a.sin() * 2).sum()))(x))
+    frames: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        frames.append(graph)
+        return graph.forward
+
+    compiled, plain = TO_COMPILE[what]({"backend": backend, "fullgraph": fullgraph})
+    ours, theirs = TRANSFORMS[transform](torchfunc_jax, compiled), TRANSFORMS[transform](torch.func, plain)
+    if jitted:
+        ours = jit(ours)
+    for x in (torch.randn(2, 3), torch.randn(4, 3)):
+        same(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+    assert not frames  # a frame of ours that torch.compile compiled would take a second
+    if what in ("a function", "a decorated function"):
+        same(compiled(x), plain(x))
+        assert len(frames) == 1
+
+
+def test_another_thread_compiles_while_a_trace_is_open() -> None:
+    torch._dynamo.reset()
+    frames: list[Any] = []
+    compiled = torch.compile(_of_two, backend=lambda graph, _: frames.append(graph) or graph.forward, fullgraph=True)
+    x, answers = torch.randn(2, 3), queue.Queue[torch.Tensor]()
+
+    def f(a: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: answers.put(compiled(x)))
+        thread.start()
+        thread.join()
+        return compiled(a)
+
+    same(vmap(f)(x), x.sin() * 2)
+    same(answers.get(), x.sin() * 2)
+    assert len(frames) == 1
 
 
 def test_importing_does_not_import_dynamo() -> None:

@@ -226,6 +226,20 @@ def is_compiling() -> bool:
     return state.jitting or private.original("is_compiling")()
 
 
+def compile(*args: Any, **kwargs: Any) -> Any:
+    """torch.compile; a function that it compiles inside of a trace runs there as the plain function."""
+    own = private.original("compile")
+    return own(*args, **kwargs) if state.level is None and state.recorder is None else private.compile_in_trace(own, *args, **kwargs)
+
+
+def compiler_of_frames(compiler: Any) -> Any:
+    """What torch.compile compiles the frames of a function with; None in a trace, where it would compile the trace's own Python."""
+    if state.level is None and state.recorder is None:
+        return private.original("compiler_of_frames")(compiler)
+    private.count_no_compiled_frames()
+    return None
+
+
 def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its memory."""
     if (state.level is None and state.recorder is None) or not t.is_leaf:
@@ -266,5 +280,5 @@ PYTHON_RULES |= {
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
-    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy,
+    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "compile": compile, "compiler_of_frames": compiler_of_frames,
 })  # fmt: skip

@@ -37,8 +37,14 @@ class Level:
     open: bool = True
 
 
+#: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
+_RECORDED = frozenset({
+    "gaussian_nll_loss", "causal_hint", "is_compiling", "batch_norm_forward", "deepcopy", "compile", "compiler_of_frames",
+})  # fmt: skip
+
+
 def _refuse(name: str) -> None:
-    if state.recorder is not None and name not in ("gaussian_nll_loss", "causal_hint", "is_compiling", "batch_norm_forward", "deepcopy"):
+    if state.recorder is not None and name not in _RECORDED:
         raise Unrecordable(name)
 
 

@@ -4,13 +4,16 @@
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
@@ -28,6 +31,23 @@ from bridge.trace.levels import Level, push, state
 from bridge.trace.storage import Geometry, Node
 from bridge.trace.torch_numbers import AtOnce
 from bridge.trace.tracing import node_of, value_of, wrap
+
+
+class _MemoryOfTrace(TorchFunctionMode):
+    """Gives a function that reads a tensor from outside without an operator the values that the tensor has in the trace.
+
+    PyTorch's C++ would read the memory, to which the trace writes only at its end.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in tracing.READS_MEMORY or type(args[0]) is tracing.Traced or args[0].requires_grad or state.level is None:
+            return func(*args, **(kwargs or {}))
+        value = tracing.concrete(args[0], f"{func.__name__}()")
+        with private.below_python():
+            found = func(tensors.to_torch(jnp.array(value), args[0].device), *args[1:], **(kwargs or {}))
+        if isinstance(found, np.ndarray):
+            found.flags.writeable = False  # what is written to it would be lost
+        return found
 
 
 class Traceable:
@@ -67,7 +87,8 @@ class Traceable:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t
         args, kwargs = trees.unflatten(self.spec, leaves)
-        outs, meta = finish(self.fn(*args, **kwargs))
+        with contextlib.nullcontext() if level.root.staged else _MemoryOfTrace():
+            outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
         ways = [views_between(node_of(t)) for t in outs]
         whole = {node: i for i, (node, views) in reversed([*enumerate(ways)]) if not views}

@@ -331,7 +331,7 @@ class _Call:
     def _with_vjp(self, rules: _Call | _Staged) -> Callable[..., Any]:
         @jax.custom_vjp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return rules.forward(captured, values, [True] * len(values))[0]
+            return rules.forward(captured, values, [False] * len(values))[0]
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
             captured, values = [[g.value for g in part] for part in captured], [g.value for g in given]

@@ -306,7 +306,7 @@ class _ValuesFromOutside(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TO_PYTHON and type(args[0]) is not tracing.Traced:
+        if func in tracing.READS_MEMORY and type(args[0]) is not tracing.Traced:
             raise tracing.unknown_value(f"{func.__name__}()")
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
@@ -323,7 +323,6 @@ _BY_NUMBER = frozenset([
     torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,
 ])  # fmt: skip
 _OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor])
-_TO_PYTHON = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 
 # -- outputs: those of one shape, or of one stack, are packed together --------------------------------------------------------------

@@ -42,6 +42,7 @@ class Op:
         changed: the positions of the operands that it writes to, with their avals afterwards.
         numbers: how many Python numbers it takes from the program's inputs.
         draws, by_value: whether it draws random numbers, and whether these depend on its operands' values.
+        views: whether its results may share memory with its operands.
         single: the aval of its only result, if it writes nothing.
         made: how many values it gives numbers to.
         alike: the first operator that differs at most in its operands' strides.
@@ -56,6 +57,7 @@ class Op:
     numbers: int
     draws: bool
     by_value: bool
+    views: bool = True
     words: str | None = None  # made and used by bridge/record/disk.py
     single: Aval | None = None
     made: int = 0

@@ -137,7 +137,9 @@ def _on_meta(
     outs = _outs(out, _mapped(avals), metas, device)
     if any(size for a in avals for _, size, _ in a.lanes):
         _lay_out(outs, func, args, kwargs, numbers, avals)
-    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, changed, len(numbers), draws.found, draws.by_value)
+    memory = {m.untyped_storage()._cdata for m in metas}
+    views = any(t.untyped_storage()._cdata in memory for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+    return Op(func, args, kwargs, torch.is_grad_enabled(), outs, changed, len(numbers), draws.found, draws.by_value, views)
 
 
 def _mapped(avals: Sequence[Aval]) -> tuple[tuple[int, int, int], ...]:

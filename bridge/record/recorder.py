@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -17,8 +18,9 @@ from bridge import private
 from bridge.errors import in_words_of_vmap
 from bridge.process import process
 from bridge.programs.cache_keys import identical
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, tensors_in, with_values
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
+from bridge.record.parts import Known
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, escaped, recorded
 from bridge.trace.levels import state
@@ -50,6 +52,9 @@ def _refuse(name: str) -> None:
 
 private.asked_outside.append(_refuse)
 
+_BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
+_WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
@@ -81,6 +86,8 @@ class Recorder(TorchFunctionMode):
         self.writes = False  # whether any tensor was written to; it may share memory with a tensor from outside
         self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
         self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
+        self.asked = 0  # how often Python has asked for values
+        self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
         self.ambient = _ambient()
         self.forward_mode = self.ambient[2]
@@ -120,18 +127,22 @@ class Recorder(TorchFunctionMode):
         refs: list[int] = []
         key: list[Any] = [func]
         numbers = len(self.numbers)
-        for x in args:
-            if type(x) is Recorded:
-                if not x.level.open:
-                    raise escaped()
-                refs.append(x.ref)
-                key.append(x.aval)
-            else:
-                key.append(self._static(func, x, refs))
-        if kwargs:
-            for name, x in kwargs.items():
-                key.append(name)
-                key.append(self._static(func, x, refs))
+        try:
+            for x in args:
+                if type(x) is Recorded:
+                    if not x.level.open:
+                        raise escaped()
+                    refs.append(x.ref)
+                    key.append(x.aval)
+                else:
+                    key.append(self._static(func, x, refs))
+            if kwargs:
+                for name, x in kwargs.items():
+                    key.append(name)
+                    key.append(self._static(func, x, refs))
+        except TypeError:  # an argument is not hashable
+            del self.numbers[numbers:]
+            return self._with_indices(func, types, args)
         ambient = _ambient()
         if ambient != self.ambient:
             raise Unrecordable("a mode that is entered inside")
@@ -146,16 +157,19 @@ class Recorder(TorchFunctionMode):
             try:
                 op = entry(func, args, kwargs or {}, self.numbers[numbers:])
             except ByValue:
-                del self.numbers[numbers:]
-                return self.by_value(func, args, kwargs or {})
+                op = process.recorded[whole] = _BY_VALUE
             except Exception as error:  # PyTorch refuses the operands; the caller may catch that
                 del self.numbers[numbers:]
                 found = in_words_of_vmap(getattr(func, "__name__", ""), args, error) if self.mapped() else error
                 if found is error:
                     raise
                 raise found from None
-            op.alike = process.alike.setdefault(_without_strides(whole), op)
-            process.recorded[whole] = op
+            else:
+                op.alike = process.alike.setdefault(_without_strides(whole), op)
+                process.recorded[whole] = op
+        if op is _BY_VALUE:
+            del self.numbers[numbers:]
+            return self.by_value(func, args, kwargs or {})
         if op.draws:
             self.draw(op.by_value)
         self.trace.append((op, tuple(refs)))
@@ -165,6 +179,15 @@ class Recorder(TorchFunctionMode):
             self.count += 1
             return t
         return self._results(op, args, kwargs or {})
+
+    def _with_indices(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]) -> Any:
+        """Record an indexing by numpy arrays, with tensors in their place."""
+        arrays: list[Any] = []
+        mapped(lambda x: arrays.append(x) if isinstance(x, np.ndarray) else None, args[1:2])
+        if func not in _INDEXED or not arrays or any(x.dtype.kind not in "biu" for x in arrays):
+            raise Unrecordable("an unhashable argument") from None
+        index = mapped(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, args[1])
+        return self.__torch_function__(func, types, (args[0], index, *args[2:]))
 
     def draw(self, by_value: bool) -> None:
         """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""
@@ -248,7 +271,7 @@ class Recorder(TorchFunctionMode):
             args, kwargs = with_values((args, kwargs), self.now(tensors))
             return func(*args, **kwargs)
         rule = BY_VALUE.get(func)
-        if rule is None or self.mapped():
+        if rule is None:
             raise Unrecordable(str(func))
         return rule(self, func, args, kwargs)
 
@@ -256,15 +279,23 @@ class Recorder(TorchFunctionMode):
         """The values of these tensors at this point of the program."""
         if not self.writes and all(type(t) is not Recorded for t in tensors):
             return list(tensors)
-        return list(self.execute(self, [self.ref(t) for t in tensors], False))
+        if self.mapped():
+            raise Unrecordable("values inside vmap")
+        refs = [self.ref(t) for t in tensors]
+        self.asked += 1
+        return self.known.now(self, refs) if self.asked > _WHOLE else list(self.execute(self, refs, False))
 
     # -- transforms --------------------------------------------------------------------------------------------------------------------
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Enter a transform with these operands; returns the arguments of its function."""
         refs = [self.ref(t) for t in operands]
         before = (len(self.trace), self.count, len(self.numbers), len(self.inputs))
+        try:
+            what = interned(Begin, kind, params, len(avals), _grad_mode())
+        except TypeError:
+            raise Unrecordable("an unhashable argument") from None
         self.level = Level(kind, self, self.level, before)
-        return self._noted(interned(Begin, kind, params, len(avals), _grad_mode()), refs, avals)
+        return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
@@ -316,7 +347,7 @@ class Recorder(TorchFunctionMode):
             self.broken = "a write, or random numbers, in a transform whose function raises"
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
-        self.count = values
+        self.count, self.known = values, Known()
 
 
 def _without_strides(key: Any) -> Any:

@@ -223,6 +223,10 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
         raise unknown_value(what) from error
 
 
+#: Functions that read a tensor's memory without an operator that a dispatch mode sees.
+READS_MEMORY = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
+
+
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)

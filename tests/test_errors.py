@@ -311,8 +311,13 @@ def test_tensor_split_by_a_tensor_whose_values_are_known() -> None:
 
 def test_tensor_split_by_a_captured_tensor_is_not_read_once_and_for_all() -> None:
     places = torch.tensor([1, 2])
+    fn = torchfunc_jax.jit(lambda a: a.tensor_split(places, -1))
+    for at in (1, 2, 1):
+        places[0] = at
+        same(fn(x), x.tensor_split(places, -1))
+    assert len(fn.programs()) == 2
     with pytest.raises(DataDependentError, match=r"tensor_split by a tensor .*under jit"):
-        torchfunc_jax.jit(lambda a: a.tensor_split(places))(x)
+        torchfunc_jax.jit(torch.tensor_split)(x, places)
 
 
 def test_an_operator_without_lowering_names_itself_and_the_line() -> None:

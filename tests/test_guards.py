@@ -1203,3 +1203,96 @@ def test_a_tensor_that_is_also_the_object_of_a_method(method: str) -> None:
         if k == 2:
             held.method.__self__.fill_(3.0)
         same(compiled(torch.zeros(2)), held.method(held.factor))
+
+
+# -- captured tensors whose values the function asks for ----------------------------------------------------------------------------------
+#: What a function of a vector does with (a mask, times) that it captures.
+ASKED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a mask": lambda x, mask, _: x[mask].exp().sum() * x, "a part of a mask": lambda x, mask, _: x[:2][mask[:2]].sum() + x,
+    "nonzero": lambda x, mask, _: x[mask.nonzero()[:, 0]].sum() - x, "the opposite mask": lambda x, mask, _: x[~mask].sum() * x,
+    "written": lambda x, mask, _: (lambda y: (y.__setitem__(mask, 2.0), y)[1])(x * 1.0), "item": lambda x, _, times: x * times[1].item(),
+    "float": lambda x, _, times: x * sum(float(t) for t in times),
+    "an if": lambda x, _, times: x * 2 if (times[1:] > times[:-1]).all() else -x,
+    "a sum": lambda x, mask, _: x * int(mask.sum()), "tolist": lambda x, mask, times: x * times.tolist()[0] + mask.tolist()[1],
+    "numpy": lambda x, mask, times: x * float(times.numpy().max()) + float(np.asarray(mask).sum()), "equal": lambda x, mask, times: (
+        x * 2 if torch.equal(times, times.sort()[0]) else x), "a size": lambda x, mask, _: x.repeat(int(mask.sum()) + 1).sum() * x,
+    "a while": lambda x, _, times: functools.reduce(lambda y, _: y.sin(), range(int((times * 2).sum())), x),
+    "linspace": lambda x, _, times: x * torch.linspace(0, float(times[-1]), 3), "unique": lambda x, mask, _: x * mask.unique().numel(),
+}  # fmt: skip
+#: How the tensors change: (a new mask, new times), given the old ones.
+VALUES_CHANGE: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda o: (o.mask.copy_(torch.tensor([True, True, False])), o.times.mul_(-2)),
+    "replaced": lambda o: (setattr(o, "mask", torch.tensor([False, True, True])), setattr(o, "times", torch.tensor([3.0, 2.0, 2.5]))),
+    "by data": lambda o: (
+        setattr(o.mask, "data", torch.tensor([True, True, True])), setattr(o.times, "data", torch.tensor([1.0, 0.5, 4.0]))),
+    "by numpy": lambda o: (o.mask.numpy().fill(True), o.times.numpy().__setitem__(0, 7.0)),
+    "another dtype": lambda o: setattr(o, "times", o.times.double()),
+}  # fmt: skip
+
+
+class Asks(nn.Module):
+    """A module that asks for the values of two of its buffers."""
+
+    mask: torch.Tensor
+    times: torch.Tensor
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("times", torch.tensor([0.5, 1.0, 1.5]))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(x * self.scale, self.mask, self.times)
+
+
+ASKED_BY: dict[str, Callable[[Any, Asks], Callable[[torch.Tensor], Any]]] = {
+    "module": lambda T, m: (lambda f: lambda x: f(x[0]))(jit(m) if T is torchfunc_jax else m),
+    "vmap": lambda T, m: jit(vmap(m)) if T is torchfunc_jax else lambda x: torch.stack([m(v) for v in x]),
+    "grad": lambda T, m: (lambda f: lambda x: f(x[1]))(
+        jit(grad(lambda x: m(x).sum())) if T is torchfunc_jax else functools.partial(_pulled, m)),
+    "backward": lambda T, m: lambda x: (
+        m.zero_grad(), (m.jitted if T is torchfunc_jax else m)(x[2]).sum().backward(), m.scale.grad.clone())[2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", VALUES_CHANGE)
+@pytest.mark.parametrize("by", ASKED_BY)
+@pytest.mark.parametrize("name", ASKED)
+def test_values_of_captured_tensors_that_the_function_asks_for(name: str, by: str, change: str) -> None:
+    mine, theirs = Asks(ASKED[name]), Asks(ASKED[name])
+    object.__setattr__(mine, "jitted", jit(mine))
+    ours, expected = ASKED_BY[by](torchfunc_jax, mine), ASKED_BY[by](torch.func, theirs)
+    x = X[:3].clone()
+    for step in range(3):
+        if step == 1:
+            VALUES_CHANGE[change](mine), VALUES_CHANGE[change](theirs)
+        for scale in (1.0, 2.0):  # which is an input
+            with torch.no_grad():
+                mine.scale.fill_(scale), theirs.scale.fill_(scale)
+            same(ours(x), expected(x), rtol=1e-5, atol=1e-6)
+
+
+def test_one_program_for_each_value_that_was_asked_for() -> None:
+    mask, weight = torch.tensor([True, False, True]), torch.ones(3)
+    fn = jit(lambda x: x[:, mask].sum() * weight)
+    for values in ([True, False, True], [True, True, True], [True, False, True], [True, True, True]):
+        mask.copy_(torch.tensor(values))
+        for _ in range(2):
+            weight.add_(1)  # a float is an input as long as no one asks for it
+            same(fn(X), X[:, mask].sum() * weight)
+    assert len(fn.programs()) == 2
+    assert "the variable mask, whose values Python asked for, holds other values than before" in fn.programs()[0].why
+
+
+def test_values_that_are_not_known_under_jit() -> None:
+    """Those of arguments, of tensors that need a gradient, of large ones, and of those that the function writes to."""
+    weight, large, written = torch.ones(3, requires_grad=True), torch.ones(1 << 17), torch.ones(3)
+    for f in (
+        lambda x: x if x.sum() > 0 else -x, lambda x: x * float(weight[0]), lambda x: x * float(large[0]),
+        lambda x: x * float(written.add_(1)[0]), lambda x: x[:, x[0] > 0],
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"needs a tensor's values|depends on a tensor's values"):
+            jit(f)(X)
+    same(written, torch.ones(3))

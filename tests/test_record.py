@@ -498,13 +498,17 @@ class TimesSum(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("name", ["numpy", "numpy.asarray", "numpy(force=True)", "tolist"])
-def test_values_of_a_captured_tensor_are_refused_under_jit(name: str) -> None:
+def test_values_of_a_captured_tensor_under_jit(name: str) -> None:
     """A numpy array of a tensor that JAX traces would be one of whatever stands in memory, a list one of the first call for ever."""
     w = torch.full((3,), 3.0)
-    for wrap in (torchfunc_jax.jit, lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f))):
-        with pytest.raises(RuntimeError, match=r"needs a tensor's values|data pointer|Tensor in some data-dependent"):
-            wrap(lambda x: x * VALUES[name](w))(X)
-    same(torchfunc_jax.functionalize(lambda x: x * VALUES[name](w))(X), X * 3)
+    for wrap in (torchfunc_jax.jit, lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f)), torchfunc_jax.functionalize):
+        f = wrap(lambda x: x * VALUES[name](w))
+        for value in (3.0, 5.0):
+            w.fill_(value)
+            same(f(X), X * value)
+    w.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"needs a tensor's values|data pointer|requires grad|Tensor in some data-dependent"):
+        torchfunc_jax.jit(lambda x: x * VALUES[name](w))(X)
 
 
 def test_an_array_of_a_captured_tensor_is_not_written_to() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -42,12 +41,7 @@ class _MemoryOfTrace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in tracing.READS_MEMORY or type(args[0]) is tracing.Traced or args[0].requires_grad or state.level is None:
             return func(*args, **(kwargs or {}))
-        value = tracing.concrete(args[0], f"{func.__name__}()")
-        with private.below_python():
-            found = func(tensors.to_torch(jnp.array(value), args[0].device), *args[1:], **(kwargs or {}))
-        if isinstance(found, np.ndarray):
-            found.flags.writeable = False  # what is written to it would be lost
-        return found
+        return tracing.read_memory(func, args, kwargs or {})
 
 
 class Traceable:

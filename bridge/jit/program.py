@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 from bridge import compiling, private
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
-from bridge.boundary.results import Output, conj, inexact, is_array, pick, placed, take_apart
+from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, take_apart
 from bridge.convert import dtypes, tensors
+from bridge.errors import DataDependentError
 from bridge.jit import products
 from bridge.jit.attributes import noted
 from bridge.jit.simplify import simplified
@@ -41,6 +42,7 @@ from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_tor
 from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
+_ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 _SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(_SEEDS, np.int64)
 _PACK_FROM, PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
@@ -195,7 +197,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
         candidates += [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = trace(noted(fn, found.modules.values()), call, candidates, found, donated=donated)
+        program, missing = _traced(noted(fn, found.modules.values()), call, candidates, found, donated)
         if not missing:
             return program
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
@@ -203,6 +205,26 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
         "input of the program; pass them as arguments, or keep them"
     )
+
+
+def _traced(
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
+    donated: Sequence[int],
+) -> tuple[Program, list[torch.Tensor]]:
+    """``trace``; if the function asks for the values of small captured tensors without a derivative, these become constants.
+
+    Masks and indices alone are tried first: they change more rarely than other tensors do.
+    """
+    small = [(t, place) for t, place in candidates if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided]
+    whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
+    refused: DataDependentError | None = None
+    for constant in ([], *([whole] if whole else []), *([small] if len(small) > len(whole) else [])):
+        try:
+            return trace(fn, call, candidates, found, donated=donated, constant=constant)
+        except DataDependentError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
@@ -214,8 +236,14 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
     watch: random_keys.Watch | random_keys.Unwatched | None = None, donated: Sequence[int] = (),
+    constant: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (),
 ) -> tuple[Program, list[torch.Tensor]]:
-    """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use."""
+    """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use.
+
+    constant: those of the candidates whose values the program may contain; it then fits as long as they have these values.
+    """
+    constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
+    candidates = [(t, place) for t, place in candidates if id(t) not in constants]
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
@@ -226,6 +254,9 @@ def trace(
         with tracing.root() as root:
             root.staged = root.recorded = True
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
+            with jax.ensure_compile_time_eval():
+                root.overrides.update({key: jnp.asarray(v) for key, v in constants.items()})
+            root.constant = frozenset(constants)
 
             def key_of(generator: torch.Generator | None) -> Any:
                 slot = 0
@@ -266,13 +297,19 @@ def trace(
             )
             return values + [v for _, v, _ in written]
 
-    with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
-        avals = [aval(x) for x in call.arrays]
-        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+    before, state.folded = state.folded, max(state.folded, _ASKED) if constant else state.folded
+    try:
+        with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
+            avals = [aval(x) for x in call.arrays]
+            closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+    finally:
+        state.folded = before
+    if any(id(t) in constants for t in [*info["written"], *[of for _, of, _ in info["shared"]]]):
+        raise DataDependentError("a captured tensor whose values the function asks for is written to, or returned")
     spec, static, is_tensor = info["meta"]
     drawn = info.get("drawn")
     jaxpr, numbers, by_value = (closed.jaxpr, [], []) if drawn is None else drawn.as_inputs(closed.jaxpr)
-    met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates}
+    met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates} | constants.keys()
     used = [k for k, (t, _) in enumerate(candidates) if id(t) in met]
     missing = [t for key, (t, _) in met.items() if key not in known]
     order = {id(t): i for i, t in enumerate([*[candidates[k][0] for k in used], *missing], first)}
@@ -285,13 +322,14 @@ def trace(
     jaxpr = simplified(jaxpr)
     written = [t if isinstance(t, int) else order[id(t)] for t in info["written"]]
     strided = [k for k, g in enumerate(traceable.geometries) if g.asked]
-    strided += [order[key] for key, (_, node) in met.items() if node.geometry is not None and node.geometry.asked]
+    strided += [order[key] for key, (_, node) in met.items() if key in order and node.geometry is not None and node.geometry.asked]
     bits = [1 << i for i in range(len(jaxpr.invars))]
     targets = [0] * info["count"] + [1 << i for i in written]
     sources, behind = ([s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)] for rules in (False, True))
+    asked = [(t, place) for t, place in constant if id(t) in met]
     program = Program(
-        closed.replace(jaxpr=jaxpr), [candidates[k][1] for k in used], Guards(found), spec, static, is_tensor, info["count"], written,
-        [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
+        closed.replace(jaxpr=jaxpr), [candidates[k][1] for k in used], Guards(found, asked), spec, static, is_tensor, info["count"],
+        written, [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
         [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
         [] if drawn is None else drawn.draws, numbers,
     )
@@ -307,6 +345,8 @@ class _ValuesFromOutside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in tracing.READS_MEMORY and type(args[0]) is not tracing.Traced:
+            if id(args[0]) in state.level.root.constant:
+                return tracing.read_memory(func, args, kwargs or {})
             raise tracing.unknown_value(f"{func.__name__}()")
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))

@@ -265,7 +265,10 @@ class Found:
         """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes."""
         owners = {id(m): Slots(m).owner for m in self.modules.values()}
         owners.update([(id(slots.owner()), slots.owner) for slots, _ in self.reached(self._objects)])
-        return [(owner, type(owner()), owner().__dict__) for owner in owners.values() if type(getattr(owner(), "__dict__", None)) is dict]
+        return [
+            (owner, type(owner()), owner().__dict__) for owner in owners.values()
+            if type(getattr(owner(), "__dict__", None)) is dict and not _ours(type(owner()).__module__)
+        ]  # fmt: skip
 
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
         """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""

@@ -107,11 +107,15 @@ class Guards:
     Args:
         found: the result of ``closure_scan.scan`` before the function was traced.  Places that the trace has changed are not checked: the
             function itself has changed them, and a jitted function's Python runs only when it is traced.
+        asked: tensors whose values the function has asked for, with their places.
     """
 
-    __slots__ = ("absent", "codes", "data", "grouped", "names", "needed", "objects", "others", "places", "plain", "single", "sizes")
+    __slots__ = (
+        "absent", "asked", "codes", "data", "grouped", "names", "needed", "objects", "others", "places", "plain", "single", "sizes",
+    )  # fmt: skip
 
-    def __init__(self, found: closure_scan.Found) -> None:
+    def __init__(self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, closure_scan.Place]] = ()) -> None:
+        self.asked = [(place, _content(t)) for t, place in asked]
         self.names: dict[int, str] = {}
         self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without submodules and hooks
         self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...], Any]] = []
@@ -133,7 +137,7 @@ class Guards:
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         self.sizes = [(c, keys) for c, keys in found.reached(found.sizes) if _has_keys(c, keys)]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
-        self.needed = bool(self.plain or self.others or self.objects or self.places or self.data or self.sizes or self.absent)
+        self.needed = bool(self.plain or self.others or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
     def hold(self) -> bool:
         """Whether everything is as it was; always True if not ``needed``."""
@@ -168,6 +172,9 @@ class Guards:
             for place, container, entries, data in self.data:
                 now = place.get()
                 if not (now is container and _holds(now, entries)) and closure_scan.frozen(now) != data:
+                    return False
+            for place, content in self.asked:
+                if _content(place.get()) != content:
                     return False
         except GONE_ERRORS:
             return False
@@ -213,6 +220,10 @@ class Guards:
         for place, _, _, data in self.data:
             if closure_scan.frozen(_now(place)) != data:
                 yield f"{place} holds other numbers than before"
+        for place, content in self.asked:
+            t = _now(place)
+            if not isinstance(t, torch.Tensor) or _content(t) != content:
+                yield f"{place}, whose values Python asked for, holds other values than before"
         for d, names in self.absent:
             for name in names.intersection(d):
                 yield f"an object that the function uses has been given an attribute {name}"
@@ -242,6 +253,12 @@ def _same(now: Any, before: Any) -> bool:
         return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
     except TypeError:  # a tuple with an entry that is not hashable
         return False
+
+
+def _content(t: torch.Tensor) -> tuple[Any, ...]:
+    """All that Python can see of a tensor without a derivative."""
+    values = t.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return t.dtype, t.shape, t.requires_grad, values.numpy().tobytes()
 
 
 def _holds(container: Any, entries: Any) -> bool:

@@ -227,6 +227,16 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 READS_MEMORY = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 
 
+def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What such a function gives for the values that a tensor from outside has in the trace; a numpy array is read-only."""
+    value = concrete(args[0], f"{func.__name__}()")
+    with private.below_python(), jax.ensure_compile_time_eval():
+        found = func(tensors.to_torch(jax.numpy.array(value), args[0].device), *args[1:], **kwargs)
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False  # what is written to it would be lost
+    return found
+
+
 def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     """The tensor; raises torch's RuntimeError if a transform differentiates it, because a numpy array would end the derivative."""
     value = value_of(t)

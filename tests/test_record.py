@@ -290,6 +290,7 @@ def test_values_of_a_captured_tensor(
 
 #: A function of a vector that looks at a mask or at indices from outside of it.
 _KEPT, _ORDER = torch.tensor([True, False, True]), np.array([2, 0])
+_EDGES = torch.tensor([[0, 1, 2, 2], [0, 2, 1, 0]])
 
 
 def _written_at(x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -305,6 +306,10 @@ FROM_OUTSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "an array of a mask": lambda x: x[np.array([True, False, True])] ** 2, "written at an array": lambda x: _written_at(x, _ORDER),
     "written at a mask": lambda x: _written_at(x, _KEPT), "two arrays": lambda x: torch.outer(x, x)[_ORDER, np.array([1, 1])],
     "an array in a list": lambda x: torch.outer(x, x)[..., _ORDER] * 2,
+    "a computed mask": lambda x: x[(_EDGES[0] != _EDGES[1])[:3]].cos() * 2, "of a graph": lambda x: torch.zeros(3).index_add(
+        0, _EDGES[1][_EDGES[0] != _EDGES[1]], x[_EDGES[0][_EDGES[0] != _EDGES[1]]]),
+    "a computed number": lambda x: x * ((_EDGES + 1).sum().item() if _EDGES.max() > 1 else 1), "computed places": lambda x: x[
+        (~_KEPT).nonzero()[:, 0]].exp(),
     "as many times": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2])).cos(), "unique": lambda x: x * torch.unique(_KEPT).sum(),
 }  # fmt: skip
 

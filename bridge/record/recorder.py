@@ -20,7 +20,7 @@ from bridge.process import process
 from bridge.programs.cache_keys import identical
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
-from bridge.record.parts import Known
+from bridge.record.parts import Known, part_of
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, escaped, recorded
 from bridge.trace.levels import state
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
         tensors = tensors_in((args, kwargs))
-        if func in TO_PYTHON and (not self.mapped() or all(type(t) is not Recorded for t in tensors)):
+        if func in TO_PYTHON and not any(map(_differs, tensors)):
             args, kwargs = with_values((args, kwargs), self.now(tensors))
             return func(*args, **kwargs)
         rule = BY_VALUE.get(func)
@@ -279,9 +279,12 @@ class Recorder(TorchFunctionMode):
         """The values of these tensors at this point of the program."""
         if not self.writes and all(type(t) is not Recorded for t in tensors):
             return list(tensors)
-        if self.mapped():
-            raise Unrecordable("values inside vmap")
         refs = [self.ref(t) for t in tensors]
+        if self.mapped():
+            part = None if self.writes or any(map(_differs, tensors)) else part_of(self, refs)
+            if part is None:
+                raise Unrecordable("values inside vmap")
+            return list(self.execute(*part, False))
         self.asked += 1
         return self.known.now(self, refs) if self.asked > _WHOLE else list(self.execute(self, refs, False))
 
@@ -348,6 +351,11 @@ class Recorder(TorchFunctionMode):
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
         self.count, self.known = values, Known()
+
+
+def _differs(t: torch.Tensor) -> bool:
+    """Whether a tensor has another value in each lane of a vmap."""
+    return type(t) is Recorded and bool(t.aval.lanes)
 
 
 def _without_strides(key: Any) -> Any:

@@ -441,6 +441,11 @@ _DYNAMO = "torch._dynamo.eval_frame"
 _REDIRECTED_IN_DYNAMO = {"compiler_of_frames": (_DYNAMO, "_callback_from_stance")}
 
 
+def _imported() -> bool:
+    """Whether that module has been imported, to its end."""
+    return hasattr(sys.modules.get(_DYNAMO), "_callback_from_stance")
+
+
 @functools.cache
 def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, types.CodeType]]:
     """By name: torch's function, a copy of it that keeps its own code, and the code that calls ours."""
@@ -467,12 +472,12 @@ asked_outside: list[Callable[[str], None]] = []
 def original(name: str) -> Callable[..., Any]:
     """torch's own redirected function of that name, to be called outside of traces."""
     outside_of_traces(name)
-    return _redirects(_DYNAMO in sys.modules)[name][1]
+    return _redirects(_imported())[name][1]
 
 
 def redirect(on: bool) -> None:
     """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all are restored."""
-    redirects = _redirects(_DYNAMO in sys.modules).values()
+    redirects = _redirects(_imported()).values()
     try:
         for function, own, shim in redirects:
             function.__code__ = shim if on else own.__code__

@@ -367,6 +367,15 @@ def _in_place(T: Any, state: torch.Tensor, buffer: torch.Tensor, k: float) -> to
     return state.mul_(1.5) + before if float(before[0]) > -10 else state
 
 
+def _argument_in_place(T: Any, x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for k in range(6):
+        x.mul_(1.5)
+        half = x[1:]
+        total = total + half.sum() * (2 if float(x.sum()) > 0 else k) + (x * x).sum()
+    return total
+
+
 def _of_an_inner_grad(T: Any, state: torch.Tensor, buffer: torch.Tensor, k: float) -> torch.Tensor:
     return T.grad(lambda s: (s.sin() * k).sum())(state) + state
 
@@ -436,7 +445,7 @@ class Assigned(torch.autograd.Function):
         return tangent
 
 
-STEPPED = {
+STEPPED = {"an argument in place": _argument_in_place} | {
     name.strip("_").replace("_", " "): _steps(f) for name, f in list(globals().items())
     if name in {
         "_written_between", "_view_kept", "_view_written", "_in_place", "_of_an_inner_grad", "_asked_in_an_inner_grad", "_pulled_later",
@@ -459,12 +468,18 @@ def test_values_asked_for_again_and_again(name: str, transform: str, unrecorded:
                 lambda y: T.grad(g)(y).sum())(x),
         }[transform]()  # fmt: skip
 
-    for x in (X[3], X[2], X[3] * 5, X[0]):
+    for v in (X[3], X[2], X[3] * 5, X[0]):
+        x = v.clone()
         if transform == "functionalize" and name in ("dirty", "of a function"):  # torch.func has no rule for Functions there
             expected = f(torch.func, x)
+        elif "argument" in name and transform not in ("jvp", "functionalize"):
+            for T in (torch.func, torchfunc_jax):
+                with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+                    of(T, v.clone())
+            continue
         else:
             expected = of(torch.func, x)
-        same(of(torchfunc_jax, x), expected, rtol=1e-4, atol=1e-5)
+        same(of(torchfunc_jax, v.clone()), expected, rtol=1e-4, atol=1e-5)
     assert not unrecorded() or name == "dirty" or transform == "functionalize", name
 
 

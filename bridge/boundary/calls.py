@@ -81,7 +81,7 @@ class Traceable:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t
         args, kwargs = trees.unflatten(self.spec, leaves)
-        with contextlib.nullcontext() if level.root.staged else _MemoryOfTrace():
+        with contextlib.nullcontext() if level.root.staged or level.parent is not level.root else _MemoryOfTrace():
             outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
         ways = [views_between(node_of(t)) for t in outs]

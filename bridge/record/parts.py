@@ -32,6 +32,7 @@ class Known:
         same: by its number, the number of the value that an argument or a result of a transform's function is.
         latest: by that number, the number of such a result of a Function, which may have written to the value.
         owners: by its number, the number of the value whose memory a value shares, maybe its own; None for memory from outside.
+        written: whether memory from outside may have been written to; then every run starts at the beginning.
         entries, count, numbers, inputs, tensors: how many the record had.
     """
 
@@ -41,6 +42,7 @@ class Known:
         self.same: dict[int, int] = {}
         self.latest: dict[int, int] = {}
         self.owners: dict[int, int | None] = {}
+        self.written = False
         self.entries = self.count = self.numbers = self.inputs = self.tensors = 0
 
     def now(self, recorder: Any, refs: Sequence[int]) -> list[torch.Tensor]:
@@ -103,14 +105,15 @@ class Known:
                     self.same.update(zip(own, of, strict=True))
                     returned.update(zip(of, own, strict=True))
             possible = possible and (kind is not Pull or what.node in found) and all(r in found or r in self.values for r in of)
-            if not possible:
-                continue
             for owner in [self.owners.get(of[k]) for k, _ in what.changed] if kind is Op else ():
+                self.written = self.written or owner is None
                 if owner is None or (owner < self.count and not self._alone(owner)):
                     possible = False
                 elif owner < self.count:
                     found[owner] = part.ref(self.values[owner])
                     written.append(owner)
+            if not possible:
+                continue
             entry = interned(Pull, found[what.node], what.made) if kind is Pull else what
             refs = [found[r] if r in found else part.ref(self.values[known]) for r, known in zip(operands, of, strict=True)]
             part.trace.append((entry, tuple(refs)))
@@ -119,7 +122,7 @@ class Known:
         part.numbers += recorder.numbers[self.numbers :]
         self.latest |= returned
         found.update({r: found[own] for r, own in returned.items() if own in found})
-        return (part, found, [*written, *returned]) if possible else None
+        return (part, found, [*written, *returned]) if possible and not self.written else None
 
     def _alone(self, owner: int) -> bool:
         """Whether a value is known, and no other one that is known shares its memory."""

@@ -8,6 +8,7 @@ import contextvars
 import functools
 import gc
 import importlib
+import itertools
 import operator
 import sys
 import types
@@ -1207,7 +1208,7 @@ def test_a_tensor_that_is_also_the_object_of_a_method(method: str) -> None:
 
 # -- captured tensors whose values the function asks for ----------------------------------------------------------------------------------
 #: What a function of a vector does with (a mask, times) that it captures.
-ASKED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+BY_VALUE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a mask": lambda x, mask, _: x[mask].exp().sum() * x, "a part of a mask": lambda x, mask, _: x[:2][mask[:2]].sum() + x,
     "nonzero": lambda x, mask, _: x[mask.nonzero()[:, 0]].sum() - x, "the opposite mask": lambda x, mask, _: x[~mask].sum() * x,
     "written": lambda x, mask, _: (lambda y: (y.__setitem__(mask, 2.0), y)[1])(x * 1.0), "item": lambda x, _, times: x * times[1].item(),
@@ -1247,7 +1248,7 @@ class Asks(nn.Module):
         return self.use(x * self.scale, self.mask, self.times)
 
 
-ASKED_BY: dict[str, Callable[[Any, Asks], Callable[[torch.Tensor], Any]]] = {
+ASKED_IN: dict[str, Callable[[Any, Asks], Callable[[torch.Tensor], Any]]] = {
     "module": lambda T, m: (lambda f: lambda x: f(x[0]))(jit(m) if T is torchfunc_jax else m),
     "vmap": lambda T, m: jit(vmap(m)) if T is torchfunc_jax else lambda x: torch.stack([m(v) for v in x]),
     "grad": lambda T, m: (lambda f: lambda x: f(x[1]))(
@@ -1257,13 +1258,17 @@ ASKED_BY: dict[str, Callable[[Any, Asks], Callable[[torch.Tensor], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", VALUES_CHANGE)
-@pytest.mark.parametrize("by", ASKED_BY)
-@pytest.mark.parametrize("name", ASKED)
+def _asked() -> list[Any]:
+    """A third of the ways to ask, to call and to change; the others in the slow suite."""
+    every = itertools.product(enumerate(BY_VALUE), enumerate(ASKED_IN), enumerate(VALUES_CHANGE))
+    return [pytest.param(a, b, c, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow) for (i, a), (j, b), (k, c) in every]
+
+
+@pytest.mark.parametrize(("name", "by", "change"), _asked())
 def test_values_of_captured_tensors_that_the_function_asks_for(name: str, by: str, change: str) -> None:
-    mine, theirs = Asks(ASKED[name]), Asks(ASKED[name])
+    mine, theirs = Asks(BY_VALUE[name]), Asks(BY_VALUE[name])
     object.__setattr__(mine, "jitted", jit(mine))
-    ours, expected = ASKED_BY[by](torchfunc_jax, mine), ASKED_BY[by](torch.func, theirs)
+    ours, expected = ASKED_IN[by](torchfunc_jax, mine), ASKED_IN[by](torch.func, theirs)
     x = X[:3].clone()
     for step in range(3):
         if step == 1:

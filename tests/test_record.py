@@ -290,6 +290,7 @@ def test_values_of_a_captured_tensor(
 
 #: A function of a vector that looks at a mask or at indices from outside of it.
 _KEPT, _ORDER = torch.tensor([True, False, True]), np.array([2, 0])
+_ORDER_NUMBER = torch.tensor(3.0)
 _EDGES = torch.tensor([[0, 1, 2, 2], [0, 2, 1, 0]])
 
 
@@ -297,6 +298,13 @@ def _written_at(x: torch.Tensor, index: Any) -> torch.Tensor:
     out = x.new_zeros(x.shape)
     out[index] = x[index].sin()
     return out
+
+
+def _written_first(x: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    out = x.new_empty(x.shape)
+    out[:] = x * 2
+    out[1:].mul_(3)
+    return read(out)
 
 
 FROM_OUTSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -310,6 +318,9 @@ FROM_OUTSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         0, _EDGES[1][_EDGES[0] != _EDGES[1]], x[_EDGES[0][_EDGES[0] != _EDGES[1]]]),
     "a computed number": lambda x: x * ((_EDGES + 1).sum().item() if _EDGES.max() > 1 else 1), "computed places": lambda x: x[
         (~_KEPT).nonzero()[:, 0]].exp(),
+    "places after a write": lambda x: _written_first(x, lambda y: y[_KEPT.nonzero().squeeze(1)].exp()),
+    "a mask after a write": lambda x: _written_first(x, lambda y: y[_KEPT] * y.sum()),
+    "a number after a write": lambda x: _written_first(x, lambda y: y * _ORDER_NUMBER.item()),
     "as many times": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2])).cos(), "unique": lambda x: x * torch.unique(_KEPT).sum(),
 }  # fmt: skip
 

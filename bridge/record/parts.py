@@ -33,7 +33,8 @@ class Known:
         latest: by that number, the number of such a result of a Function, which may have written to the value.
         owners: by its number, the number of the value whose memory a value shares, maybe its own; None for memory from outside.
         written: whether memory from outside may have been written to; then every run starts at the beginning.
-        entries, count, numbers, inputs, tensors: how many the record had.
+        noted: how many entries, values and inputs these say something of.
+        entries, count, numbers, tensors: how many the record had.
     """
 
     def __init__(self) -> None:
@@ -43,11 +44,36 @@ class Known:
         self.latest: dict[int, int] = {}
         self.owners: dict[int, int | None] = {}
         self.written = False
-        self.entries = self.count = self.numbers = self.inputs = self.tensors = 0
+        self.noted = 0, 0, 0
+        self.entries = self.count = self.numbers = self.tensors = 0
+
+    def writes_outside(self, recorder: Any) -> bool:
+        """Whether the record may have written to memory from outside."""
+        entries, at, inputs = self.noted
+        begun: list[str] = []
+        for what, operands in recorder.trace[entries:]:
+            own = range(at, at + what.made)
+            at += what.made
+            of = [self.same.get(r, r) for r in operands]
+            if type(what) is Input:
+                self.values[own[0]] = recorder.inputs[inputs]
+                inputs += 1
+            elif type(what) is Op:
+                owners = {self.owners.get(r) for r in of}
+                self.owners.update({r: (owners.copy().pop() if len(owners) == 1 else None) if what.views else r for r in own})
+                self.written = self.written or any(self.owners.get(of[k]) is None for k, _ in what.changed)
+            elif type(what) is Begin:
+                begun.append(what.kind)
+                self.same.update(zip(own, of, strict=False))
+            elif type(what) is End and begun and begun.pop() == "function" and len(of) == len(own):
+                self.same.update(zip(own, of, strict=True))
+                self.latest.update(zip(of, own, strict=True))
+        self.noted = len(recorder.trace), at, inputs
+        return self.written
 
     def now(self, recorder: Any, refs: Sequence[int]) -> list[torch.Tensor]:
         """The values with these numbers."""
-        found = self._since(recorder)
+        found = None if self.writes_outside(recorder) else self._since(recorder)
         start = self.tensors if found is not None else 0
         new = [t for t, k in zip(recorder.tensors[start:], referred_to(recorder.tensors, start), strict=True) if k and t.level.open]
         refs = [self.same.get(r, r) for r in refs]
@@ -65,7 +91,7 @@ class Known:
         del new
         self._forget()
         self.entries, self.count, self.numbers = len(recorder.trace), recorder.count, len(recorder.numbers)
-        self.inputs, self.tensors = len(recorder.inputs), len(recorder.tensors)
+        self.tensors = len(recorder.tensors)
         return answer
 
     def _forget(self) -> None:
@@ -84,45 +110,30 @@ class Known:
         part, at = type(recorder)(recorder.execute), self.count
         found: dict[int, int] = {}
         written: list[int] = []
-        returned: dict[int, int] = {}
-        new, begun, possible = iter(recorder.inputs[self.inputs :]), list[str](), True
+        begun = 0
         for what, operands in recorder.trace[self.entries :]:
             kind, own = type(what), range(at, at + what.made)
             at += what.made
             if kind is Input:
-                self.values[own[0]] = next(new)
                 continue
             of = [self.same.get(r, r) for r in operands]
-            if kind is Op:
-                owners = {self.owners.get(r) for r in of}
-                self.owners.update({r: (owners.copy().pop() if len(owners) == 1 else None) if what.views else r for r in own})
-            elif kind is Begin:
-                begun.append(what.kind)
-                self.same.update(zip(own, of, strict=False))
-            elif kind is End:
-                possible = possible and bool(begun)
-                if begun and begun.pop() == "function" and len(of) == len(own):
-                    self.same.update(zip(own, of, strict=True))
-                    returned.update(zip(of, own, strict=True))
-            possible = possible and (kind is not Pull or what.node in found) and all(r in found or r in self.values for r in of)
-            for owner in [self.owners.get(of[k]) for k, _ in what.changed] if kind is Op else ():
-                self.written = self.written or owner is None
-                if owner is None or (owner < self.count and not self._alone(owner)):
-                    possible = False
-                elif owner < self.count:
+            begun += (kind is Begin) - (kind is End)
+            if begun < 0 or (kind is Pull and what.node not in found) or any(r not in found and r not in self.values for r in of):
+                return None
+            for owner in [self.owners[of[k]] for k, _ in what.changed] if kind is Op else ():
+                if owner < self.count and not self._alone(owner):
+                    return None
+                if owner < self.count:
                     found[owner] = part.ref(self.values[owner])
                     written.append(owner)
-            if not possible:
-                continue
             entry = interned(Pull, found[what.node], what.made) if kind is Pull else what
             refs = [found[r] if r in found else part.ref(self.values[known]) for r, known in zip(operands, of, strict=True)]
             part.trace.append((entry, tuple(refs)))
             found.update(zip(own, range(part.count, part.count + what.made), strict=True))
             part.count += what.made
         part.numbers += recorder.numbers[self.numbers :]
-        self.latest |= returned
-        found.update({r: found[own] for r, own in returned.items() if own in found})
-        return (part, found, [*written, *returned]) if possible and not self.written else None
+        returned = {r: found[own] for r, own in self.latest.items() if own in found}
+        return part, found | returned, [*written, *returned]
 
     def _alone(self, owner: int) -> bool:
         """Whether a value is known, and no other one that is known shares its memory."""

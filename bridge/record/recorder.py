@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
 
     def now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values of these tensors at this point of the program."""
-        if not self.writes and all(type(t) is not Recorded for t in tensors):
+        if all(type(t) is not Recorded for t in tensors) and not (self.writes and self.known.writes_outside(self)):
             return list(tensors)
         refs = [self.ref(t) for t in tensors]
         if self.mapped():

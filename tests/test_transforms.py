@@ -846,3 +846,21 @@ def test_transforms_inside_what_is_no_transform_itself(name: str, around: str) -
         same(run(x, torch.ones(())), expected)
     arrays = run(jnp.asarray(x.numpy()), jnp.ones(()))
     same(pytree.tree_map_only(jax.Array, lambda a: torch.from_numpy(np.array(a)), arrays), expected)
+
+
+@pytest.mark.parametrize("wrap", ["un-jitted", "in grad", "in jit", "in vmap"])
+def test_a_cotangent_of_none_is_one_for_a_number(wrap: str) -> None:
+    def f(T: Any, v: torch.Tensor) -> torch.Tensor:
+        _, pull = T.vjp(lambda a: ((a**3).sum(), (a * 2).sum(0, keepdim=True)), v)
+        return pull((None, torch.ones(1) * 3))[0] + pull((None, None))[0]
+
+    v = torch.tensor([1.0, -2.0, 3.0])
+    found = {
+        "un-jitted": lambda T: f(T, v), "in grad": lambda T: T.grad(lambda a: (f(T, a) ** 2).sum())(v),
+        "in jit": lambda T: (torchfunc_jax.jit if T is torchfunc_jax else lambda g: g)(lambda a: f(T, a))(v),
+        "in vmap": lambda T: T.vmap(lambda a: f(T, a))(torch.stack([v, v * 2])),
+    }[wrap]  # fmt: skip
+    torch.testing.assert_close(found(torchfunc_jax), found(torch.func))
+    for T in (torch.func, torchfunc_jax):
+        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+            T.vjp(torch.sin, v)[1](None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,7 +236,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     Returns:
         (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure and shapes, converts
-        them to its dtypes, and returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes.
+        them to its dtypes, and returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes. None as
+        a cotangent of one number is 1.
 
     Raises:
         RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn) cotangents of another structure
@@ -352,14 +354,20 @@ def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list
             f"cotangents: {spec}, primal output: {out_spec}"
         )
     for i, (c, (shape, dtype)) in enumerate(zip(leaves, shapes, strict=True)):
-        if not is_array(c):
+        if c is None:
+            if math.prod(shape) != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            if dtype.is_complex:
+                raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {dtype}")
+            leaves[i] = torch.ones(shape, dtype=dtype)
+        elif not is_array(c):
             raise TypeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
-        if tuple(c.shape) != shape:
+        elif tuple(c.shape) != shape:
             raise RuntimeError(
                 f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give "
                 "cotangents of the output's shape"
             )
-        if _args.dtype_of(c).is_complex != dtype.is_complex:
+        elif _args.dtype_of(c).is_complex != dtype.is_complex:
             raise RuntimeError(
                 "For complex Tensors, both grad_output and output are required to have the same dtype. Mismatch in dtype: grad_output"
                 f"[{i}] has a dtype of {_args.dtype_of(c)} and output[{i}] has a dtype of {dtype}; give cotangents of the output's dtype"

@@ -138,7 +138,8 @@ def _on_meta(
     if any(size for a in avals for _, size, _ in a.lanes):
         _lay_out(outs, func, args, kwargs, numbers, avals)
     memory = {m.untyped_storage()._cdata for m in metas}
-    views = any(t.untyped_storage()._cdata in memory for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+    results = (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
+    views = any(t.untyped_storage()._cdata in memory for t in results if isinstance(t, torch.Tensor))
     return Op(func, args, kwargs, torch.is_grad_enabled(), outs, changed, len(numbers), draws.found, draws.by_value, views)
 
 

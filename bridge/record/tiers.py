@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling
 from bridge.process import process
+from bridge.record import vector_products
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
 #: that this jaxlib refuses is left out from then on.
@@ -116,6 +117,7 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
 
 
 def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
+    vector_products.as_sums(lowered, _FEW)
     options = _FAST | (_ONE_KERNEL if longest_sum <= _FEW else {})
     while True:
         try:

@@ -201,6 +201,11 @@ def perturbed(values: Iterable[Any], level: Any) -> bool:
     return level.probe is not None and any(tracer._trace is level.probe for v in values for tracer in _nested(v))
 
 
+def has_started() -> bool:
+    """Whether this process has used a device of JAX's; to ask for a device would start JAX."""
+    return bool(jax._src.xla_bridge.backends_are_initialized())
+
+
 def coordinator() -> Any:
     """The client of jax.distributed's store and barriers, which take a time limit; None before ``jax.distributed.initialize``."""
     return jax._src.distributed.global_state.client

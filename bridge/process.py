@@ -53,6 +53,8 @@ class Process:
     #: what they have replaced: (namespace, name, torch's, ours)
     patched: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
     meetings: dict[tuple[int, ...], int] = field(default_factory=dict)  # how often each group of processes has met (bridge/processes.py)
+    uses_jax: bool = False  # whether JAX had started when this process forked last, and
+    forked: bool = False  # whether this is a child of a process in which it had: JAX cannot compile here (bridge/boundary/handing_over.py)
     compiler: Any = None  # the thread that compiles programs well (bridge/record/tiers.py)
 
 

@@ -2,10 +2,14 @@
 
 torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and
 torch.autograd.forward_ad see torch's operators, and no computation in JAX.
+
+All calls are handed over in a process that was forked from one that had used JAX, such as a worker of a DataLoader: JAX's threads do not
+exist in it, and a compilation would wait for them for ever.
 """
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +17,9 @@ import jax
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.convert import trees
+from bridge.process import process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
 
@@ -23,12 +28,13 @@ _transformed, _dispatch_modes = private.transformed_by_torch, private.count_of_d
 
 
 def torch_looks(given: Any) -> bool:
-    """Whether something of torch's watches the operators of a call with these arguments.
+    """Whether something of torch's watches the operators of a call with these arguments, or JAX cannot compute in this process.
 
     Dynamo cannot trace this function: ask ``is_dynamo_compiling`` first.  Our own traces are dispatch modes too, but a transform of
     torch.func's in one of them is inside of it, and what is inside the transform is torch's.
     """
-    if not _transformed() and not is_tracing() and (not _dispatch_modes() or state.level is not None or state.recorder is not None):
+    looks = process.forked or _transformed() or is_tracing() or (_dispatch_modes() and state.level is None and state.recorder is None)
+    if not looks:
         return False
     return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
 
@@ -82,3 +88,15 @@ def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
 def call(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own."""
     return lambda ours: functools.wraps(ours)(either(ours, lambda: theirs))  # type: ignore[return-value]
+
+
+def _before_fork() -> None:
+    process.uses_jax = private_jax.has_started()
+
+
+def _in_child() -> None:
+    process.forked = process.forked or process.uses_jax
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -174,6 +174,8 @@ class _Worker:
     def end(self) -> None:
         """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is not done yet."""
         self.ended = True
+        if process.forked:  # the thread belongs to the parent, and so does what it has to do
+            return
         self.waiting.put((lambda: None, False))  # wakes the thread up
         if self.thread is not None:
             self.thread.join()

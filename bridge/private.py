@@ -434,6 +434,7 @@ _REDIRECTED = {
     "is_compiling": ("torch.compiler", "is_compiling"),
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
+    "in_class": ("torch._tensor", "_convert"),
     "compile": ("torch", "compile"),
 }
 #: Those of torch.compile's own module, whose import takes long; who has compiled a function has imported it.

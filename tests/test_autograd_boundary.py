@@ -76,6 +76,44 @@ def test_backward_to_inputs_and_captured_tensors(name: str, mode: str) -> None:
             same(mine, theirs)
 
 
+@both
+@pytest.mark.parametrize("again", [False, True], ids=["backward", "backward of backward"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cotangents_that_autograd_maps_over(name: str, again: bool, mode: str) -> None:
+    """is_grads_batched, with cotangents for all outputs and for the first one, and as many lanes as the second call has."""
+    x, w = data(2, 3), data(3)
+    f = FUNCTIONS[name]
+
+    def gradients(out: Any, lanes: int) -> list[Any]:
+        leaves = [o for o in pytree.tree_leaves(out) if o.requires_grad]
+        weights = [torch.arange(1.0, lanes * o.numel() + 1, dtype=o.dtype).reshape(lanes, *o.shape).sin() for o in leaves]
+        options: Any = {"is_grads_batched": True, "create_graph": again, "retain_graph": True, "allow_unused": True}
+        found = [torch.autograd.grad(leaves[:n], [x, w], weights[:n], **options) for n in (len(leaves), 1)]
+        if again:
+            loss = sum((g**2).sum() for g in found[0] if g is not None)
+            found.append(torch.autograd.grad(loss, [x, w], retain_graph=True, allow_unused=True) if loss.requires_grad else ())
+        return [g for grads in found for g in grads]
+
+    expected = f(torch.func, x, w)
+    found = MODES[mode](lambda a: f(torchfunc_jax, a, w))(x)
+    for lanes in (4, 2):
+        mine, theirs = gradients(found, lanes), gradients(expected, lanes)
+        assert [g is None for g in mine] == [g is None for g in theirs]
+        same([g for g in mine if g is not None], [g for g in theirs if g is not None])
+
+
+@both
+def test_autograds_own_vectorized_jacobians(mode: str) -> None:
+    x = data(2, 3)
+    call = MODES[mode](vmap(lambda row: row.sin() * row.sum()))
+    theirs = torch.func.vmap(lambda row: row.sin() * row.sum())
+    jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    same(jacobian(call, x, vectorize=True), jacobian(theirs, x))
+    same(hessian(lambda x: call(x).prod(), x, vectorize=True), hessian(lambda x: theirs(x).prod(), x))
+    assert torch.autograd.gradcheck(call, (x,), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(call, (x,), check_batched_grad=True)
+
+
 # of the three outputs, what each depends on: a, b and the captured c
 def _three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return a * 2 + c.detach(), b * 3 + c, a.round() * 1.0

@@ -104,6 +104,28 @@ class Untransformed(torch.autograd.Function):
     """A node of our own in torch's graph; its forward is never replaced, even while a trace is open."""
 
 
+def by_lane(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorator of a node's backward, which then runs once for each lane of cotangents that torch.autograd maps over (is_grads_batched)."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        lanes = [k for k, c in enumerate(cotangents) if c is not None and private.mapped_by_autograd(c)]
+        if not lanes:
+            return backward(ctx, *cotangents)
+        present: list[bool] = []
+
+        def mapped(stacked: list[torch.Tensor]) -> list[torch.Tensor]:
+            rows = [dict(zip(lanes, row, strict=True)) for row in zip(*[t.unbind(0) for t in stacked], strict=True)]
+            found = [run(ctx, *[row.get(k, c) for k, c in enumerate(cotangents)]) for row in rows]
+            present[:] = [grad is not None for grad in found[0]]
+            return [torch.stack(grads) for grads in pick([*zip(*found, strict=True)], present)]
+
+        grads = iter(private.below_autograds_vmap(mapped, pick(cotangents, [k in lanes for k in range(len(cotangents))])))
+        return tuple([next(grads) if here else None for here in present])
+
+    return run
+
+
 class _Computed(Untransformed):
     @staticmethod
     def forward(ctx: Any, t: tracing.Traced) -> tracing.Traced:
@@ -140,6 +162,7 @@ class _Border(Untransformed):
 
     @staticmethod
     @private.opaque
+    @by_lane
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors  # raises if one was changed in place since
         check_unchanged(ctx.versions)

@@ -24,7 +24,7 @@ from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
 from bridge.trace.aliasing import Part
 from bridge.trace.levels import innermost, state
-from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, plan_of, value_of
+from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, has_rules, plan_of, value_of
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -250,6 +250,18 @@ def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(t)]
 
 
+def in_class(result: Any, cls: type) -> Any:
+    """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a traced result stays a plain tensor."""
+    if type(result) is not Traced:
+        return private.original("in_class")(result, cls)
+    if has_rules(cls):
+        raise NotImplementedError(  # PyTorch's operators, such as *, would catch a TypeError
+            f"tensor: expected a tensor of a class without a __torch_function__ of its own, got a {cls.__name__}, whose rules would not "
+            f"hold for what a transform computes with it; pass or capture x.as_subclass(torch.Tensor){at_line()}"
+        )
+    return result
+
+
 def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of this one, stays a tensor if unknown."""
     unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
@@ -280,5 +292,6 @@ PYTHON_RULES |= {
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
-    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "compile": compile, "compiler_of_frames": compiler_of_frames,
+    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "in_class": in_class, "compile": compile,
+    "compiler_of_frames": compiler_of_frames,
 })  # fmt: skip

@@ -43,6 +43,7 @@ class ProgramNode(torch.autograd.Function):
 
     @staticmethod
     @opaque
+    @autograd.by_lane
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         diff = ctx.saved_tensors  # raises if one was changed in place since
         autograd.check_unchanged(ctx.versions)

@@ -38,8 +38,14 @@ class Traced(torch.Tensor):
     @classmethod
     @private.opaque
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if len(types) > 1 and any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not _default for t in types):
-            return NotImplemented  # another class has its own rules (functorch's dims)
+        if len(types) > 1:
+            rest = tuple([t for t in types if t is not cls])  # a traced tensor is a plain one to other classes with rules of their own
+            others = [t for t in rest if has_rules(t)]
+            for other in others:
+                if (found := other.__torch_function__(func, rest, args, kwargs or {})) is not NotImplemented:
+                    return found
+            if others:
+                return NotImplemented
         rule = PYTHON_RULES.get(func)
         with private.without_torch_function():
             if rule is not None:
@@ -98,6 +104,11 @@ HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Rules that run instead of PyTorch's own code for a public function; bridge/intercepted/torch_functions.py fills the table.
 PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def has_rules(cls: Any) -> bool:
+    """Whether a class that PyTorch's functions take has a __torch_function__ of its own."""
+    return getattr(cls.__torch_function__, "__func__", None) is not _default
 
 
 def _shown(value: Any, device: torch.device, level: Level | None) -> str:

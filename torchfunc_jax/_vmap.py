@@ -270,6 +270,8 @@ def _map(
         tensors, (meta, out_axes) = transforms.entered(recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish)
         avals, placed = [], []
         for a, d in zip(map(aval_of, tensors), out_axes, strict=True):
+            if d is None and a.outside(depth) is not a:
+                raise _mapped_output(name_of(func))
             d = d if d is None or d >= 0 else d + len(a.shape) + 1
             placed.append(d)
             avals.append(a.outside(depth) if d is None else a.whole(d, size, depth))
@@ -350,7 +352,7 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
     if "out_axes" not in str(error) or not found:
         return error
     if any(d is None for d in found[0].meta[1]):
-        return ValueError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
+        return _mapped_output(name)
     return RuntimeError(
         "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more "
         "elements "
@@ -358,6 +360,10 @@ def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
         "out-of-place operators instead of inplace arithmetic. If said operator is being called inside the PyTorch framework, please "
         "file a bug report instead."
     )
+
+
+def _mapped_output(name: str) -> ValueError:
+    return ValueError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
 
 
 def _in_chunks(

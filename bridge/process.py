@@ -26,6 +26,7 @@ class Process:
     owners: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
     #: by the id of an array that was donated: the array that has its memory now, and keeps it for tensors that are views of it
     heirs: dict[int, tuple[weakref.ref[Any], Any]] = field(default_factory=dict)
+    sparse: dict[int, Any] = field(default_factory=dict)  # the parts of a sparse tensor, by its id (bridge/convert/sparse.py)
     signatures: dict[Any, int] = field(default_factory=dict)  # numbers for (shape, strides, dtype, device)
     treedefs: dict[Any, Any] = field(default_factory=dict)  # one object for each structure of arguments
     #: captured tensors that require grad, by what a function closes over

@@ -9,6 +9,7 @@ import torch
 
 from bridge.boundary.results import is_array
 from bridge.convert import dtypes, trees
+from bridge.convert.sparse import Sparse, SparseOperand
 
 argnums_t = int | tuple[int, ...]
 #: These raise ValueError for an integer input; reverse mode raises RuntimeError.
@@ -51,6 +52,10 @@ def dtype_of(x: torch.Tensor | jax.Array) -> torch.dtype:
 def differentiable(leaves: list[Any], api: str) -> None:
     """Refuse leaves that a transform cannot differentiate with respect to: only tensors of a floating or complex dtype pass."""
     for x in leaves:
+        if type(x) is Sparse:
+            raise SparseOperand(
+                x.tensor(), f" among what {api} differentiates; make it inside the function, of indices and of values that are an argument"
+            )
         if not is_array(x):
             raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):

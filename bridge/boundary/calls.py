@@ -20,6 +20,7 @@ from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
 from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, split_arrays, write_back
 from bridge.convert import tensors, trees
+from bridge.convert.sparse import opened
 from bridge.errors import rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
@@ -80,7 +81,7 @@ class Traceable:
             if k in self.active:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t
-        args, kwargs = trees.unflatten(self.spec, leaves)
+        args, kwargs = trees.unflatten(self.spec, map(opened, leaves))
         with contextlib.nullcontext() if level.root.staged or level.parent is not level.root else _MemoryOfTrace():
             outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)

@@ -18,7 +18,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing
 
 from bridge import private, private_jax
-from bridge.convert import trees
+from bridge.convert import sparse, trees
+from bridge.convert.sparse import SparseOperand
 from bridge.process import process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
@@ -56,6 +57,11 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
             return theirs()(*args, **kwargs)
         try:
             return _ours(ours, args, kwargs)
+        except SparseOperand:  # an argument
+            given = sparse.enclosed((args, kwargs))
+            if given is None:
+                raise
+            return _ours(ours, *given)
         except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
             if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 
 from bridge import devices, private
 from bridge.convert import dtypes
+from bridge.convert.sparse import SparseOperand
 from bridge.process import process
 from bridge.trace.storage import strides_of
 
@@ -117,7 +118,7 @@ def crosses(t: torch.Tensor) -> bool:
 def plain(t: torch.Tensor) -> torch.Tensor:
     """t as a dense contiguous tensor without grad, conj or neg bit; raises TypeError if t is not dense."""
     if t.layout is not torch.strided:
-        raise TypeError(f"tensor: expected a strided tensor, got layout {t.layout}; convert it with .to_dense()")
+        raise SparseOperand(t)
     if t.is_quantized:
         raise TypeError(f"tensor: expected a plain tensor, got a quantized one ({t.dtype}); convert it with .dequantize()")
     if t.is_meta:

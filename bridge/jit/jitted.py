@@ -21,7 +21,8 @@ from torch.compiler import is_dynamo_compiling
 from bridge import compiling
 from bridge.boundary.calls import Call
 from bridge.boundary.handing_over import has_fake, torch_looks
-from bridge.convert import tensors, trees
+from bridge.convert import sparse, tensors, trees
+from bridge.convert.sparse import SparseOperand
 from bridge.errors import at_line
 from bridge.jit import explaining
 from bridge.jit.attributes import Setting
@@ -110,6 +111,11 @@ class Jitted:
             return self._func(*args, **kwargs)
         try:
             return self._called(args, kwargs)
+        except SparseOperand:
+            given = sparse.enclosed((args, kwargs))
+            if given is None:
+                raise
+            return self._called(*given)
         except TypeError:
             if has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)

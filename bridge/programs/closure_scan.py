@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bridge.convert import sparse
+from bridge.convert.sparse import Sparse, is_sparse
 from bridge.programs.cache_keys import identical
 
 _DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
@@ -305,6 +307,11 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         if first is not place:  # one tensor at two places: the first is read while it is at both
             both = _Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
             found._edges.append(_Edge(both, True, edge, False))
+        elif is_sparse(x):
+            _visit_sparse(x, place, found, depth, edge)
+        return
+    if isinstance(x, Sparse):  # an argument that is a sparse tensor
+        _visit(x.tensor(), _Referent(x.tensor, None, "a sparse argument"), found, depth, edge)
         return
     if isinstance(x, type) and _of_user(x.__module__):
         found._spaces[x] = None
@@ -333,6 +340,20 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
             return
     if isinstance(edge, _Edge):
         found._edges.append(edge)
+
+
+def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
+    """Search the parts of a sparse tensor; its layout and its shape must stay the same."""
+    kind = _Asked(lambda: _kind(place.get()), None, f"the layout and the shape of {place}")
+    found.data.append((kind, frozen(_kind(t)), edge))
+    if sparse.can_be_taken_apart(t):
+        for part in ("indices", "values"):
+            where = _Asked(lambda part=part: getattr(sparse.sparse(place.get()), part), None, f"the {part} of {place}")
+            _visit(where.get(), where, found, depth, edge)
+
+
+def _kind(x: Any) -> tuple[Any, ...] | None:
+    return (str(x.layout), *x.shape, x.requires_grad) if isinstance(x, torch.Tensor) else None
 
 
 def _step(x: Any, place: Place, found: Found, depth: int, parent: _Way, attribute: bool) -> None:

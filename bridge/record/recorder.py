@@ -15,7 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge import private
+from bridge.convert.sparse import SparseOperand
 from bridge.errors import in_words_of_vmap
+from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import process
 from bridge.programs.cache_keys import identical
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
@@ -103,7 +105,9 @@ class Recorder(TorchFunctionMode):
         if found is None:
             if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
                 raise Unrecordable(str(type(t)))
-            if t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized or t.is_nested:
+            if t.layout is not torch.strided:
+                raise SparseOperand(t)
+            if t.device.type != "cpu" or t.is_quantized or t.is_nested:
                 raise Unrecordable("an input of another kind")
             found = self.by_id[id(t)] = self.count
             self.count += 1
@@ -140,6 +144,9 @@ class Recorder(TorchFunctionMode):
                 for name, x in kwargs.items():
                     key.append(name)
                     key.append(self._static(func, x, refs))
+        except SparseOperand:
+            del self.numbers[numbers:]
+            return self._of_sparse(func, args, kwargs or {})
         except TypeError:  # an argument is not hashable
             del self.numbers[numbers:]
             return self._with_indices(func, types, args)
@@ -188,6 +195,20 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable("an unhashable argument") from None
         index = mapped(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, args[1])
         return self.__torch_function__(func, types, (args[0], index, *args[2:]))
+
+    def _of_sparse(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a product with a sparse tensor; what else is made of sparse tensors alone is computed now: a tensor from outside."""
+        rule = OF_SPARSE.get(func)
+        if rule is not None:
+            try:
+                with self:
+                    return rule(*args, **kwargs)
+            except SparseOperand as error:  # a trace says it in words for the user
+                raise Unrecordable(str(error)) from None
+        name = getattr(func, "__name__", "_")
+        if any(type(t) is Recorded for t in tensors_in((args, kwargs))) or name.endswith("_") or "out" in kwargs:
+            raise Unrecordable(f"{name} of a sparse tensor")
+        return func(*args, **kwargs)
 
     def draw(self, by_value: bool) -> None:
         """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""

@@ -52,6 +52,13 @@ def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
     return func(*args, **kwargs)
 
 
+def _sparse(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sparse tensor that is made of tensors from outside is one too."""
+    if any(type(t) is Recorded or t.requires_grad for t in tensors_in((args, kwargs))):
+        raise Unrecordable(str(func))
+    return func(*args, **kwargs)
+
+
 # -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
 def _indices_of(recorder: Any, index: Any) -> tuple[Any, ...]:
     """An index in which each mask is replaced by the places where it is True, and one without dimensions by a bool."""
@@ -124,7 +131,7 @@ _REFUSED = [
     *functions_of(
         torch.Tensor,
         "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage set_ resize_ resize_as_ "
-        "share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_sparse to_mkldnn unsafe_chunk "
+        "share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
         "apply_ map_ new new_tensor requires_grad_ detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy"),
@@ -132,11 +139,16 @@ _REFUSED = [
     *[attribute.__set__ for attribute in functions_of(torch.Tensor, "data grad requires_grad names")],
     torch.autograd.backward, torch.autograd.grad,
 ]
+_SPARSE = (
+    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor sparse_compressed_tensor "
+    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_mask"
+)
 #: By a torch function, what happens instead of recording it as an operator.
 RULES: dict[Any, Any] = {
     **dict.fromkeys(_PASSED, lambda recorder, func, args, kwargs: func(*args, **kwargs)),
     **dict.fromkeys(_REFUSED, _refused),
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
+    **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bridge import private
+from bridge.convert.sparse import SparseOperand
 from bridge.errors import EscapedTensorError, at_line
 from bridge.trace.levels import state
 from bridge.trace.storage import contiguous, span
@@ -108,7 +109,11 @@ def aval_of(t: torch.Tensor) -> Aval:
     """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each batch of a data set would be another."""
     if type(t) is Recorded:
         return t.aval
-    return aval(tuple(t.shape), t.stride(), 0, t.dtype, t.device, t.requires_grad, ())
+    try:
+        strides = t.stride()
+    except RuntimeError:
+        raise SparseOperand(t) from None
+    return aval(tuple(t.shape), strides, 0, t.dtype, t.device, t.requires_grad, ())
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:

@@ -15,6 +15,7 @@ from bridge.boundary import autograd
 from bridge.boundary.closures import code_of
 from bridge.boundary.results import split_arrays
 from bridge.convert import trees
+from bridge.convert.sparse import opened
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import process
 from bridge.record.escaped import fill_in
@@ -128,7 +129,7 @@ def entered(
     """
     arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
     try:
-        args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves])
+        args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else opened(x) for x in leaves])
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())

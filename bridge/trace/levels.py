@@ -48,6 +48,8 @@ class Level:
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them
     captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
     overrides: dict[int, Any] = field(default_factory=dict)
+    #: sparse tensors that stand for those made in the trace, by id, with their indices and values (bridge/operators/sparse.py)
+    sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     constant: frozenset[int] = frozenset()  # by id, captured tensors whose values the function may ask for
     #: by a torch generator's identity, or None for the default one: the generator, and the JAX key that came from it
     keys: dict[int | None, Any] = field(default_factory=dict)

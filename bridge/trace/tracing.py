@@ -16,7 +16,8 @@ import torch
 
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
-from bridge.errors import DataDependentError, EscapedTensorError, at_line
+from bridge.convert.sparse import SparseOperand
+from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError, at_line
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
@@ -173,11 +174,12 @@ def value_of(t: torch.Tensor) -> Any:
         return read(node, level)
     if level is None:
         return tensors.to_jax(t)
+    node = lift(t)
     if level is not level.root:
         level.met[id(t)] = t
         if t.requires_grad and torch.is_grad_enabled():
             level.outer[id(t)] = t
-    return lift(t).value
+    return node.value
 
 
 def lift(t: torch.Tensor) -> Node:
@@ -309,7 +311,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     level.operator = func
     args, kwargs = python_numbers.own(args, kwargs)
     plan = process.plans.get(func) or plan_of(func)
-    return plan(args, kwargs)
+    try:
+        return plan(args, kwargs)
+    except (SparseOperand, NoLoweringError) as refused:
+        return HANDED_IN["sparse"](refused, func, args, kwargs)
 
 
 def plan_of(func: Any) -> Any:

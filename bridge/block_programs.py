@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bridge.boundary.calls import Call
-from bridge.boundary.results import Output, Result, inexact, split_arrays, take_apart
+from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line
+from bridge.process import having
 from bridge.programs.cache_keys import identical
 from bridge.programs.closure_scan import HOOKS
 from bridge.trace.levels import push, state
@@ -277,9 +278,7 @@ class Loop:
 
         def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
             index, own, numbers = x
-            arguments, own = list(given), iter(own)
-            for place, v in zip(places, carry, strict=True):
-                arguments[place] = v
+            arguments, own = replaced(given, places, carry), iter(own)
             tensors = [row[0] if shared else next(own) for row, shared in zip(rows, self.shared, strict=True)]
             found = [c if d is None else numbers[d] for c, d in zip(consts, drawn, strict=True)]
             outs = jax.core.eval_jaxpr(wanted, found, index, *arguments, *tensors)
@@ -339,16 +338,13 @@ class Loop:
         before = root.drawn
         if before is not None:
             self.draws = self.draws or _Draws(before)
-            root.drawn = self.draws
-        try:
+        with having(root, drawn=before and self.draws):
             one = self._trace(0, given, own, set().union(*self.differing))
             for n, attributes in enumerate(self.differing):
                 read = attributes & one.read
                 if read and (reason := self._other(n, one, given, own)):
                     shown = ", ".join(sorted(_joined(*a) for a in read))
                     raise Differ(f"{self.titles[n]} has another program than {self.titles[0]}, which reads {shown}: {reason}")
-        finally:
-            root.drawn = before
         if before is not None and not self.rows:
             others = [[before(draw)[0] for draw, *_ in self.draws.made] for _ in self.parts[1:]]
             self.rows = [[v, *[row[k] for row in others]] for k, (_, v, _) in enumerate(self.draws.made)]

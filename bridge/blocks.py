@@ -70,12 +70,9 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
             "whose blocks you hold to be equal, and the error says what differs"
         )
     with SWAPPING, contextlib.ExitStack() as stack:
-        sequences = [_Sequence(name, list(blocks), remat) for name, blocks in found]
-        for each in sequences:
-            stack.enter_context(each.replaced())
+        for name, blocks in found:
+            stack.enter_context(_Sequence(name, list(blocks), remat).replaced())
         yield
-        for each in sequences:
-            each.finish()
 
 
 def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
@@ -138,12 +135,14 @@ class _Sequence:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """While entered, the blocks' forwards are ``called``."""
+        """While entered, the blocks' forwards are ``called``; at the end, a run through some of the blocks only is refused."""
         before = [block.__dict__.get("forward") for block in self.blocks]
         for index, (block, forward) in enumerate(zip(self.blocks, self.forwards, strict=True)):
             block.forward = functools.wraps(forward)(functools.partial(self.called, index))
         try:
             yield
+            if self.next is not None and not self.next.level.closed:
+                raise refused(f"{self.title(self.next.index)} and the blocks after it are not called, and the loop has run through them")
         finally:
             for block, own in zip(self.blocks, before, strict=True):
                 block.__dict__.pop("forward", None)
@@ -172,11 +171,6 @@ class _Sequence:
         else:
             self._check(self.next, leaves, spec)
         return self._result(self.next)
-
-    def finish(self) -> None:
-        """Refuse a run through some of the blocks only."""
-        if self.next is not None and not self.next.level.closed:
-            raise refused(f"{self.title(self.next.index)} and the blocks after it are not called, and the loop has run through them")
 
     def _run(self, expected: _Expected, leaves: list[Any], spec: Any) -> None:
         """Run the loop from the second call on."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import torch
 
-from bridge.process import process
+from bridge.process import having, process
 
 
 def default() -> jax.Device | None:
@@ -44,12 +44,9 @@ def use(device: jax.Device | str | None) -> Iterator[None]:
         ...     devices.default().platform
         'cpu'
     """
-    before = process.default_device
-    set_default(device)
-    try:
+    with having(process, default_device=process.default_device):
+        set_default(device)
         yield
-    finally:
-        set_default(before)
 
 
 def find(device: jax.Device | str) -> jax.Device:

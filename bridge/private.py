@@ -26,6 +26,8 @@ from torch.utils import _pytree
 # stable, but a module with an underscore exports it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
+from bridge.process import having
+
 
 def _named(path: str) -> Any:
     """The object under a name of torch's, looked up once because it is used at each call.
@@ -162,15 +164,9 @@ def below_autograds_vmap(fn: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     return [torch._add_batch_dim(t, 0, level) for t in found]
 
 
-@contextlib.contextmanager
-def parametrizations_anew() -> Iterator[None]:
+def parametrizations_anew() -> contextlib.AbstractContextManager[None]:
     """While entered, ``torch.nn.utils.parametrize.cached`` has an empty cache; afterwards it has its earlier cache again."""
-    module = torch.nn.utils.parametrize
-    before, module._cache = module._cache, {}
-    try:
-        yield
-    finally:
-        module._cache = before
+    return having(torch.nn.utils.parametrize, _cache={})
 
 
 def which_generator(generator: torch.Generator) -> int:

@@ -4,7 +4,9 @@ What belongs to one thread is in ``levels.state``.
 """
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -60,3 +62,16 @@ class Process:
 
 
 process = Process()
+
+
+@contextlib.contextmanager
+def having(owner: Any, **attributes: Any) -> Iterator[None]:
+    """While entered, an object has these attributes; afterwards it has its earlier ones again."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

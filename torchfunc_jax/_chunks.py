@@ -13,7 +13,7 @@ from jax import lax
 
 from bridge import devices
 from bridge.boundary import autograd
-from bridge.boundary.results import is_array, put_together, split_arrays, take_apart
+from bridge.boundary.results import is_array, put_together, replaced, split_arrays, take_apart
 from bridge.convert import tensors, trees
 from bridge.errors import NotInLoopError
 from bridge.jit.compiled import memory_of
@@ -84,9 +84,7 @@ def _needed(run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[
         avals.append(a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], lanes, *a.shape[d + 1 :]), a.dtype))
 
     def values(*arrays: Any) -> list[Any]:
-        given = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
+        given = replaced(leaves, places, arrays)
         # a level of its own takes back writes to tensors of outer levels, and has a key of its own
         inside = contextlib.nullcontext() if state.level is None else push("plain", key=lambda: jax.random.key(0))
         with inside:

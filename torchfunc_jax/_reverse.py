@@ -14,7 +14,7 @@ import torch
 from bridge import private, private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
-from bridge.boundary.results import Result, conj, is_array, split_arrays
+from bridge.boundary.results import Result, conj, is_array, replaced, split_arrays
 from bridge.convert import dtypes, trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
@@ -121,10 +121,7 @@ class Differentiated:
 
     def merge(self, values: list[Any], diff: Sequence[jax.Array]) -> list[Any]:
         """All values, with the differentiated ones replaced."""
-        merged = list(values)
-        for k, v in zip(self.active, diff, strict=True):
-            merged[k] = v
-        return merged
+        return replaced(values, self.active, diff)
 
     def body(self, values: list[Any], kind: str, finish: Any, found: list[Result], count: Callable[[Any], int]) -> Callable[..., Any]:
         """The function of the differentiated values alone: (outputs to differentiate, everything else)."""

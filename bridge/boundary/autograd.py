@@ -14,7 +14,7 @@ import torch
 
 from bridge import private, private_jax
 from bridge.boundary import shared_memory
-from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick
+from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick, replaced
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.lowering.common import varying
@@ -46,8 +46,7 @@ class _Recorded:
     def __call__(self, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
         """Run the computation inside an open trace; returns (values with derivatives, values without)."""
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        for i, v in zip(self.active, actives, strict=False):
-            values[i] = v
+        values = replaced(values, self.active, actives[: len(self.active)])
         root = tracing.state.level.root
         self.drawn.draws_in(root)
         tracing.forget_captured(root)

@@ -122,6 +122,12 @@ def pick(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     return [v for v, w in zip(values, wanted, strict=True) if w]
 
 
+def replaced(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values, with others at these places."""
+    at = dict(zip(places, others, strict=True))
+    return [at.get(i, v) for i, v in enumerate(values)]
+
+
 def inexact_dtype(dtype: torch.dtype) -> bool:
     """Whether tensors of that dtype have derivatives: it is floating-point or complex."""
     return dtype.is_floating_point or dtype.is_complex

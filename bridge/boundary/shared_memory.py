@@ -4,17 +4,19 @@ Both treat each input as memory of its own, so a write to one is not seen in ano
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from bridge import private
 from bridge.boundary.results import Output, Result, SharedOutput
 from bridge.convert import dtypes
 from bridge.operators.views import can_repeat
-from bridge.trace.storage import Node
+from bridge.trace.storage import Node, span
 
 _Span = tuple[int, int, bool]  # (first byte, the byte after the last, whether it is written to)
 
@@ -77,15 +79,6 @@ def outputs(result: Result, leaves: Sequence[Any], met: Iterable[tuple[torch.Ten
     return found
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """The addresses of all bytes of a tensor; those of a traced view are offsets in the memory of its base."""
-    node = getattr(t, "node", None)
-    at = torch.tensor(t.data_ptr() if node is None else t.storage_offset() * t.element_size())
-    for n, stride in zip(t.shape, t.stride(), strict=True):
-        at = at.unsqueeze(-1) + torch.arange(n) * (stride * t.element_size())
-    return (at.unsqueeze(-1) + torch.arange(t.element_size())).flatten()
-
-
 def refuse(result: Result, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Node]], inside: bool = False) -> None:
     """Raise RuntimeError if a computation has written to one of two inputs that share memory, because the other did not see it.
 
@@ -112,12 +105,14 @@ def refuse(result: Result, arguments: Sequence[Any], met: Sequence[tuple[torch.T
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    node, other = getattr(a, "node", None), getattr(b, "node", None)
-    if node is None and other is None:
-        (first, last, _), (start, end, _) = _spans([a, b], frozenset())
-        if first >= end or start >= last:
-            return False
-    elif node is None or other is None or node.root is not other.root:
-        return False
-    with torch.no_grad(), private.without_modes():
-        return bool(torch.isin(_bytes(a), _bytes(b)).any())
+    """Whether two tensors share a byte; views of one traced tensor are compared in its memory."""
+    roots = [None if (node := getattr(t, "node", None)) is None else node.root for t in (a, b)]
+    return roots[0] is roots[1] and np.shares_memory(_memory(a), _memory(b))
+
+
+def _memory(t: torch.Tensor) -> np.ndarray:
+    """An array that lies as a tensor does, and is not to be read; that of a traced tensor is counted from where its memory begins."""
+    size, strides = t.element_size(), t.stride()
+    at = t.data_ptr() if getattr(t, "node", None) is None else 1 + t.storage_offset() * size
+    whole: Any = (ctypes.c_char * (size * span(t.shape, strides))).from_address(int(at))
+    return np.ndarray(t.shape, f"V{size}", whole, 0, [size * s for s in strides])

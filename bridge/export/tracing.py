@@ -1,9 +1,10 @@
 """An export: the function is traced at several sizes, one program is made of the traces, and it is checked at further sizes."""
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from bridge import compiling
 from bridge.boundary.calls import Call
-from bridge.boundary.results import put_together
+from bridge.boundary.results import put_together, replaced
 from bridge.convert import dtypes, tensors, trees
 from bridge.export.dimensions import LEAST, Dimensions, Sizes, spread
 from bridge.export.exported import FORMATS, Exported, plain, stored
@@ -24,6 +25,7 @@ from bridge.jit.compiled import close
 from bridge.jit.program import Program, stage
 from bridge.jit.taylor import alone
 from bridge.modules import SWAPPING
+from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside
@@ -63,7 +65,7 @@ class _Export:
     Attributes:
         tree: the tree of the arguments; each leaf is the number of an array, or None for what is no array and static.
         traces: those that the program is made of.
-        captured, names: the captured tensors and their names.
+        captured, names, values: the captured tensors, their names, and by these their arrays as they are exported.
     """
 
     def __init__(self, fn: Callable[..., Any], call: Call, batch: Any, constraints: Sequence[str], weights: str) -> None:
@@ -79,7 +81,7 @@ class _Export:
         # the function's own errors are raised at the sizes that the user gave
         self.proofs = [] if example is None else [(example, self._traced(example))]
         self.name = functools.partial(_names, fn)
-        self.weights = weights
+        self.wanted = weights
 
     def _trace(self, least: int) -> None:
         fixed = {n for x in [*self.arrays, *(_captured(self.proofs[0][1]) if self.proofs else ())] for n in x.shape}
@@ -88,7 +90,10 @@ class _Export:
         self.first = self.traces[0][1]
         self.captured = _captured(self.first)
         self.names = self.name(self.captured)
-        self.format = self.weights if self.captured else "inside"
+        self.format = self.wanted if self.captured else "inside"
+        # copies: an array that shares a parameter's memory would change with it
+        arrays = [np.array(tensors.to_jax(t.detach())) for t in self.captured]
+        self.values = {name: stored(a, self.format) for name, a in zip(self.names, arrays, strict=True)}
         self.random = any(p.is_random for _, p in self.traces)
 
     def _traced(self, sizes: Sizes) -> Program:
@@ -97,7 +102,8 @@ class _Export:
         for i, x, shape in zip(self.call.where, self.arrays, self.dims.at(sizes), strict=True):
             leaves[i] = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         try:
-            with random_numbers("jax"), SWAPPING, _same_for_all_sizes(bool(self.dims.names)):
+            # operations on tables, such as positions or a mask, stay operations, because their results depend on sizes
+            with random_numbers("jax"), SWAPPING, having(state, folded=_FOLDED, any_size=bool(self.dims.names)):
                 program = stage(self.fn, Call(leaves, self.call.spec, self.call.where))
         except SeededInside as error:
             raise RuntimeError(f"export: {error}") from None
@@ -114,7 +120,7 @@ class _Export:
         return program
 
     # -- the program with symbolic sizes ----------------------------------------------------------------------------------------------
-    def _run(self, traces: Sequence[Trace], weights: Mapping[str, Any], args: Any, seed: Any) -> Any:
+    def run(self, traces: Sequence[Trace], weights: Mapping[str, Any], /, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
         """What the exported program returns, on JAX values of symbolic shapes."""
         first, programs = self.first, [p for _, p in traces]
         for p in programs:
@@ -123,9 +129,8 @@ class _Export:
             if (p.out_spec, p.is_tensor, p.count, p.written) != (first.out_spec, first.is_tensor, first.count, first.written):
                 raise Differs("the function returns another tree, or writes to other tensors, at other sizes")
         replay = Replay([sizes for sizes, _ in traces], self.dims.symbols)
-        operands: list[Any] = [None] * len(first.jaxpr.jaxpr.invars)
-        for k, value in zip(jax.tree_util.tree_leaves(self.tree), jax.tree_util.tree_leaves(args), strict=True):
-            operands[k] = value
+        places, values = map(jax.tree_util.tree_leaves, (self.tree, (args, kwargs)))
+        operands = replaced([None] * len(first.jaxpr.jaxpr.invars), places, values)
         for position, (name, t) in enumerate(zip(self.names, self.captured, strict=True), len(self.arrays)):
             value, dtype = weights[name], dtypes.to_jax(t.dtype)
             operands[position] = value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
@@ -147,26 +152,18 @@ class _Export:
     def _written(self) -> list[str]:
         return [[*self.paths, *self.names][i] for i in self.first.written]
 
-    def _weights(self) -> dict[str, Any]:
-        # copies: an array that shares a parameter's memory would change with it
-        arrays = [np.array(tensors.to_jax(t.detach())) for t in self.captured]
-        return {name: stored(a, self.format) for name, a in zip(self.names, arrays, strict=True)}
-
     def _given(self, array: Callable[[int], Any], seed: Any) -> tuple[Any, Any]:
         """(args, kwargs) of the program after the weights; array: gives the array with a number."""
         args, kwargs = jax.tree_util.tree_map(array, self.tree)
         return args, {**kwargs, "seed": seed} if self.random else kwargs
 
     def _lowered(self, platforms: Sequence[str] | None) -> jax.export.Exported:
-        def run(weights: Any, /, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
-            return self._run(self.traces, weights, (args, kwargs), seed)
-
-        weights = self._weights()
+        run = functools.partial(self.run, self.traces)
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
         if self.format == "inside":
-            run = functools.partial(run, weights)
+            run = functools.partial(run, self.values)
         else:
-            args = (jax.tree_util.tree_map(jax.typeof, weights), *args)
+            args = (jax.tree_util.tree_map(jax.typeof, self.values), *args)
         try:
             return jax.export.export(jax.jit(run), platforms=platforms)(*args, **kwargs)
         except Differs:
@@ -192,11 +189,10 @@ class _Export:
                 if self.dims.allowed({**sizes, name: sizes[name] - 1}):  # the function refuses smaller ones
                     self.dims.require(f"{name} >= {sizes[name]}")
                 small.append((name, sizes, trace))
-            weights = self._weights()
             program, wrong = self._lowered(platforms), set[str]()
             mine = program if jax.default_backend() in program.platforms else self._lowered([jax.default_backend()])
-            for name, sizes, trace in [("", *self.traces[0]), *self._doubtful([*[("", *t) for t in proofs], *small], weights, wrong)]:
-                if not self._agrees(mine, weights, sizes, trace):
+            for name, sizes, trace in [("", *self.traces[0]), *self._doubtful([*[("", *t) for t in proofs], *small], wrong)]:
+                if not self._agrees(mine, sizes, trace):
                     if not name:
                         raise Differs(f"the program made of the sizes {[s for s, _ in self.traces]} gives other results at {sizes}")
                     wrong.add(name)
@@ -205,23 +201,21 @@ class _Export:
                     self.dims.require(f"{name} >= {sizes[name] + 1}")
             if wrong:
                 program = self._lowered(platforms)
-        beside = None if self.format == "inside" else weights
+        beside = None if self.format == "inside" else self.values
         return Exported(program, beside, self.format, tuple(self._written()), self.random, tuple(self.dims.constraints))
 
-    def _doubtful(
-        self, proofs: Sequence[tuple[str, Sizes, Program]], weights: Mapping[str, Any], wrong: set[str]
-    ) -> list[tuple[str, Sizes, Program]]:
+    def _doubtful(self, proofs: Sequence[tuple[str, Sizes, Program]], wrong: set[str]) -> list[tuple[str, Sizes, Program]]:
         """The further traces that are not the same program with other sizes, so that only results can be compared.
 
         Each comes with the name of the symbol of which it has the least size, or "". Names for which a number is wrong go into ``wrong``.
         """
         with contextlib.suppress(NoFormula):
-            if self._same([(s, p) for _, s, p in proofs], weights):
+            if self._same([(s, p) for _, s, p in proofs]):
                 return []
         found = []
         for name, sizes, program in proofs:
             try:
-                if not self._same([(sizes, program)], weights):
+                if not self._same([(sizes, program)]):
                     found.append((name, sizes, program))
             except NoFormula:
                 if not name:
@@ -244,33 +238,28 @@ class _Export:
                 return False
             return True
 
-        low, high = 0, found[0][name]  # what fails, what works
-        for n in (1, 2):
-            if low == n - 1 and n < high:
-                low, high = (low, n) if works(n) else (n, high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if works(middle) else (middle, high)
+        high = found[0][name]
+        if not any(map(works, range(1, min(high, 3)))):  # it mostly is 1 or 2
+            bisect.bisect_left(range(3, high), True, key=works)  # the last size that works is the least
         return found
 
-    def _same(self, more: Sequence[Trace], weights: Mapping[str, Any]) -> bool:
+    def _same(self, more: Sequence[Trace]) -> bool:
         """Whether further traces are the same program with other sizes; raises NoFormula if their numbers are others."""
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
-        seed = kwargs.pop("seed", None)
         try:
-            jax.eval_shape(lambda args, kwargs, seed: self._run([*self.traces, *more], weights, (args, kwargs), seed), args, kwargs, seed)
+            jax.eval_shape(functools.partial(self.run, [*self.traces, *more], self.values), *args, **kwargs)
         except NoFormula:
             raise
         except Differs:
             return False
         return True
 
-    def _agrees(self, exported: jax.export.Exported, weights: Mapping[str, Any], sizes: Sizes, program: Program) -> bool:
+    def _agrees(self, exported: jax.export.Exported, sizes: Sizes, program: Program) -> bool:
         """Whether the exported program gives what a program for these sizes gives, for the arguments repeated to these sizes."""
         given = [np.asarray(tensors.to_jax(x.detach())) for x in self.arrays]
         arrays = [_resized(x, shape) for x, shape in zip(given, self.dims.at(sizes), strict=True)]
         args, kwargs = self._given(arrays.__getitem__, np.uint32(0))
-        beside = () if self.format == "inside" else (weights,)
+        beside = () if self.format == "inside" else (self.values,)
         try:
             found = exported.call(*beside, *args, **kwargs)
         except ValueError:  # JAX: the sizes contradict what the program has assumed
@@ -287,19 +276,6 @@ def _coarsest(jaxpr: Any) -> float:
     """The largest eps of the floating dtypes that a program computes in."""
     dtypes_in = {v.aval.dtype for e in jaxpr.eqns for v in e.outvars if jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.inexact)}
     return max((float(jnp.finfo(d).eps) for d in dtypes_in), default=0.0)
-
-
-@contextlib.contextmanager
-def _same_for_all_sizes(symbolic: bool) -> Iterator[None]:
-    """While entered, a trace holds operations on tables, such as positions or a mask, and not their results, which depend on sizes.
-
-    symbolic: whether there are symbolic sizes, so that lowerings must use the same operations for all.
-    """
-    before, (state.folded, state.any_size) = (state.folded, state.any_size), (_FOLDED, symbolic)
-    try:
-        yield
-    finally:
-        state.folded, state.any_size = before
 
 
 def _blamed(closed: ClosedJaxpr, platforms: Sequence[str] | None, error: Exception) -> Differs:

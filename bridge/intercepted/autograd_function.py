@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.utils.checkpoint
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import private, private_jax
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
-from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, take_apart
+from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
@@ -30,7 +31,7 @@ from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.common import varying
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
-from bridge.process import process
+from bridge.process import having, process
 from bridge.record import entries
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
@@ -147,70 +148,46 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
     mapping = next((level for level in around() if level.kind == "vmap" and private_jax.same_trace(level.probe, lanes.trace)), None)
     info = private.vmap_info(lanes.size, "error" if mapping is None else mapping.randomness or "error")
     joined = [lanes.joined(v) for v in values]
-    state.level = inside if mapping is None else mapping.parent
-    try:
-        with lanes.outside(), push("plain") as level:
-            given = [wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x for x, (v, _) in zip(leaves, joined, strict=True)]
-            args = trees.unflatten(spec, given)
-            result = cls.vmap(info, tuple(trees.unflatten(spec, [d for _, d in joined])), *args)
+    outer = inside if mapping is None else mapping.parent
+    with having(state, level=outer), lanes.outside(), push("plain") as level:
+        given = [wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x for x, (v, _) in zip(leaves, joined, strict=True)]
+        args = trees.unflatten(spec, given)
+        result = cls.vmap(info, tuple(trees.unflatten(spec, [d for _, d in joined])), *args)
 
-            def lane(t: torch.Tensor, dim: int | None) -> torch.Tensor:
-                dim = dim if dim is None or dim >= 0 else dim + t.dim()
-                return wrap(lanes.apart(value_of(t), dim), t.device, inside)
+        def lane(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+            dim = dim if dim is None or dim >= 0 else dim + t.dim()
+            return wrap(lanes.apart(value_of(t), dim), t.device, inside)
 
-            out = private.results_of_rule(result, args, trees.unflatten(spec, leaves), lane)
-            written = [
-                (x, lanes.apart(value_of(t), d), t.node.detached)
-                for x, t, (_, d) in zip(leaves, given, joined, strict=True) if type(t) is Traced and t.node.version
-            ]
-    finally:
-        state.level = inside
+        out = private.results_of_rule(result, args, trees.unflatten(spec, leaves), lane)
+        written = [
+            (x, lanes.apart(value_of(t), d), t.node.detached)
+            for x, t, (_, d) in zip(leaves, given, joined, strict=True) if type(t) is Traced and t.node.version
+        ]
     for x, value, detached in written:
         assign(x, value, detached)
     return out
 
 
-@dataclasses.dataclass(eq=False)
-class Context:
-    """The ctx argument of a Function's static methods."""
+class Context(FunctionCtx):
+    """The ctx argument of a Function's static methods; its methods, and the attributes that they fill, are PyTorch's."""
 
-    needs_input_grad: tuple[bool, ...]
-    _saved: tuple[Any, ...] = ()
-    _saved_forward: tuple[Any, ...] = ()
-    _dirty: tuple[Any, ...] = ()
-    _constant: tuple[Any, ...] = ()
-    _materialize: bool = True
-    _pushing: bool = False  # in jvp: saved_tensors are those of save_for_forward
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self._saved = tensors
-
-    def save_for_forward(self, *tensors: torch.Tensor | None) -> None:
-        self._saved_forward = tensors
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.to_save = self.saved_for_forward = self.dirty_tensors = self.non_differentiable = ()
+        self.materialize_grads = True
+        self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        first, second = (self._saved_forward, self._saved) if self._pushing else (self._saved, self._saved_forward)
+        first, second = (self.saved_for_forward, self.to_save) if self._pushing else (self.to_save, self.saved_for_forward)
         return first or second
 
     saved_variables = saved_tensors
 
-    def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        self._dirty = tensors
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        self._constant = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        self._materialize = value
-
-    def mark_shared_storage(self, *pairs: Any) -> None:
-        """Has no effect; it is deprecated in torch and has none there either."""
-
 
 def refuse_saved_inputs(ctx: Context, args: Sequence[Any], out: Any) -> None:
     """Raise PyTorch's error if a new-style Function saves an input that it also returns, and does not mark it as dirty."""
-    saved = [s for s in (*ctx._saved, *ctx._saved_forward) if s is not None and not any(s is d for d in ctx._dirty)]
+    saved = [s for s in (*ctx.to_save, *ctx.saved_for_forward) if s is not None and not any(s is d for d in ctx.dirty_tensors)]
     if any(s is a and s is o for s in saved for a in args for o in trees.flatten(out)[0]):
         raise RuntimeError(
             "An input that has been returned as-is as output is being saved for backward. This is not supported if you override "
@@ -257,8 +234,9 @@ class _Call:
                 out = self.cls.forward(ctx, *args)
             outs, self.rest = take_apart(out)
             tensors = [args[i] for i in self.where]
-            self.constant = [any(o is c for c in ctx._constant) or not inexact_dtype(o.dtype) for o in outs]
-            self.dirty = {k: j for k, o in enumerate(outs) for j, a in enumerate(tensors) if any(o is d for d in ctx._dirty) and a is o}
+            self.constant = [any(o is c for c in ctx.non_differentiable) or not inexact_dtype(o.dtype) for o in outs]
+            dirty = set(map(id, ctx.dirty_tensors))
+            self.dirty = {k: j for k, o in enumerate(outs) for j, a in enumerate(tensors) if id(o) in dirty and a is o}
             residuals, kept = _Kept.of(ctx, [*outs, *tensors], level)
             return [value_of(o) for o in outs], residuals, kept
 
@@ -290,10 +268,8 @@ class _Call:
         with push("plain") as level, self._given(captured):
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
-            every: list[Any] = [None] * len(self.args)
-            for i, t in zip(self.where, tangents, strict=True):
-                every[i] = None if t is None else wrap(t, self.device, level)
-            out = self.cls.jvp(ctx, *every)
+            given = [None if t is None else wrap(t, self.device, level) for t in tangents]
+            out = self.cls.jvp(ctx, *replaced([None] * len(self.args), self.where, given))
             return [None if t is None else value_of(t) for t in (out if isinstance(out, tuple | list) else [out])]
 
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
@@ -465,7 +441,7 @@ class _Kept:
         places = {id(t): k for k, t in reversed([*enumerate(known)])}
         made_here = [type(t) is Traced and t.node.root.level is level and id(t) not in places for t in tensors]
         residuals = [operands.constant(value_of(t)) if made else value_of(t) for t, made in zip(tensors, made_here, strict=True)]
-        return residuals, cls([places.get(id(t)) for t in tensors], rest, ctx._materialize)
+        return residuals, cls([places.get(id(t)) for t in tensors], rest, ctx.materialize_grads)
 
     def linked(self, residuals: Sequence[jax.Array], known: Sequence[Any]) -> list[Any]:
         """The residuals, with the given values for those that are outputs or inputs; torch's autograd differentiates these alone."""

@@ -19,9 +19,10 @@ from bridge.boundary.autograd import in_place_of
 from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed, followed
+from bridge.process import having
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, innermost, push, state
-from bridge.trace.tracing import HANDED_IN, resumed, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, traced_python, value_of, wrap
 
 
 def _refuse_forward_mode() -> None:
@@ -228,15 +229,19 @@ def _late() -> Iterator[Level]:
     if state.level is not None:
         yield state.level
         return
-    with resumed() as level:
+    if state.late is None:
+        state.late = Level("plain", None)
+        state.late.staged = True
+    level = state.late
+    with having(state, level=level), jax.enable_x64(True), HANDED_IN["intercepted"](), traced_python():
         yield level
-        if level.captured:
-            t = next(iter(level.captured.values()))[0]
-            level.captured.clear()
-            raise RuntimeError(
-                f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
-                "become a constant of the program; use Tensor.register_hook there, or call the function without jit"
-            )
+    if level.captured:
+        t = next(iter(level.captured.values()))[0]
+        level.captured.clear()
+        raise RuntimeError(
+            f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
+            "become a constant of the program; use Tensor.register_hook there, or call the function without jit"
+        )
 
 
 HANDED_IN["graph_node"] = graph_node

@@ -10,7 +10,7 @@ import torch
 from bridge import compiling
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, is_local
+from bridge.boundary.results import Result, is_local, replaced
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.jit.program import differentiated, pull_back, unpacked
@@ -71,10 +71,7 @@ def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) 
     inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in ctx.inputs]
 
     def backward(values: list[jax.Array]) -> Result:
-        every = list(inputs)
-        for i, v in zip(ctx.active, values, strict=False):
-            every[i] = v
-        _, _, pull = run(every, ctx.random)
+        _, _, pull = run(replaced(inputs, ctx.active, values[: len(diff)]), ctx.random)
         return Result(pull_back(pull, values[len(diff) :]))
 
     outs, _ = apply(backward, [*diff, *cts])

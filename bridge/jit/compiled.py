@@ -80,7 +80,7 @@ class Compiled:
         self.why = ""
         self.seconds, self.calls, self.used = 0.0, 0, 0
         self.jitted: list[Any] = []
-        self.changed: list[Callable[[], None]] = []  # these are called after each compilation
+        self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = Packing.of(program.jaxpr.jaxpr) if torch_out else None
@@ -101,16 +101,8 @@ class Compiled:
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if not self.donated:
             return self._kept(run)
-        chosen, count = set(self.donated), len(self.where) + len(self.program.places)
-
-        def split(kept: list[Any], given: list[Any], random: Any) -> Any:
-            source = iter(given), iter(kept)
-            return run([next(source[0] if i in chosen else source[1]) for i in range(count)], random)
-
-        jitted = self._kept(split, donate_argnums=1)
-        return lambda inputs, random: jitted(
-            [x for i, x in enumerate(inputs) if i not in chosen], [x for i, x in enumerate(inputs) if i in chosen], random
-        )
+        jitted = self._kept(lambda random, *inputs: run(inputs, random), donate_argnums=[i + 1 for i in self.donated])
+        return lambda inputs, random: jitted(random, *inputs)
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same

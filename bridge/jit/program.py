@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,14 @@ from torch.utils import _pytree as pytree
 from bridge import compiling, private
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
-from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, take_apart
+from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError
 from bridge.jit import products
 from bridge.jit.attributes import noted
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
+from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.trace import python_numbers, random_keys, tracing
@@ -169,17 +170,7 @@ class Program:
         return (_ANY_SEEDS, numbers) if self.is_random else None
 
 
-@contextlib.contextmanager
-def _jitting() -> Iterator[None]:
-    """While entered, ``torch.compiler.is_compiling()`` is true in this thread's traces."""
-    before, state.jitting = state.jitting, True
-    try:
-        yield
-    finally:
-        state.jitting = before
-
-
-@_jitting()
+@having(state, jitting=True)  # so that torch.compiler.is_compiling() is true in this thread's traces
 def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Program:
     """Trace fn once on the shapes of a call's arguments; donated: those whose memory no output may share.
 
@@ -235,12 +226,12 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 
 def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
-    watch: random_keys.Watch | random_keys.Unwatched | None = None, donated: Sequence[int] = (),
-    constant: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (),
+    donated: Sequence[int] = (), constant: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (), watched: bool = True,
 ) -> tuple[Program, list[torch.Tensor]]:
     """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use.
 
     constant: those of the candidates whose values the program may contain; it then fits as long as they have these values.
+    watched: whether Python of the user's runs, which may change torch's generators.
     """
     constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
     candidates = [(t, place) for t, place in candidates if id(t) not in constants]
@@ -248,7 +239,8 @@ def trace(
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
     generators: dict[int, torch.Generator] = {}
-    watch = watch or random_keys.Watch(found.generators)
+    watch = random_keys.Watch(found.generators) if watched else None
+    meets = (lambda generator: None) if watch is None else watch.draw
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
@@ -268,13 +260,13 @@ def trace(
                     slot = 1 + list(generators).index(which)
                     if slot >= _SEEDS:
                         raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
-                watch.draw(generator)
+                meets(generator)
                 return jax.random.key(seeds[slot])  # not kept: it may belong to an inner trace of JAX's, as that of jet
 
             root.seeds = key_of
             if by_torch() and not any(isinstance(x, jax.Array) for x in call.arrays):
-                info["drawn"] = root.drawn = AtEachCall(seeds, watch.draw)
-            with watch.watching(), push("plain") as level, _ValuesFromOutside():
+                info["drawn"] = root.drawn = AtEachCall(seeds, meets)
+            with contextlib.nullcontext() if watch is None else watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = dict(root.captured)
             shared: list[tuple[int, Any, tuple[View, ...]]] = []
@@ -297,13 +289,10 @@ def trace(
             )
             return values + [v for _, v, _ in written]
 
-    before, state.folded = state.folded, max(state.folded, _ASKED) if constant else state.folded
-    try:
-        with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
-            avals = [aval(x) for x in call.arrays]
-            closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
-    finally:
-        state.folded = before
+    folded = max(state.folded, _ASKED) if constant else state.folded
+    with having(state, folded=folded), jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
+        avals = [aval(x) for x in call.arrays]
+        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
     if any(id(t) in constants for t in [*info["written"], *[of for _, of, _ in info["shared"]]]):
         raise DataDependentError("a captured tensor whose values the function asks for is written to, or returned")
     spec, static, is_tensor = info["meta"]
@@ -457,10 +446,7 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
         def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
-            every = list(inputs)
-            for i, v in zip(active, diff, strict=True):
-                every[i] = v
-            values = program.run(every, random)
+            values = program.run(replaced(inputs, active, diff), random)
             return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
 
         outs, pull, rest = varying.vjp(pure, [inputs[i] for i in active], has_aux=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from bridge.boundary.results import inexact
+from bridge.boundary.results import inexact, replaced
 from bridge.private_jax import jet_rules
 
 Series = list[Any] | None  # the coefficients after the first one; None: the value is constant along the curve
@@ -116,10 +116,7 @@ def _derived(
 
     def derivative(*curves: Any) -> list[Any]:
         def f(*xs: Any) -> list[Any]:
-            every = list(primals)
-            for i, x in zip(active, xs, strict=True):
-                every[i] = x
-            found = one(*every)
+            found = one(*replaced(primals, active, xs))
             return [found[k] for k in wanted]
 
         return jax.jvp(f, curves[:count], curves[count:])[1]

@@ -7,13 +7,8 @@ import torch
 
 from bridge import private
 from bridge.errors import NoLoweringError, at_line
-from bridge.lowering.registry import LOWERINGS
 from bridge.operators.dtype_refusals import Plan
 from bridge.trace.tracing import traced_python
-
-
-def can_fall_back(func: torch._ops.OpOverload) -> bool:
-    return func in private.decompositions() or private.is_composite(func) or func in LOWERINGS
 
 
 def fallback(func: torch._ops.OpOverload) -> Plan:

@@ -17,7 +17,7 @@ from bridge.convert import dtypes
 from bridge.errors import at_line
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
-from bridge.operators.decomposition import can_fall_back, fallback
+from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces
@@ -100,7 +100,7 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
     writes = row.writes if row is not None else {}
     if row is not None and (writes or functional is None):
         inner = pure(func, row)
-    elif functional is not None and can_fall_back(functional):
+    elif functional in LOWERINGS or functional in private.decompositions() or (functional is not None and private.is_composite(functional)):
         inner = plan_of(functional)
         row = LOWERINGS.get(functional, Operator(inner))
         if row.draws and not is_out:  # in place, PyTorch draws by other rules

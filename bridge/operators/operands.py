@@ -49,31 +49,18 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 
-def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN) -> Any:
-    """The results as traced tensors."""
+def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any = None, lying: Iterator[Any] | None = None) -> Any:
+    """The results as traced tensors; lanes: see ``Node``; lying: the results' strides inside vmap, see ``laid_out``."""
     if isinstance(out, tuple | list):
-        made = [wrap_all(x, device, layout) for x in out]
+        made = [wrap_all(x, device, layout, lanes, lying) for x in out]
         return type(out)(made) if type(out) in (tuple, list) else tuple(made)
     if not isinstance(out, jax.Array | np.ndarray):
         return out
-    if layout is PLAIN:
-        return wrap(out, device)
     strides, known = layout
+    strides, between = (strides, ()) if lying is None else next(lying)
     t = wrap(out, device, strides=strides)
-    t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, known=known)
-    return t
-
-
-def _wrap_lanes(out: Any, device: torch.device, lanes: Any, lying: Iterator[Any] | None, layout: Layout) -> Any:
-    """The results of an operator inside vmap as traced tensors; lanes: see ``Node``; lying: the results' strides, see ``laid_out``."""
-    if isinstance(out, tuple | list):
-        return type(out)([_wrap_lanes(x, device, lanes, lying, layout) for x in out])
-    if not isinstance(out, jax.Array | np.ndarray):
-        return out
-    strides, between = (None, ()) if lying is None else next(lying)
-    t: Traced = wrap_all(out, device, layout) if strides is None else wrap(out, device, strides=strides)
-    if strides is not None:
-        t.node.geometry = Geometry(out.shape, strides, True, between=between)
+    if layout is not PLAIN or lying is not None:
+        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, between=between, known=known)
     t.node.lanes = lanes
     return t
 
@@ -109,10 +96,8 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)
-        if innermost("vmap") is None:
-            return wrap_all(out, device, _layout(func, args, kwargs))
-        lanes, lying = torch_numbers.laid_out(func, args, kwargs)
-        return _wrap_lanes(out, device, lanes, lying, PLAIN if lying else _layout(func, args, kwargs))
+        lanes, lying = (None, None) if innermost("vmap") is None else torch_numbers.laid_out(func, args, kwargs)
+        return wrap_all(out, device, PLAIN if lying else _layout(func, args, kwargs), lanes, lying)
 
     return run_pure
 
@@ -129,7 +114,7 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
     if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
         return PLAIN
-    if not chosen and not _keeps_order(func):
+    if not (chosen or torch.Tag.pointwise in func.tags or name in _COPIES):  # others do not keep the memory order of the operands
         return None, False
     try:
         like = on_meta(func, args, kwargs)
@@ -141,11 +126,6 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     lies = like.shape, like.stride()
     known = chosen or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
     return strides_of(like), known
-
-
-def _keeps_order(func: torch._ops.OpOverload) -> bool:
-    """Whether a result has the memory order of the operands."""
-    return torch.Tag.pointwise in func.tags or func._schema.name in _COPIES
 
 
 def _unknown(t: torch.Tensor) -> bool:

@@ -125,32 +125,6 @@ class _Edge(NamedTuple):
 _Way = _Edge | list[Any] | None
 
 
-class _Reached:
-    """Whether a way's attributes are among these names; None: all names.  An object may have several ways, and they may go in circles."""
-
-    def __init__(self, names: set[str] | None) -> None:
-        self.names, self.known = names, dict[int, bool]()
-
-    def __call__(self, way: _Way) -> bool:
-        seen: set[int] = set()
-        found = self._search(way, seen)
-        if not found:
-            self.known.update(dict.fromkeys(seen, False))
-        return found
-
-    def _search(self, way: _Way, seen: set[int]) -> bool:
-        if way is None:
-            return True
-        if isinstance(way, _Edge):
-            return (not way.attribute or self.names is None or way.place.key in self.names) and self._search(way.parent, seen)
-        if id(way) in self.known or id(way) in seen:
-            return self.known.get(id(way), False)
-        seen.add(id(way))
-        if found := any(self._search(w, seen) for w in way):
-            self.known[id(way)] = True
-        return found
-
-
 class Found:
     """The tensors (by id, with their places) and modules that a function reaches, and the path to them."""
 
@@ -253,15 +227,29 @@ class Found:
         """Whether the function, or a method that it calls, uses that name."""
         return self._named is None or name in self._named
 
+    @functools.cached_property
+    def _reaches(self) -> Callable[[_Way], bool]:
+        """Whether the attributes on a way are among the names that the function uses; to be asked when the search is over."""
+        named, reached = self._named, set[int]()
+
+        def reaches(way: _Way) -> bool:
+            if isinstance(way, _Edge):
+                return (not way.attribute or named is None or way.place.key in named) and reaches(way.parent)
+            return way is None or id(way) in reached
+
+        before = -1
+        while len(reached) > before:  # an object may have several ways, and they may go in circles
+            before = len(reached)
+            reached.update(id(ways) for _, ways in self._visited.values() if any(map(reaches, ways)))
+        return reaches
+
     def edges(self) -> list[tuple[Place, Any]]:
         """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects."""
-        reached = _Reached(self._named)
-        return [(e.place, e.child) for e in self._edges if reached(e)]
+        return [(e.place, e.child) for e in self._edges if self._reaches(e)]
 
     def reached(self, found: Sequence[tuple[Any, Any, _Way]]) -> list[tuple[Any, Any]]:
         """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it names."""
-        reached = _Reached(self._named)
-        return [(x, y) for x, y, way in found if reached(way)]
+        return [(x, y) for x, y, way in found if self._reaches(way)]
 
     def objects(self) -> list[tuple[Callable[[], Any], type, dict[str, Any]]]:
         """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes."""

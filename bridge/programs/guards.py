@@ -97,8 +97,8 @@ def without_cast_weights() -> Iterator[None]:
 _MODULE = ("training", "_modules", "_parameters", "_buffers", *closure_scan.HOOKS)
 
 
-def _hooks(d: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([tuple(d[name]) for name in closure_scan.HOOKS])  # their keys are numbers that PyTorch uses only once
+def _hooks(d: dict[str, Any]) -> tuple[int, ...]:
+    return tuple([key for name in closure_scan.HOOKS for key in d[name]])  # numbers that PyTorch uses only once
 
 
 class Guards:
@@ -111,24 +111,16 @@ class Guards:
     """
 
     __slots__ = (
-        "absent", "asked", "codes", "data", "grouped", "names", "needed", "objects", "others", "places", "plain", "single", "sizes",
+        "absent", "asked", "codes", "data", "grouped", "modules", "needed", "objects", "places", "single", "sizes",
     )  # fmt: skip
 
     def __init__(self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, closure_scan.Place]] = ()) -> None:
         self.asked = [(place, _content(t)) for t, place in asked]
-        self.names: dict[int, str] = {}
-        self.plain: list[tuple[dict[str, Any], bool]] = []  # modules without submodules and hooks
-        self.others: list[tuple[dict[str, Any], bool, dict[str, Any], list[Any], tuple[Any, ...], Any]] = []
+        self.modules: list[tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]] = []
         for m in found.modules.values():
             d = m.__dict__
-            if not all(name in d for name in _MODULE):  # ScriptModules
-                continue
-            self.names[id(d)] = type(m).__name__
-            if d["_modules"] or any(d[name] for name in closure_scan.HOOKS) or "forward" in d:
-                children = dict(d["_modules"])
-                self.others.append((d, m.training, children, [*children], _hooks(d), d.get("forward")))
-            else:
-                self.plain.append((d, m.training))
+            if all(name in d for name in _MODULE):  # not ScriptModules
+                self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
         self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if owner().__dict__ is d]
         self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
@@ -137,25 +129,20 @@ class Guards:
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         self.sizes = [(c, keys) for c, keys in found.reached(found.sizes) if _has_keys(c, keys)]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
-        self.needed = bool(self.plain or self.others or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
+        self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
     def hold(self) -> bool:
         """Whether everything is as it was; always True if not ``needed``."""
-        for d, training in self.plain:
-            if (
-                d["training"] is not training or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"]
-                or d["_backward_pre_hooks"] or d["_modules"] or "forward" in d
-            ):
-                return False
         for owner, cls, d in self.objects:
             x = owner()
             if type(x) is not cls or x.__dict__ is not d:
                 return False
-        for d, training, children, order, hooks, forward in self.others:
-            now = d["_modules"]
+        for d, _, training, children, hooks, forward in self.modules:
             if (
-                d["training"] is not training or now != children or [*now] != order or _hooks(d) != hooks
-                or d.get("forward") is not forward
+                d["training"] is not training or d.get("forward") is not forward
+                or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
+                or ((hooks or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"])
+                    and _hooks(d) != hooks)
             ):
                 return False
         try:
@@ -188,21 +175,19 @@ class Guards:
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
-        plain: list[Any] = [(d, training, {}, [], ((),) * len(closure_scan.HOOKS), None) for d, training in self.plain]
-        for d, training, children, order, hooks, forward in [*plain, *self.others]:
-            name = self.names[id(d)]
+        for d, name, training, children, hooks, forward in self.modules:
             if d.get("forward") is not forward:
                 yield f"the module {name} has been given another forward"
             if d["training"] is not training:
                 yield f"the module {name} was in {_mode(training)} mode and now is in {_mode(d['training'])} mode"
-            now = d["_modules"]
-            for key in {**children, **now}:
-                if now.get(key) is not children.get(key):
-                    yield f"the submodule {key!r} of the module {name} was {_replaced(children.get(key), now.get(key))}"
-            if now == children and [*now] != order:
-                yield f"the submodules of the module {name} were in the order {order} and now are in the order {[*now]}"
+            before, now = dict(children), d["_modules"]
+            for key in {**before, **now}:
+                if now.get(key) is not before.get(key):
+                    yield f"the submodule {key!r} of the module {name} was {_replaced(before.get(key), now.get(key))}"
+            if now == before and [*now] != [*before]:
+                yield f"the submodules of the module {name} were in the order {[*before]} and now are in the order {[*now]}"
             if _hooks(d) != hooks:
-                yield f"the hooks of the module {name} were numbers {sum(hooks, ())} and now are numbers {sum(_hooks(d), ())}"
+                yield f"the hooks of the module {name} were numbers {hooks} and now are numbers {_hooks(d)}"
         for owner, cls, d in self.objects:
             x = owner()
             if type(x) is not cls:

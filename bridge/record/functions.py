@@ -84,18 +84,18 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
         if new_style:
             intercepted.refuse_saved_inputs(ctx, filled, out)
         kept = {name: x for name, x in vars(ctx).items() if name not in attributes}
-        kept_leaves, kept_spec = trees.flatten((list(ctx._saved), list(ctx._saved_forward), kept))
+        kept_leaves, kept_spec = trees.flatten((list(ctx.to_save), list(ctx.saved_for_forward), kept))
         results = tensors + _tensors(kept_leaves)
         begun = len(recorder.inputs) - inputs == sum(recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id)
         refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
         mine = arguments[0].ref
-        if ctx._dirty or not begun or any(r < mine for r in refs[len(operands) :]):
+        if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
             raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
-        constant = tuple([any(t is c for c in ctx._constant) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
+        constant = tuple([any(t is c for c in ctx.non_differentiable) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
         needs = recording and any(t.requires_grad for t in operands)
         avals = [a.like(a.shape, needs and not c) for a, c in zip(map(aval_of, tensors), constant, strict=True)]
         outs = _meta(leaves, spec)
-        made = recorder.end(_Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx._materialize), results, avals)
+        made = recorder.end(_Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads), results, avals)
     except BaseException:
         recorder.leave()
         raise

@@ -22,7 +22,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import at_this_line
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
-from bridge.process import process
+from bridge.process import having, process
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
@@ -30,7 +30,7 @@ from bridge.record.entries import Begin
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.record.tiers import Tiered
-from bridge.trace import pieces, python_numbers, random_keys
+from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
@@ -65,18 +65,11 @@ class _Program:
         jaxpr = c.program.jaxpr.jaxpr  # of which a stored program knows only how many inputs and outputs it has
         counts = SimpleNamespace(invars=range(len(jaxpr.invars)), outvars=range(len(jaxpr.outvars)))
         program = _Stored(**fields | {"jaxpr": SimpleNamespace(jaxpr=counts), "guards": None, "out_spec": None})
-        slots = {kind: [(n.rule, n.value, n.origin, n.limits) for n in found] for kind, found in self.numbers.slots.items()}
         disk.save(self.path, {
-            "program": program, "slots": slots, "size": self.numbers.size, "static": self.static, "made": made,
+            "program": program, "numbers": self.numbers, "static": self.static, "made": made,
             "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
             "packing": c.packing, "bounds": c.bounds,
         })
-
-
-def _saving(program: _Program) -> Callable[[], None]:
-    """A function that stores the program if it still exists, and does not keep it alive."""
-    found = weakref.ref(program)
-    return lambda: None if (there := found()) is None else there.save()
 
 
 class _Stored(Program):
@@ -99,35 +92,24 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
         alike = recorder.alike()
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
-        numbers = Inputs([0] * found["size"], found["size"])
-        for kind, slots in found["slots"].items():
-            numbers.slots[kind] = [python_numbers.Number(numbers, kind, *slot) for slot in slots]
         compiled = object.__new__(Compiled)
-        compiled.program = compiled.checked = program
+        absent: Any = SimpleNamespace(whole=_not_there)  # stands for the program of which other derivatives would be compiled
+        compiled.program, compiled.checked = program, absent
         compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
         compiled.where = list(range(len(recorder.inputs) + 2))
         compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written, len(recorder.inputs)), [], []
         compiled.packing, compiled.bounds = found["packing"], found["bounds"]
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
-        compiled.active, compiled.recorded = {}, _StoredDerivatives()
+        compiled.active, compiled.recorded = {}, {}
         compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
         for k, (kinds, copied) in found["pairs"].items():
             if (k, 0) in made and (k, 1) in made:
                 compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
-        return _Program(compiled, numbers, found["static"])
+        return _Program(compiled, found["numbers"], found["static"], path=path)
     except Exception:  # another version has stored it
         return None
-
-
-class _StoredDerivatives(dict):
-    """The derivatives of a stored program; asking for another one raises _NotStored."""
-
-    def __contains__(self, key: object) -> bool:
-        if not super().__contains__(key):
-            raise _NotStored
-        return True
 
 
 def _not_there(*_: Any) -> NoReturn:
@@ -145,9 +127,6 @@ class _Kept:
         self.records: OrderedDict[Hashable, tuple[int, list[_Program]]] = OrderedDict()  # with a hash of the record's operators
         self.went = 0
         self.lock = threading.RLock()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self.records
 
     def of(self, key: Hashable) -> list[_Program]:
         """The programs of a record, which differ in the numbers that are static in them."""
@@ -187,7 +166,8 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
     ambient = (guards.ambient(), by_torch() if recorder.watch is not None else None)
     key = (tuple(recorder.trace), tuple(refs), ambient, torch.is_grad_enabled(), process.lowerings_changed)
     numbers = recorder.numbers
-    if final and key not in process.programs:
+    family = process.programs.of(key)
+    if final and not family:
         wide = lanes.wide(recorder, refs)
         if wide is not None and process.widths.pays(wide, key):
             start = time.perf_counter()
@@ -198,7 +178,6 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             else:
                 process.widths.ran(wide, key, time.perf_counter() - start)
                 return wide.narrow(refs, outs)
-    family = process.programs.of(key)
     for found in reversed(family):
         if all(identical(numbers[k]) == value for k, value in found.static) and all(g.hold() for g in found.guards):
             try:
@@ -209,7 +188,6 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
     if path is not None and not any(p.path == path for p in family):
         stored = _loaded(path, recorder, refs)
         if stored is not None:
-            stored.path = path
             try:
                 outs = _called(stored, recorder, final)
                 process.programs.add(key, stored)
@@ -223,7 +201,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
         program = _made_for(recorder, refs)
         process.programs.add(key, program)
         program.path = path
-        program.compiled.changed.append(_saving(program))
+        program.compiled.changed.append(weakref.WeakMethod(program.save))
     return _called(program, recorder, final)
 
 
@@ -287,11 +265,8 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
-    before, state.recorder, state.replaying = state.recorder, None, True
-    try:
-        program, missing = trace(record, call, [], closure_scan.Found(), random_keys.Unwatched())
-    finally:
-        state.recorder, state.replaying = before, False
+    with having(state, recorder=None, replaying=True):
+        program, missing = trace(record, call, [], closure_scan.Found(), watched=False)
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]

@@ -324,7 +324,7 @@ class Recorder(TorchFunctionMode):
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
         refs = [self.ref(t) for t in results]
-        self._closed()
+        self.level.open, self.level = False, self.level.parent
         return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
@@ -334,12 +334,6 @@ class Recorder(TorchFunctionMode):
     def _noted(self, what: Any, refs: Sequence[int], avals: Sequence[Aval]) -> list[Recorded]:
         self.trace.append((what, tuple(refs)))
         return [self.made(a) for a in avals]
-
-    def _closed(self) -> Level:
-        """Leave the innermost level; returns it."""
-        level = self.level
-        level.open, self.level = False, level.parent
-        return level
 
     def repeat(self, other: Recorder) -> list[int]:
         """Write down the entries of another record again; returns the numbers here of its values, in the order of their numbers there."""
@@ -366,7 +360,8 @@ class Recorder(TorchFunctionMode):
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""
-        entries, values, numbers, inputs = self._closed().before
+        entries, values, numbers, inputs = self.level.before
+        self.level.open, self.level = False, self.level.parent
         if any(type(what) is Op and (what.changed or what.draws) for what, _ in self.trace[entries:]):
             self.broken = "a write, or random numbers, in a transform whose function raises"
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]

@@ -32,22 +32,12 @@ class Block:
     begin: Begin | None
     operands: tuple[int, ...]
     arguments: int  # the first argument of its function
+    used: int  # how many Python numbers the entries before it take, and
+    used_after: int = 0  # those and its own
     entries: list[Any] = dataclasses.field(default_factory=list)
     end: End | None = None
     results: tuple[int, ...] = ()  # those of its function
     first: int = 0  # its own first result
-
-    @property
-    def numbers(self) -> int:
-        """How many Python numbers its entries take."""
-        found = 0
-        for entry in self.entries:
-            if type(entry) is loops.Loop:
-                found += entry.numbers * entry.times
-            else:
-                what = entry if type(entry) is Block else entry[0]
-                found += 0 if type(what) is Pull else what.numbers
-        return found
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
@@ -58,23 +48,24 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int])
     results: the numbers of the values that are wanted.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
-    whole = Block(None, (), 0)
-    stack, blocks, count, inputs = [whole], [whole], 0, []
+    whole = Block(None, (), 0, 0)
+    stack, blocks, count, used, inputs = [whole], [whole], 0, 0, []
     written = 0  # the next number after the last write
     for what, refs in trace:
         kind = type(what)
         if kind is Input:
             inputs.append(count)
         elif kind is Begin:
-            stack.append(Block(what, refs, count))
+            stack.append(Block(what, refs, count, used))
             blocks.append(stack[-1])
         elif kind is End:
             block = stack.pop()
-            block.end, block.results, block.first = what, refs, count
+            block.end, block.results, block.first, block.used_after = what, refs, count, used
             stack[-1].entries.append(block)
         else:
             stack[-1].entries.append((what, refs, count))
         count += what.made
+        used += what.numbers if kind is Op else 0
         if kind is Op and what.changed:
             written = count
     for outer, block in itertools.pairwise(stack):
@@ -163,10 +154,9 @@ class Run:
             self.open = True
             self.store(operands[: block.begin.made], block.arguments)
             return self.run(block.entries)
-        start = self.used
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            before, self.used = self.used, start
+            before, self.used = self.used, block.used
             self.store(arguments, block.arguments)
             self.run(block.entries)
             self.used = before
@@ -174,7 +164,7 @@ class Run:
 
         with torch.set_grad_enabled(block.begin.grad):
             outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
-        self.used = start + block.numbers  # however often body has run: a Function's own vmap may run another forward, and never this one
+        self.used = block.used_after  # however often body has run: a Function's own vmap may run another forward, and never this one
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)

@@ -38,10 +38,10 @@ class Tiered:
     __slots__ = ("_again", "_changed", "_function", "_lock", "_ran", "_took", "_traced", "executable")
 
     def __init__(
-        self, function: Callable[..., Any], changed: Sequence[Callable[[], None]] = (), run: jax.stages.Compiled | None = None,
+        self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
         traced: Callable[[jax.stages.Traced], None] = lambda traced: None,
     ) -> None:
-        """changed: these are called after each compilation; run: an executable of another process; traced: called before XLA compiles."""
+        """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles."""
         self._function, self._changed, self._traced = function, changed, traced
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
         self.executable = run  # the current one; None: it is not compiled yet
@@ -91,11 +91,9 @@ class Tiered:
         process.compiler.idle.append(self._tell)  # this is its thread
 
     def _tell(self) -> None:
-        for call in self._changed:
-            call()
-
-    def clear_cache(self) -> None:
-        self.executable = self._again = None
+        for found in self._changed:
+            if (call := found()) is not None:
+                call()
 
 
 def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:

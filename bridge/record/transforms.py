@@ -17,7 +17,7 @@ from bridge.boundary.results import split_arrays
 from bridge.convert import trees
 from bridge.convert.sparse import opened
 from bridge.intercepted import autograd_function as intercepted
-from bridge.process import process
+from bridge.process import having, process
 from bridge.record.escaped import fill_in
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
@@ -105,14 +105,9 @@ def unwatched() -> Iterator[Any]:
         private.enter_function_mode(mode)
 
 
-@contextlib.contextmanager
-def off() -> Iterator[None]:
+def off() -> contextlib.AbstractContextManager[None]:
     """While entered, nothing is recorded on this thread."""
-    before, state.unrecorded = state.unrecorded, True
-    try:
-        yield
-    finally:
-        state.unrecorded = before
+    return having(state, unrecorded=True)
 
 
 def entered(

@@ -14,6 +14,7 @@ import jax
 import torch
 
 from bridge import private
+from bridge.process import having
 from bridge.trace import pieces
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.torch_numbers import ERROR
@@ -91,17 +92,6 @@ class Watch:
                 g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-class Unwatched:
-    """Takes the place of a ``Watch`` if none of the user's Python runs: it draws nothing and looks at nothing."""
-
-    def draw(self, generator: torch.Generator | None) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[Unwatched]:
-        yield self
-
-
 def _state_of(generator: torch.Generator) -> bytes:
     with private.below_python():
         return generator.get_state().numpy().tobytes()
@@ -135,14 +125,10 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
 
     level = state.level
     assert level is not None
-    before = level.root.seeds, level.keyed
-    level.key, level.keyed = asked, True
-    if level.root.seeds is None:  # a whole program that is being staged has its own seeds for each call
-        level.root.seeds = asked
-    try:
+    level.key = asked
+    # a whole program that is being staged has its own seeds for each call
+    with having(level, keyed=True), having(level.root, seeds=level.root.seeds or asked):
         yield
-    finally:
-        level.root.seeds, level.keyed = before
 
 
 def source(level: Level) -> Level:

@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
-from bridge.process import process
+from bridge.process import having, process
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Node, contiguous, span
@@ -59,11 +59,8 @@ def random_numbers(source: str | None) -> Iterator[None]:
         torch.Size([3])
     """
     checked(source)
-    before, state.random_numbers = state.random_numbers, source or state.random_numbers
-    try:
+    with having(state, random_numbers=source or state.random_numbers):
         yield
-    finally:
-        state.random_numbers = before
 
 
 def checked(source: str | None) -> None:
@@ -103,7 +100,7 @@ def _in_vmaps(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int], device: str
 ) -> Callable[[Sequence[int]], Any]:
     """Calls an operator inside torch's vmaps of these sizes, whose levels it takes, with a tensor in the place of each Blank."""
-    made = {id(x): x.made(sizes, device) for x in _blanks_in([*args, *kwargs.values()])}
+    made = {id(x): x.made(sizes, device) for x in _all_of(Blank, [*args, *kwargs.values()])}
 
     def lane(x: Any, levels: Sequence[int]) -> Any:
         if type(x) is Blank:
@@ -113,8 +110,9 @@ def _in_vmaps(
     return lambda levels: func(*[lane(x, levels) for x in args], **{name: lane(x, levels) for name, x in kwargs.items()})
 
 
-def _blanks_in(x: Any) -> list[Blank]:
-    return [b for v in x for b in _blanks_in(v)] if isinstance(x, list | tuple) else [x] if type(x) is Blank else []
+def _all_of(kind: type, x: Any) -> list[Any]:
+    """The objects of a class among arguments, which may be lists."""
+    return [found for v in x for found in _all_of(kind, v)] if type(x) in (list, tuple) else [x] if isinstance(x, kind) else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,10 +258,6 @@ class AtOnce:
         self.at += 1
         return self.at
 
-    def next(self, draw: Draw | ByValue, make: Callable[[], Any]) -> Any:
-        """What the next draw gives; ``drawn`` keeps the numbers."""
-        return make()
-
     def mark(self) -> torch.Tensor:
         """A point of the program, for ``rewind``."""
         return torch.get_rng_state()
@@ -333,8 +327,6 @@ class AtEachCall:
         """
         self.given.clear()
         found = [eqn for eqn in jaxpr.eqns if eqn.primitive in (_draw_p, _by_value_p)]
-        if not found:
-            return jaxpr, [], []
         by_value = [(eqn.params["of"], eqn.invars) for eqn in found if eqn.primitive is _by_value_p]
         return jaxpr.replace(
             eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive not in (_draw_p, _by_value_p)],
@@ -417,7 +409,7 @@ def by_value(
         params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
         return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
 
-    return drawn.next(draw, bound)
+    return drawn.next(draw, bound) if type(drawn) is AtEachCall else bound()
 
 
 def _vmaps() -> list[Level]:
@@ -486,14 +478,10 @@ def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], l
 def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
     if type(t) is not Traced:
         return Blank(tuple(t.shape), t.stride(), t.dtype, ())
-    root = t.node.root
-    mapped = _lanes(root, vmaps)
-    mapped = tuple(range(len(vmaps))) if mapped is None else mapped
-    blank = Blank(tuple(t.shape), t.stride(), t.dtype, mapped)
-    geometry = root.geometry
-    if geometry is None or len(geometry.between) != len(mapped):
-        return blank
-    return dataclasses.replace(blank, between=geometry.between)
+    found, geometry = _mapped(t.node.root), t.node.root.geometry
+    mapped = tuple([k for k, each in enumerate(vmaps) if found is None or each.probe in found])  # all of them, if that is not known
+    between = None if geometry is None or len(geometry.between) != len(mapped) else geometry.between
+    return Blank(tuple(t.shape), t.stride(), t.dtype, mapped, between=between)
 
 
 def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Iterator[Any] | None]:
@@ -504,7 +492,7 @@ def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """
     if state.level.root.drawn is None:
         return None, None
-    roots = [x.node.root for x in _tensors(args) if type(x) is Traced]
+    roots = [t.node.root for t in _all_of(Traced, args)]
     lanes = [_mapped(root) for root in roots]
     found = None if None in lanes else frozenset().union(*lanes)
     if all(root.geometry is None or root.geometry.lanes_outermost() for root in roots):
@@ -522,18 +510,6 @@ def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     except Exception:  # the operator has no kernel for the device meta
         return found, None
     return found, iter([(strides, tuple([stride for _, stride in between])) for strides, between in made])
-
-
-def _tensors(x: Any) -> list[torch.Tensor]:
-    if type(x) in (list, tuple):
-        return [t for v in x for t in _tensors(v)]
-    return [x] if isinstance(x, torch.Tensor) else []
-
-
-def _lanes(node: Node, vmaps: Sequence[Level]) -> tuple[int, ...] | None:
-    """Which vmaps map a tensor in PyTorch; None if that is not known."""
-    found = _mapped(node)
-    return None if found is None else tuple([k for k, each in enumerate(vmaps) if each.probe in found])
 
 
 def _mapped(node: Node) -> Any:

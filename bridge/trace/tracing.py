@@ -364,20 +364,6 @@ def forget_captured(root: Level) -> None:
                 owner.detach_()
 
 
-@contextlib.contextmanager
-def resumed() -> Iterator[Level]:
-    """The thread's level for Python that runs while a compiled program is differentiated, after its trace has closed."""
-    if state.late is None:
-        state.late = Level("plain", None)
-        state.late.staged = True
-    before, state.level = state.level, state.late
-    try:
-        with jax.enable_x64(True), HANDED_IN["intercepted"](), _Mode():
-            yield state.late
-    finally:
-        state.level = before
-
-
 #: While entered in an operator's handler, operators called from Python are traced again, for decompositions.
 traced_python = _Mode
 

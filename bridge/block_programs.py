@@ -205,7 +205,7 @@ class _Draws:
     """Takes the place of what makes torch's draws: those of the first trace are made, and later traces get the same numbers."""
 
     def __init__(self, drawn: Any) -> None:
-        self.drawn, self.trace, self.made, self.at = drawn, drawn.trace, list[tuple[Draw, jax.Array, Any]](), 0
+        self.drawn, self.made, self.at = drawn, list[tuple[Draw, jax.Array, Any]](), 0
         self.first = True
 
     def __call__(self, draw: Draw) -> tuple[jax.Array, Any]:

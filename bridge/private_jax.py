@@ -102,30 +102,16 @@ def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
     return operand._trace.process_primitive(primitive, [operand], params)
 
 
-def mapping(value: Any, outermost: Any) -> set[Any] | None:
-    """The traces of the vmaps that map a value; None: unknown, in a trace of JAX's own inside the outermost one, the whole program's."""
-    found = list(_nested(value))
-    if found and innermost_removed(found[-1], False) is found[-1] and found[-1]._trace is not outermost:
-        return None
-    return {tracer._trace for tracer in found if batched_value(tracer) is not None}
+def mapping(value: Any) -> set[Any]:
+    """The traces of the vmaps that map a value."""
+    return {tracer._trace for tracer in _nested(value) if batched_value(tracer) is not None}
 
 
 def innermost_removed(value: Any, recurse: bool) -> Any:
     """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
-    while hasattr(value, "val") or hasattr(value, "primal"):
-        if isinstance(getattr(value, "batch_dim", None), int):
-            value = jnp.moveaxis(value.val, value.batch_dim, 0)
-        else:
-            value = value.val if hasattr(value, "val") else value.primal
-        if not recurse:
-            break
-    return value
-
-
-def without_transforms(value: Any) -> Any:
-    """The value inside the tracers of all vmaps, grads and jvps: an array, or the program's tracer.  Of a mapped one, that of all lanes."""
-    while hasattr(value, "batch_dim") or hasattr(value, "primal"):
-        value = value.val if hasattr(value, "batch_dim") else value.primal
+    for _, dim, inside in peeled(value):
+        value = inside if dim is None else jnp.moveaxis(inside, dim, 0)
+        return innermost_removed(value, True) if recurse else value
     return value
 
 

@@ -96,6 +96,19 @@ def test_debug_unwrap(wrap: Any) -> None:
     assert torchfunc_jax.debug_unwrap(x) is x
 
 
+def test_debug_unwrap_in_a_jitted_function() -> None:
+    """The values are not known: what is shown has their shape, without the dimensions of inner transforms."""
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(torchfunc_jax.debug_unwrap(x).shape))
+        return x * 2
+
+    for wrap, expected in ((lambda f: f, (2, 3)), (torchfunc_jax.vmap, (2, 3)), (lambda f: torchfunc_jax.vmap(f, 1, 1), (3, 2))):
+        shapes: list[tuple[int, ...]] = []
+        assert torch.equal(torchfunc_jax.jit(wrap(look))(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+        assert shapes[-1] == expected
+
+
 def test_debug_unwrap_of_one_level() -> None:
     for api in (torchfunc_jax, torch.func):
         assert unwrapped(api, lambda api, f: api.vmap(api.vmap(f)), torch.ones(2, 3, 4), recurse=False).shape == (3, 4)

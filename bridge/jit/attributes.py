@@ -56,7 +56,9 @@ def _outside(t: Traced) -> Traced | None:
     if t.node.level is state.level:
         return t
     root, views = views_between(t.node)
-    value, program = private_jax.without_transforms(root.value), private_jax.current_trace()
-    if private_jax.trace_of(value) not in (None, program) or private_jax.mapping(root.value, program) != set():
+    if private_jax.mapping(root.value):
+        return None
+    value = private_jax.innermost_removed(root.value, True)
+    if private_jax.trace_of(value) not in (None, private_jax.current_trace()):
         return None
     return wrap(functools.reduce(lambda base, view: view.lowering(base, *view.args, **view.kwargs), views, value), t.device)

@@ -232,8 +232,6 @@ class AtOnce:
         at: how many draws the function has asked for; if it is set back, the same numbers come again.
     """
 
-    trace = None  # there is no trace of the whole program
-
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}
         self.keys: dict[int | None, Any] = {}  # as in a Level
@@ -422,7 +420,7 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
     assert state.level is not None
 
     def blank(x: jax.Array) -> Blank:
-        found = private_jax.mapping(x, state.level.root.drawn.trace) or ()
+        found = private_jax.mapping(x)
         mapped = [k for k, each in enumerate(vmaps) if each.randomness == "different" or each.probe in found]
         return Blank(x.shape, contiguous(x.shape), dtypes.to_torch(x.dtype), tuple(mapped), fill)
 
@@ -515,7 +513,7 @@ def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 def _mapped(node: Node) -> Any:
     """The traces of the vmaps that map a root; None if that is not known, because JAX forgets operands on which no value depends."""
     if node.lanes is None and not node.version and _is_factory(node.maker):
-        node.lanes = private_jax.mapping(node.value, state.level.root.drawn.trace)
+        node.lanes = private_jax.mapping(node.value)
     return node.lanes
 
 

@@ -53,6 +53,8 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "transpose": lambda a, x: a.transpose(0, 1) @ x[[0, 1, 2, 3, 0]],
     "linear": lambda a, x: nn.functional.linear(x.t(), a),
     "scaled": lambda a, x: (a * 2.0) @ x + (3 * a) @ x,
+    "divided, negated": lambda a, x: (-a.clone() / 4.0) @ x * a.sum(),
+    "property T": lambda a, x: a.T @ x[[0, 1, 2, 3, 0]] + a.transpose(-1, -2) @ x[[3, 2, 1, 0, 0]],
     "to_dense": lambda a, x: _dense(a) * x[:, 0] + a @ x[:, :1],
     "twice": lambda a, x: a @ (x * (a @ x).sum()),
     "shapes": lambda a, x: a @ x * a.shape[0] / a.size(1) + a.dim(),

@@ -78,7 +78,7 @@ def _parts(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return t._indices(), t._values()
     by_row = t.layout is torch.sparse_csr
     starts, other = (t.crow_indices(), t.col_indices()) if by_row else (t.ccol_indices(), t.row_indices())
-    mine = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
+    mine = torch.repeat_interleave(torch.arange(len(starts) - 1, device=t.device), starts.diff())
     return torch.stack([mine, other] if by_row else [other, mine]).long(), t.values()
 
 

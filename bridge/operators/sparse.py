@@ -102,19 +102,32 @@ def _made(_: int, __: int, size: Any, indices: Any, values: Any, is_coalesced: b
     return _stands_for(indices, values, size, is_coalesced)
 
 
-def _transposed(t: torch.Tensor, *_: Any) -> torch.Tensor:
+def _transposed(t: torch.Tensor, *dims: Any) -> torch.Tensor:
+    """t(), transpose(dim0, dim1) or permute(dims); dims: those of the call."""
     indices, values = _parts(t)
-    if t.dim() != 2 or values.dim() != 1:
+    of_permute = bool(dims) and not isinstance(dims[0], int)
+    turns = [d % 2 for d in dims[0]] == [1, 0] if of_permute else not dims or dims[0] % 2 != dims[1] % 2
+    if t.dim() != 2 or values.dim() != 1 or not turns:
         raise SparseOperand(t, f" to transpose; convert it with .to_dense(){at_line()}")
     return _stands_for(indices.flip(0), values, (t.shape[1], t.shape[0]), False)
 
 
 def _scaled(t: torch.Tensor, other: Any) -> torch.Tensor:
     t, other = (t, other) if is_sparse(t) else (other, t)
-    indices, values = _parts(t)
     if is_sparse(other) or (isinstance(other, torch.Tensor) and other.dim()):
         raise SparseOperand(t, f" times a tensor; convert it with .to_dense(){at_line()}")
-    return _stands_for(indices, values * other, t.shape, t.is_coalesced() if t.layout is torch.sparse_coo else None)
+    return _with_values(t, _parts(t)[1] * other)
+
+
+def _divided(t: torch.Tensor, other: Any) -> torch.Tensor:
+    if isinstance(other, torch.Tensor) and other.dim():
+        raise SparseOperand(t, f" divided by a tensor; convert it with .to_dense(){at_line()}")
+    return _with_values(t, _parts(t)[1] / other)
+
+
+def _with_values(t: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor with the same entries and other values."""
+    return _stands_for(_parts(t)[0], values, t.shape, t.is_coalesced() if t.layout is torch.sparse_coo else None)
 
 
 def _part(k: int, t: torch.Tensor) -> torch.Tensor:
@@ -135,8 +148,10 @@ _OPERATORS: dict[Any, Callable[..., torch.Tensor]] = {
 }
 #: Those that run in PyTorch instead if they are called outside of jit, and no operand was made in the trace.
 _OF_ONE: dict[Any, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys([_aten.t.default, _aten.transpose.int], _transposed), **dict.fromkeys([_aten.mul.Tensor, _aten.mul.Scalar], _scaled),
-    **dict.fromkeys([_aten._coalesce.default, _aten.detach.default], lambda t: t),  # entries that occur twice are added up in products
+    **dict.fromkeys([_aten.t.default, _aten.transpose.int, _aten.permute.default], _transposed),
+    **dict.fromkeys([_aten.mul.Tensor, _aten.mul.Scalar], _scaled), _aten.div.Tensor: _divided,
+    _aten.neg.default: lambda t: _with_values(t, -_parts(t)[1]), _aten.sum.default: lambda t: _parts(t)[1].sum(),
+    **dict.fromkeys([_aten._coalesce.default, _aten.detach.default, _aten.clone.default], lambda t: t),  # entries that occur twice are added up in products
     _aten.indices.default: lambda t: _part(0, t), _aten.values.default: lambda t: _part(1, t),
 }
 #: What these give depends on shapes, which a program checks.

@@ -151,7 +151,8 @@ _OF_ONE: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys([_aten.t.default, _aten.transpose.int, _aten.permute.default], _transposed),
     **dict.fromkeys([_aten.mul.Tensor, _aten.mul.Scalar], _scaled), _aten.div.Tensor: _divided,
     _aten.neg.default: lambda t: _with_values(t, -_parts(t)[1]), _aten.sum.default: lambda t: _parts(t)[1].sum(),
-    **dict.fromkeys([_aten._coalesce.default, _aten.detach.default, _aten.clone.default], lambda t: t),  # entries that occur twice are added up in products
+    # an entry that occurs twice is added up in products
+    **dict.fromkeys([_aten._coalesce.default, _aten.detach.default, _aten.clone.default], lambda t: t),
     _aten.indices.default: lambda t: _part(0, t), _aten.values.default: lambda t: _part(1, t),
 }
 #: What these give depends on shapes, which a program checks.

@@ -843,6 +843,39 @@ def test_a_stored_program_is_made_again_for_what_was_not_stored(monkeypatch: pyt
             same(gradients(torchfunc_jax), gradients(torch.func), rtol=1e-4, atol=1e-5)
 
 
+PULLED: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "grad": lambda T, pull, u: T.grad(lambda u: (pull(u) * u).sum())(u),
+    "jvp": lambda T, pull, u: T.jvp(lambda u: pull(u) * u, (u,), (u * 2,))[1],
+    "vmap": lambda T, pull, u: T.vmap(lambda s: pull(u) * s)(u).sum(0),
+    "jacrev": lambda T, pull, u: T.jacrev(lambda u: pull(u) * u)(u).sum(0),
+    "vjp": lambda T, pull, u: T.vjp(lambda u: pull(u) * u, u)[1](u)[0],
+    "grad of grad": lambda T, pull, u: T.grad(lambda u: T.grad(lambda v: (pull(v) * v * u).sum())(u).sum())(u),
+}
+
+
+@pytest.mark.parametrize("kind", ["vjp", "linearize"])
+@pytest.mark.parametrize("use", PULLED)
+def test_values_of_a_transform_around_a_call_of_a_pullback_made_before_it(use: str, kind: str) -> None:
+    """Python asks for them inside a vmap that does not map them: they are computed from the part of the record that they need.
+
+    torch.func's own linearize is wrong inside a gradient.  Here it is the same as vjp, because the function is taken element by element.
+    """
+
+    def program(T: Any, kind: str) -> torch.Tensor:
+        def g(r: torch.Tensor) -> torch.Tensor:
+            made = getattr(T, kind)(lambda u: u.sin() * u, torch.tensor([1.5, 3.0]))[1]
+            found = PULLED[use](T, lambda u: made(u)[0] if kind == "vjp" else made(u), torch.tensor([0.5, 0.25]))
+            if found.sum() > 0:
+                r = r * found
+            if (PULLED[use](T, lambda u: made(u)[0] if kind == "vjp" else made(u), found) * found).sum() > 0.1:
+                r = r + found
+            return r
+
+        return T.vmap(g)(torch.ones(3, 2))
+
+    same(program(torchfunc_jax, kind), program(torch.func, "vjp"))
+
+
 def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     scale, made = torch.tensor(1.5), []  # an input without dimensions
     making = programs._made_for

@@ -169,7 +169,9 @@ def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
             needed.update({same[n] for n in mine} - inputs.keys())
         elif mine:
             kept.update(range(begin, at + 1))
-            needed.update({n for k in range(begin, at + 1) for n in trace[k][1]} - inputs.keys())
+            block = trace[begin : at + 1]
+            needed.update({n for _, of in block for n in of} - inputs.keys())
+            needed.update(each.node for each, _ in block if type(each) is Pull)  # vjp or linearize may have been called outside of it
         at = at - 1 if inside or begin == at else begin - 1
     if any(type(trace[at][0]) is Op and trace[at][0].draws for at in kept):
         return None  # the numbers would be drawn twice

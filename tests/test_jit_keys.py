@@ -428,6 +428,15 @@ def test_copies_of_a_module_that_holds_jitted_functions(how: Any, called: bool) 
         assert other.fast.__wrapped__ is other.part
 
 
+def test_a_jitted_module_of_a_class_of_the_users_is_pickled() -> None:
+    """Its class has annotations that cannot be pickled; functools.update_wrapper copies them."""
+    fn, x = jit(Holder()), torch.randn(3)
+    fn(x)
+    for other in (pickle.loads(pickle.dumps(fn)), copy.deepcopy(fn)):
+        assert type(other.__wrapped__) is Holder and other.__wrapped__ is not fn.__wrapped__ and other.__module__ == fn.__module__
+        same(other(x), fn(x), rtol=1e-6, atol=1e-6)
+
+
 def test_a_jitted_function_by_itself() -> None:
     assert pickle.loads(pickle.dumps(doubled)) is doubled and copy.deepcopy(doubled) is doubled
     fn = jit(F.relu, static_argnums=1, max_programs=7)

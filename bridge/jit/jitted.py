@@ -99,12 +99,14 @@ class Jitted:
             found = getattr(found, part, None)
         if found is self:  # a decorated function of a module is pickled by its name, as Python pickles functions
             return name
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_families", "_clock", "_lock", "_warned")}
+        without = {"_families", "_clock", "_lock", "_warned", "__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
+        state = {k: v for k, v in self.__dict__.items() if k not in without}
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # typeshed leaves it out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+        functools.update_wrapper(self, self._func, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or torch_looks((args, kwargs)):

@@ -111,7 +111,9 @@ def aval_of(t: torch.Tensor) -> Aval:
         return t.aval
     try:
         strides = t.stride()
-    except RuntimeError:
+    except RuntimeError:  # a nested tensor has no strides either
+        if t.layout is torch.strided:
+            raise
         raise SparseOperand(t) from None
     return aval(tuple(t.shape), strides, 0, t.dtype, t.device, t.requires_grad, ())
 

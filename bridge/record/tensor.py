@@ -110,12 +110,10 @@ def aval_of(t: torch.Tensor) -> Aval:
     if type(t) is Recorded:
         return t.aval
     try:
-        strides = t.stride()
-    except RuntimeError:  # a nested tensor has no strides either
-        if t.layout is torch.strided:
-            raise
-        raise SparseOperand(t) from None
-    return aval(tuple(t.shape), strides, 0, t.dtype, t.device, t.requires_grad, ())
+        shape, strides = tuple(t.shape), t.stride()
+    except RuntimeError:
+        raise (Unrecordable("a nested tensor") if t.is_nested else SparseOperand(t)) from None
+    return aval(shape, strides, 0, t.dtype, t.device, t.requires_grad, ())
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:

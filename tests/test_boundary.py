@@ -135,8 +135,9 @@ def test_any_view_of_any_shape(shape: list[int], random: Any) -> None:
         (lambda: torch.ones(3, device="meta"), "meta"),
         (lambda: torch.ones(3, dtype=torch.complex32), "complex32"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "to_padded_tensor"),
     ],
-    ids=["sparse", "csr", "quantized", "meta", "complex32", "nested"],
+    ids=["sparse", "csr", "quantized", "meta", "complex32", "nested", "jagged"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_cross_says_what_to_do(make: Callable[[], torch.Tensor], says: str) -> None:

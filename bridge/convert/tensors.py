@@ -117,14 +117,14 @@ def crosses(t: torch.Tensor) -> bool:
 
 def plain(t: torch.Tensor) -> torch.Tensor:
     """t as a dense contiguous tensor without grad, conj or neg bit; raises TypeError if t is not dense."""
+    if t.is_nested:
+        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
     if t.layout is not torch.strided:
         raise SparseOperand(t)
     if t.is_quantized:
         raise TypeError(f"tensor: expected a plain tensor, got a quantized one ({t.dtype}); convert it with .dequantize()")
     if t.is_meta:
         raise TypeError("tensor: expected a tensor with data, got one on device 'meta'; materialize it with .to_empty(device='cpu')")
-    if t.is_nested:
-        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
     strange = private.without_memory(t)
     if strange:
         raise TypeError(f"tensor: expected a tensor with data, got {strange}")

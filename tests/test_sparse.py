@@ -53,6 +53,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "transpose": lambda a, x: a.transpose(0, 1) @ x[[0, 1, 2, 3, 0]],
     "linear": lambda a, x: nn.functional.linear(x.t(), a),
     "scaled": lambda a, x: (a * 2.0) @ x + (3 * a) @ x,
+    "by names": lambda a, x: nn.functional.linear(input=x.t(), weight=a, bias=None) + torch.addmm(input=_ADDED, mat1=a, mat2=x).t(),
     "divided, negated": lambda a, x: (-a.clone() / 4.0) @ x * a.sum(),
     "property T": lambda a, x: a.T @ x[[0, 1, 2, 3, 0]] + a.transpose(-1, -2) @ x[[3, 2, 1, 0, 0]],
     "to_dense": lambda a, x: _dense(a) * x[:, 0] + a @ x[:, :1],
@@ -209,6 +210,20 @@ def test_products_of_batches() -> None:
         if T is torchfunc_jax:
             ours = found
     _agree(ours, found)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
+def test_a_matrix_that_is_no_longer_coalesced(jitted: bool) -> None:
+    """It has as many entries as the first one; PyTorch gives its values to no one before it is coalesced."""
+    matrices, x = [_matrix("coalesced")], _numbers(5)
+    f = torchfunc_jax.vmap(lambda s: s * matrices[0].values().sum())
+    f = torchfunc_jax.jit(f) if jitted else f
+    _agree(f(x), x * matrices[0].values().sum())
+    matrices[0] = torch.sparse_coo_tensor(_EDGES[:, :5], _numbers(5, seed=2), (5, 4))
+    with pytest.raises(RuntimeError, match="coalesce"):
+        f(x)
+    matrices[0] = matrices[0].coalesce()
+    _agree(f(x), x * matrices[0].values().sum())
 
 
 def test_what_python_asks_of_a_sparse_tensor() -> None:

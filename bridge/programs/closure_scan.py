@@ -331,7 +331,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
 
 
 def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
-    """Search the parts of a sparse tensor; its layout and its shape must stay the same."""
+    """Search the parts of a sparse tensor; its layout and its shape must stay the same, and it stays coalesced or not."""
     kind = _Asked(lambda: _kind(place.get()), None, f"the layout and the shape of {place}")
     found.data.append((kind, frozen(_kind(t)), edge))
     if sparse.can_be_taken_apart(t):
@@ -341,7 +341,9 @@ def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge:
 
 
 def _kind(x: Any) -> tuple[Any, ...] | None:
-    return (str(x.layout), *x.shape, x.requires_grad) if isinstance(x, torch.Tensor) else None
+    if not isinstance(x, torch.Tensor):
+        return None
+    return (str(x.layout), *x.shape, x.requires_grad, x.layout is torch.sparse_coo and x.is_coalesced())
 
 
 def _step(x: Any, place: Place, found: Found, depth: int, parent: _Way, attribute: bool) -> None:

@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
             try:
                 with self:
                     return rule(*args, **kwargs)
-            except SparseOperand as error:  # a trace says it in words for the user
+            except TypeError as error:  # a SparseOperand, or arguments by names; a trace says it in words for the user
                 raise Unrecordable(str(error)) from None
         name = getattr(func, "__name__", "_")
         if any(type(t) is Recorded for t in tensors_in((args, kwargs))) or name.endswith("_") or "out" in kwargs:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from bridge import private
 from bridge.convert.sparse import SparseOperand, is_sparse, sparse
 from bridge.errors import at_line
+from bridge.lowering.registry import of_this_torch
 from bridge.trace import tracing
 from bridge.trace.levels import state
 from bridge.trace.tracing import Traced, traced_python
@@ -135,37 +136,38 @@ def _part(k: int, t: torch.Tensor) -> torch.Tensor:
         raise SparseOperand(t, f" to be taken apart; keep its parts as tensors of their own{at_line()}")
     if not t.is_coalesced():
         raise SparseOperand(t, f" that is not coalesced, to be taken apart; call .coalesce() outside of the transform{at_line()}")
-    return _aten.alias(_parts(t)[k])
+    return torch.ops.aten.alias(_parts(t)[k])
 
 
-_aten = torch.ops.aten
+def _by_operator(*rules: tuple[str, Callable[..., torch.Tensor]]) -> dict[Any, Callable[..., torch.Tensor]]:
+    """A table from (the names of ATen operators, their rule)."""
+    return of_this_torch({f"aten.{name}": rule for names, rule in rules for name in names.split()})
+
+
 #: By an ATen operator, how it runs in a trace if one of its operands is sparse.
-_OPERATORS: dict[Any, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys([_aten.mm.default, _aten.mv.default, _aten.matmul.default, _aten._sparse_mm.default], _product),
-    **dict.fromkeys([_aten.addmm.default, _aten._sparse_addmm.default], _addmm),
-    **dict.fromkeys([_aten._to_dense.default, _aten.to_dense.default], _to_dense), _aten.linear.default: _linear,
-    _aten.bmm.default: _products,
-}
+_OPERATORS = _by_operator(
+    ("mm mv matmul _sparse_mm", _product), ("addmm _sparse_addmm", _addmm), ("bmm", _products), ("_to_dense to_dense", _to_dense),
+    ("linear", _linear),
+)
 #: Those that run in PyTorch instead if they are called outside of jit, and no operand was made in the trace.
-_OF_ONE: dict[Any, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys([_aten.t.default, _aten.transpose.int, _aten.permute.default], _transposed),
-    **dict.fromkeys([_aten.mul.Tensor, _aten.mul.Scalar], _scaled), _aten.div.Tensor: _divided,
-    _aten.neg.default: lambda t: _with_values(t, -_parts(t)[1]), _aten.sum.default: lambda t: _parts(t)[1].sum(),
-    # an entry that occurs twice is added up in products
-    **dict.fromkeys([_aten._coalesce.default, _aten.detach.default, _aten.clone.default], lambda t: t),
-    _aten.indices.default: lambda t: _part(0, t), _aten.values.default: lambda t: _part(1, t),
-}
+_OF_ONE = _by_operator(
+    ("t transpose.int permute", _transposed), ("mul.Tensor mul.Scalar", _scaled), ("div.Tensor", _divided),
+    ("neg", lambda t: _with_values(t, -_parts(t)[1])), ("sum", lambda t: _parts(t)[1].sum()),
+    ("_coalesce detach clone", lambda t: t),  # an entry that occurs twice is added up in products
+    ("indices", lambda t: _part(0, t)), ("values", lambda t: _part(1, t)),
+)
 #: What these give depends on shapes, which a program checks.
-_OF_SHAPES = frozenset([_aten.is_coalesced.default, _aten._nnz.default, _aten.sparse_dim.default, _aten.dense_dim.default])
+_OF_SHAPES = frozenset({"aten::is_coalesced", "aten::_nnz", "aten::sparse_dim", "aten::dense_dim"})
 #: By a torch function, how it is recorded if one of its operands is sparse.
 FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys([
-        torch.matmul, torch.mm, torch.mv, torch.sparse.mm, torch.spmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.mv,
-        torch.Tensor.__matmul__,
-    ], _product),
-    **dict.fromkeys([torch.addmm, torch.Tensor.addmm, torch.sparse.addmm], _addmm),
-    **dict.fromkeys([torch.bmm, torch.Tensor.bmm], _products),
-    torch.Tensor.__rmatmul__: lambda b, a: _product(a, b), torch.nn.functional.linear: _linear,
+    getattr(owner, name): rule
+    for owner, names, rule in (
+        (torch, "matmul mm mv spmm", _product), (torch.Tensor, "matmul mm mv __matmul__", _product), (torch.sparse, "mm", _product),
+        (torch, "addmm", _addmm), (torch.Tensor, "addmm", _addmm), (torch.sparse, "addmm", _addmm), (torch, "bmm", _products),
+        (torch.Tensor, "bmm", _products), (torch.Tensor, "__rmatmul__", lambda b, a: _product(a, b)),
+        (torch.nn.functional, "linear", _linear),
+    )
+    for name in names.split() if hasattr(owner, name)
 }  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def _dispatched(refused: Exception, func: Any, args: tuple[Any, ...], kwargs: di
     of_sparse = [t for t in operands if is_sparse(t)]
     made = state.level.root.sparse
     rule = _OPERATORS.get(func)
-    if func is _aten._sparse_coo_tensor_with_dims_and_tensors.default:
+    if func.name() == "aten::_sparse_coo_tensor_with_dims_and_tensors":
         rule = _made
     elif not of_sparse:
         raise refused
@@ -188,7 +190,7 @@ def _dispatched(refused: Exception, func: Any, args: tuple[Any, ...], kwargs: di
                 return rule(*args, **kwargs)
         except SparseOperand as error:  # PyTorch would take a TypeError of an operator such as * as a sign to ask the other operand
             raise NotImplementedError(str(error)) from None
-    if (inside and func not in _OF_SHAPES) or func._schema.is_mutable:
+    if (inside and func.name() not in _OF_SHAPES) or func._schema.is_mutable:
         raise NotImplementedError(
             f"{func}: got a tensor of layout {of_sparse[0].layout}; inside a transform a sparse matrix can be made of indices and values, "
             "transposed, multiplied with a number, a vector or a matrix (a @ x, torch.sparse.mm, mv, addmm, linear) and converted with "

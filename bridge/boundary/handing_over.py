@@ -57,11 +57,8 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
             return theirs()(*args, **kwargs)
         try:
             return _ours(ours, args, kwargs)
-        except SparseOperand:  # an argument
-            given = sparse.enclosed((args, kwargs))
-            if given is None:
-                raise
-            return _ours(ours, *given)
+        except SparseOperand as refused:
+            return _ours(ours, *sparse.enclosed((args, kwargs), refused))
         except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
             if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)

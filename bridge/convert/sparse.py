@@ -82,11 +82,11 @@ def _parts(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([mine, other] if by_row else [other, mine]).long(), t.values()
 
 
-def enclosed(arguments: Any) -> Any:
-    """A tree of arguments with a ``Sparse`` in the place of each sparse tensor; None if there is none."""
+def enclosed(arguments: Any, refused: SparseOperand) -> Any:
+    """A tree of arguments with a ``Sparse`` in the place of each sparse tensor; raises the given error if there is none."""
     leaves, spec = trees.flatten(arguments)
     if not any(map(is_sparse, leaves)):
-        return None
+        raise refused
     return trees.unflatten(spec, [sparse(x) if is_sparse(x) else x for x in leaves])
 
 

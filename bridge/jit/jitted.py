@@ -113,11 +113,8 @@ class Jitted:
             return self._func(*args, **kwargs)
         try:
             return self._called(args, kwargs)
-        except SparseOperand:
-            given = sparse.enclosed((args, kwargs))
-            if given is None:
-                raise
-            return self._called(*given)
+        except SparseOperand as refused:
+            return self._called(*sparse.enclosed((args, kwargs), refused))
         except TypeError:
             if has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)

@@ -447,3 +447,40 @@ def test_a_write_without_history_to_what_is_mapped() -> None:
         out = call(x)
         same(out, torch.zeros(2, 3))
         same(torch.autograd.grad(out.sum(), x), (torch.full((2, 3), 0.7),))
+
+
+#: Transforms through which a gradient of torch.autograd goes back inside another one.
+THROUGH: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda T, v: T.vmap(lambda x: x**3)(v),
+    "vmap, captured": lambda T, v: T.vmap(lambda i: i * v**2)(torch.ones(3)),
+    "grad": lambda T, v: T.grad(lambda x: (x**3).sum())(v),
+    "grad, captured": lambda T, v: T.grad(lambda i: (i * v**2).sum())(torch.ones(2)),
+    "vjp": lambda T, v: T.vjp(lambda x: x**3, v)[1](v * 1.0)[0],
+    "jvp": lambda T, v: T.jvp(lambda x: x**3, (v,), (v,))[1],
+    "jacrev": lambda T, v: T.jacrev(lambda x: x**3)(v),
+    "hessian": lambda T, v: T.hessian(lambda x: (x**3).sum())(v),
+    "linearize": lambda T, v: T.linearize(lambda x: x**3, v)[1](v * 1.0),
+    "functionalize": lambda T, v: T.functionalize(lambda x: x**3)(v),
+    "jit": lambda T, v: T.jit(lambda x: x**3)(v),
+}
+INSIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "jit": lambda T, f: T.jit(f),
+    "vmap": lambda T, f: lambda x: T.vmap(f)(x[None])[0],
+    "functionalize": lambda T, f: T.functionalize(f),
+    "jit of vmap": lambda T, f: lambda x: T.jit(T.vmap(f))(x[None])[0],
+    "aux of grad": lambda T, f: lambda x: T.grad(lambda x: (x.sum(), f(x)), has_aux=True)(x)[1],
+    "aux of grad, jit": lambda T, f: lambda x: T.jit(T.grad(lambda x: (x.sum(), f(x)), has_aux=True))(x)[1],
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("through", THROUGH)
+def test_gradients_of_torchs_go_through_transforms_inside_another_one(through: str, inside: str) -> None:
+    def slope(T: Any, x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().clone().requires_grad_()
+        return torch.autograd.grad(THROUGH[through](T, leaf).sum(), leaf)[0]
+
+    run = INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))
+    truth = torchfunc_jax if through in ("jit", "linearize") else torch.func  # torch.func has no jit; torch goes back through no linearize
+    for x in (torch.tensor([1.0, 4.0]), torch.tensor([1.5, -2.0])):
+        same(run(x), slope(truth, x))

@@ -300,7 +300,9 @@ class _Attached(Untransformed):
 
         def back(values: list[Any]) -> Result:
             def pure(*active: jax.Array) -> list[Any]:
-                with in_place_of([tracing.node_of(t) for t in watched], active):
+                nodes = [tracing.node_of(t) for t in watched]
+                # in a backward pass PyTorch's engine switches grad mode off, and forward mode too
+                with in_place_of(nodes, active), torch.enable_grad(), private.set_forward_mode_enabled(True):
                     given = {id(t): v for t, v in zip(watched, active, strict=True)}
                     result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
                 return pick(result.values[: len(ctx.kinds)], ctx.kinds)

@@ -1,6 +1,7 @@
 """autograd.Function: its rules for vmap, outputs that are inputs, and the names of its nodes, beside torch.func."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -286,3 +287,142 @@ def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...]
             found()
     else:
         torch.testing.assert_close(found(), expected)
+
+
+def _saves_what_is_needed(ctx: Any, inputs: Any, output: Any) -> None:
+    x, w = inputs
+    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, x if ctx.needs_input_grad[1] else None)
+
+
+def _of_what_is_needed(ctx: Any, g: torch.Tensor) -> Any:
+    w, x = ctx.saved_tensors
+    return g * w if ctx.needs_input_grad[0] else None, g * x if ctx.needs_input_grad[1] else None
+
+
+def _by_the_first_alone(ctx: Any, g: torch.Tensor) -> Any:
+    if ctx.needs_input_grad[1]:
+        raise RuntimeError("no derivative by the second argument")
+    return g * ctx.saved_tensors[1], None
+
+
+_saves_both = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+#: The methods of a product x * w.
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "saves what is needed": {"setup_context": _saves_what_is_needed, "backward": _of_what_is_needed},
+    "asks in backward": {"setup_context": lambda ctx, i, o: ctx.save_for_backward(i[1], i[0]), "backward": _of_what_is_needed},
+    "refuses the second": {"setup_context": _saves_both, "backward": _by_the_first_alone},
+}
+_W = torch.tensor([2.0, 3.0])
+#: (T, the product, x) -> gradients; "second": those that differentiate by the second argument too.
+NEEDS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "grad": lambda T, F, x: T.grad(lambda x, w: F(x, w).sum())(x, _W),
+    "grad, captured": lambda T, F, x: T.grad(lambda x: F(x, _W).sum())(x),
+    "vjp": lambda T, F, x: T.vjp(lambda x: F(x, _W), x)[1](_W),
+    "jacrev": lambda T, F, x: T.jacrev(lambda x: F(x, _W))(x),
+    "vmap of grad": lambda T, F, x: T.vmap(T.grad(F))(x, _W),
+    "grad of grad": lambda T, F, x: T.grad(lambda x: T.grad(lambda x: (F(x, _W) ** 2).sum())(x).sum())(x),
+    "backward of vmap": lambda T, F, x: _gradients(lambda x: T.vmap(F)(x, _W), x),
+    "second: argnums": lambda T, F, x: T.grad(lambda x, w: F(x, w).sum(), argnums=(0, 1))(x, _W),
+    "second: captured": lambda T, F, x: _gradients(lambda w: T.grad(lambda x: (F(x, w) ** 2).sum())(x), _W),
+    "second: value and gradient": lambda T, F, x: T.grad(
+        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x: (F(x, w) ** 2).sum())(x))))(_W),
+    "second: an argument that is not differentiated": lambda T, F, x: T.grad(
+        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x, w: (F(x, w) ** 2).sum())(x, w))))(_W),
+}  # fmt: skip
+
+
+def _gradients(function: Callable[..., Any], *given: torch.Tensor) -> Any:
+    leaves = [t.clone().requires_grad_() for t in given]
+    return torch.autograd.grad(function(*leaves).sum(), leaves)
+
+
+def _alike(call: Callable[[Any], Any], *given: torch.Tensor, way: str) -> None:
+    """Ours, twice and with other numbers, gives what torch.func's gives, or raises the same error."""
+    run = WAYS[way](lambda *given: call(torchfunc_jax, *given))
+    for k in (1.0, 1.0, -0.5):
+        now = [k * t for t in given]
+        try:
+            theirs = call(torch.func, *now)
+        except (RuntimeError, NotImplementedError) as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                run(*now)
+        else:
+            same(run(*now), theirs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_needs_input_grad(product: str, name: str, way: str) -> None:
+    F = function(forward=lambda x, w: x * w, generate_vmap_rule=True, **PRODUCTS[product])
+    _alike(lambda T, x: NEEDS[name](T, F.apply, x), torch.tensor([1.0, 4.0]), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_cotangents_that_are_none(output: int, argnums: Any, way: str) -> None:
+    def backward(ctx: Any, first: Any, second: Any) -> Any:
+        return first, None if second is None else second / (2 * ctx.saved_tensors[0])  # zero by zero, if it were zeros
+
+    F = function(
+        forward=lambda x, y: (x * 1, y.sqrt()), backward=backward,
+        setup_context=lambda ctx, i, o: (ctx.set_materialize_grads(False), ctx.save_for_backward(o[1])),
+    )
+    used = lambda outs: outs[output] ** 2 if output < 2 else outs[0] * outs[1]
+    y = torch.tensor(0.0 if output == 0 else 4.0)
+    call = lambda T, x: T.grad(lambda x, y: used(F.apply(x, y)), argnums=argnums)(x, y)
+    _alike(call, torch.tensor(2.0), way=way)
+
+
+#: Uses of a Function without derivatives.
+UNDIFFERENTIATED: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "grad": lambda T, F, x: T.grad(lambda x: F(x) + x)(x),
+    "vjp": lambda T, F, x: T.vjp(F, x)[1](x),
+    "jvp": lambda T, F, x: T.jvp(F, (x,), (x,)),
+    "jacrev": lambda T, F, x: T.jacrev(F)(x),
+    "jacfwd": lambda T, F, x: T.jacfwd(F)(x),
+    "value alone": lambda T, F, x: T.grad_and_value(lambda x: (x * 2, F(x)), has_aux=True)(x),
+    "not used": lambda T, F, x: T.grad(lambda x: (F(x), x)[1])(x),
+    "detached": lambda T, F, x: T.grad(lambda x: F(x.detach()) * x)(x),
+    "vmap": lambda T, F, x: T.vmap(F)(torch.stack([x, x + 1])),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", UNDIFFERENTIATED)
+def test_a_function_without_derivatives(name: str, way: str) -> None:
+    methods = {"setup_context": staticmethod(lambda ctx, i, o: None), "forward": staticmethod(lambda x: x**2), "generate_vmap_rule": True}
+    F = type("NoDerivative", (torch.autograd.Function,), methods)
+    _alike(lambda T, x: UNDIFFERENTIATED[name](T, F.apply, x), torch.tensor(2.0), way=way)
+
+
+@pytest.mark.parametrize("make", ["vmap", "jit"])
+def test_the_backward_pass_of_a_function_without_derivatives(make: str) -> None:
+    methods = {"setup_context": staticmethod(lambda ctx, i, o: None), "forward": staticmethod(lambda x: x**2), "generate_vmap_rule": True}
+    F = type("NoDerivative", (torch.autograd.Function,), methods)
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.raises(NotImplementedError, match="You must implement either the backward or vjp method"):
+        getattr(torchfunc_jax, make)(F.apply)(x).sum().backward()
+
+
+ASKING: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "if": lambda g, x: g * 2 if x.sum() > 0 else g, "item": lambda g, x: g * x.sum().item(), "nonzero": lambda g, x: g * len(x.nonzero()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("name", ["grad", "vjp", "grad of grad", "jvp"])
+def test_derivatives_that_ask_for_values(name: str, asking: str) -> None:
+    ask = ASKING[asking]
+    F = function(
+        setup_context=lambda ctx, i, o: (ctx.save_for_backward(*i), ctx.save_for_forward(*i)),
+        backward=lambda ctx, g: ask(g, ctx.saved_tensors[0]), jvp=lambda ctx, t: ask(t, ctx.saved_tensors[0]),
+    ).apply  # fmt: skip
+    calls: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+        "grad": lambda T, x: T.grad(lambda x: F(x).sum())(x),
+        "vjp": lambda T, x: T.vjp(F, x)[1](x),
+        "grad of grad": lambda T, x: T.grad(lambda x: T.grad(lambda x: (F(x) ** 2).sum())(x).sum())(x),
+        "jvp": lambda T, x: T.jvp(F, (x,), (x,)),
+    }
+    _alike(calls[name], torch.tensor([1.0, 2.0, 0.0]), way="un-jitted")

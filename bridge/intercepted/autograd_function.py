@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
 from bridge.convert import trees
-from bridge.errors import at_line, is_no_jvp, no_jvp
+from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
@@ -33,6 +34,7 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import having, process
 from bridge.record import entries
+from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import Place, SeededInside
@@ -41,6 +43,7 @@ from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, valu
 
 Function = torch.autograd.Function
 SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
+_NONE_AMONG = 3  # with more operands, a traced derivative gets zeros in the place of None, because each way to leave some out is traced
 _lock = threading.Lock()
 
 
@@ -178,6 +181,19 @@ class Context(FunctionCtx):
         self._pushing = False  # in jvp: saved_tensors are those of save_for_forward
 
     @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        self._asked = True
+        return self._needs
+
+    @needs_input_grad.setter
+    def needs_input_grad(self, needs: tuple[bool, ...]) -> None:
+        self._needs, self._asked = needs, False
+
+    def asked(self) -> bool:
+        """Whether the method that got this context has asked for ``needs_input_grad``."""
+        return self._asked
+
+    @property
     def saved_tensors(self) -> tuple[Any, ...]:
         first, second = (self.saved_for_forward, self.to_save) if self._pushing else (self.to_save, self.saved_for_forward)
         return first or second
@@ -212,6 +228,8 @@ class _Call:
         self.constant: list[bool] = []
         self.outer: list[Node] = []
         self.constants: list[list[Any]] = []  # see ``_Staged``
+        self.requires_grad = [bool(args[i].requires_grad) for i in self.where]  # at the innermost transform, as PyTorch says
+        self.asked = False  # whether a method has asked which arguments need a gradient
 
     def _given(self, captured: Any) -> contextlib.AbstractContextManager[None]:
         return autograd.in_place_of(self.outer, captured[0]) if captured else contextlib.nullcontext()
@@ -234,6 +252,7 @@ class _Call:
                 out = self.cls.forward(ctx, *args)
             outs, self.rest = take_apart(out)
             tensors = [args[i] for i in self.where]
+            self.asked = self.asked or ctx.asked()
             self.constant = [any(o is c for c in ctx.non_differentiable) or not inexact_dtype(o.dtype) for o in outs]
             dirty = set(map(id, ctx.dirty_tensors))
             self.dirty = {k: j for k, o in enumerate(outs) for j, a in enumerate(tensors) if id(o) in dirty and a is o}
@@ -251,6 +270,7 @@ class _Call:
             once = private.once_differentiable_inner(method)
             with torch.no_grad() if once else contextlib.nullcontext():
                 grads = (once or method)(ctx, *cts)
+            self.asked = self.asked or ctx.asked()
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
@@ -279,17 +299,14 @@ class _Call:
         has_jvp = self.cls.jvp is not Function.jvp
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
-        if forward_mode and not has_jvp and has_backward and private_jax.perturbed(values, differentiating):
+        if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
             raise no_jvp(self.cls.__name__)
         self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
         captured: list[Any] = [[read(node, level) for node in self.outer]]
-        if has_jvp or has_backward:
-            by_jvp = has_jvp and (forward_mode or not has_backward)
-            rules = _Staged(self, values, by_jvp) if level.root.staged else self
-            captured += rules.constants
-            f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)
-        else:
-            f = self._constant
+        by_jvp = has_jvp and (forward_mode or not has_backward)
+        rules = _Staged(self, values, by_jvp) if level.root.staged else self
+        captured += rules.constants
+        f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)  # without a backward, PyTorch's own raises its error
         try:
             outs = f(captured, *values)
         except TypeError as error:
@@ -300,9 +317,6 @@ class _Call:
             outs = _of_inputs(outs, *values)
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
-
-    def _constant(self, captured: Any, *values: jax.Array) -> list[Any]:
-        return [jax.lax.stop_gradient(v) if inexact(v) else v for v in self.forward((), values, [False] * len(values))[0]]
 
     def _with_vjp(self, rules: _Call | _Staged) -> Callable[..., Any]:
         @jax.custom_vjp
@@ -321,6 +335,8 @@ class _Call:
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
             captured, kept, residuals = given
+            if all(isinstance(c, SymbolicZero) for c in cotangents):  # PyTorch calls no backward then
+                return None, *[None] * len(self.where)
             cts = [_materialized(c, kept.materialize and not no) for c, no in zip(cotangents, self.constant, strict=True)]
             return None, *rules.backward(captured, kept, residuals, cts)
 
@@ -330,12 +346,12 @@ class _Call:
     def _with_jvp(self, rules: _Call | _Staged) -> Callable[..., Any]:
         @jax.custom_jvp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return rules.forward(captured, values, [True] * len(values))[0]
+            return rules.forward(captured, values, self.requires_grad)[0]
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (captured, *values), (_, *tangents) = primals, tangents
             place = Place.here()
-            _, residuals, kept = rules.forward(captured, values, [not isinstance(t, SymbolicZero) for t in tangents])
+            _, residuals, kept = rules.forward(captured, values, self.requires_grad)
             place.go()
             outs = f(captured, *values)
             given = [_materialized(t, kept.materialize) for t in tangents]
@@ -374,48 +390,111 @@ class _Staged:
     become constants.  So the methods are traced now, and the constants of their jaxprs, values of such tensors among them, are operands.
 
     Attributes:
-        constants: those of the two jaxprs, which follow the values of outer nodes in ``captured``.
+        constants: those of the jaxprs, which follow the values of outer nodes in ``captured``.
     """
 
     def __init__(self, call: _Call, values: Sequence[jax.Array], by_jvp: bool) -> None:
-        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            outs, residuals, self.kept = call.forward((), values, [True] * len(values))
-            return outs, residuals
-
-        def derivative(residuals: list[Any], given: list[Any]) -> list[Any]:
-            source = iter(given)
-            found = (call.jvp if by_jvp else call.backward)((), self.kept, residuals, [next(source) if t else None for t in self.takes])
-            return [jnp.zeros(x.shape, x.dtype) if v is None else v for v, x in pick([*zip(found, like, strict=True)], self.gives)]
-
-        self._forward = Closed(forward, *values)
-        outs, residuals = self._forward.shapes
-        # what the derivative takes and gives: tangents of the values and of the outputs, or cotangents of the outputs and of the values
-        self.operands: Sequence[Any]
-        self.operands, like = (values, outs) if by_jvp else (outs, values)
-        self.takes, self.gives = [inexact(v) for v in self.operands], [inexact(v) for v in like]
-        if not by_jvp:
-            self.takes = [t and not c for t, c in zip(self.takes, call.constant, strict=True)]
-        self.constants = [self._forward.captured, []]
-        self.refused: Exception | None = None
-        try:
-            self._derivative = Closed(derivative, residuals, pick(self.operands, self.takes))
-            self.constants[1] = self._derivative.captured
-        except (OutsideOfView, SeededInside):
-            raise
-        except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
-            self.refused = error
+        self.constants: list[list[Any]] = []
+        self._rules = [_Rules(call, values, call.requires_grad, by_jvp, self.constants)]
+        self._refused: Exception | None = None
+        every = [inexact(v) for v in values]
+        if call.asked and not by_jvp and call.requires_grad != every:  # transforms around this program may differentiate by the others
+            try:
+                self._rules.append(_Rules(call, values, every, by_jvp, self.constants))
+            except (OutsideOfView, SeededInside):
+                raise
+            except Exception as error:  # raised only if they do
+                self._refused = error
 
     def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
-        return *self._forward(captured[1], *values), self.kept
+        fits = (r for r in self._rules if not any(n and not known for n, known in zip(needs, r.needs, strict=True)))
+        rules = next(fits, None)
+        if rules is None and self._refused is not None:
+            raise self._refused
+        return (rules or self._rules[-1]).forward(captured, values)
 
     def backward(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], given: Sequence[Any]) -> list[Any]:
-        if self.refused is not None:
-            raise self.refused
-        every = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(given, self.operands, strict=True)]
-        found = iter(self._derivative(captured[2], residuals, pick(every, self.takes)))
-        return [next(found) if gives else None for gives in self.gives]
+        return next(r for r in self._rules if r.kept is kept).derivative(captured, residuals, given)
 
     jvp = backward
+
+
+class _Rules:
+    """The traced methods of a ``_Staged`` if these arguments need a gradient.
+
+    Args:
+        needs: for each tensor argument, what ``ctx.needs_input_grad`` says.
+        constants: gets the constants of the jaxprs.
+
+    Attributes:
+        kept: the context without its tensors.
+    """
+
+    kept: _Kept
+
+    def __init__(self, call: _Call, values: Sequence[jax.Array], needs: Sequence[bool], by_jvp: bool, constants: list[list[Any]]) -> None:
+        self.needs, self._constants = needs, constants
+        self._derivatives: dict[tuple[bool, ...], Any] = {}
+
+        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
+            outs, residuals, self.kept = call.forward((), values, needs)
+            return outs, residuals
+
+        def derivative(pattern: Sequence[bool], residuals: list[Any], given: list[Any]) -> list[Any]:
+            source = iter(given)
+            found = (call.jvp if by_jvp else call.backward)((), self.kept, residuals, [next(source) if t else None for t in pattern])
+            return [jnp.zeros(x.shape, x.dtype) if v is None else v for v, x in pick([*zip(found, like, strict=True)], self._gives)]
+
+        self._forward = self._closed(forward, *values)
+        outs, residuals = self._forward[0].shapes
+        # what the derivative takes and gives: tangents of the values and of the outputs, or cotangents of the outputs and of the values
+        self._operands: Sequence[Any]
+        self._operands, like = (values, outs) if by_jvp else (outs, values)
+        self._takes, self._gives = tuple(map(inexact, self._operands)), [inexact(v) for v in like]
+        if not by_jvp:
+            self._takes = tuple([t and not c for t, c in zip(self._takes, call.constant, strict=True)])
+        for pattern in self._patterns():
+            try:
+                self._derivatives[pattern] = self._closed(functools.partial(derivative, pattern), residuals, pick(self._operands, pattern))
+            except (OutsideOfView, SeededInside):
+                raise
+            except DataDependentError as error:
+                if state.replaying:  # operator by operator, the method may ask for values
+                    raise Unrecordable(str(error)) from error
+                self._derivatives[pattern] = error
+            except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
+                self._derivatives[pattern] = error
+
+    def _closed(self, function: Callable[..., Any], *args: Any) -> tuple[Closed, int]:
+        """The function traced on these arguments, and the place of what it captures."""
+        found = Closed(function, *args)
+        self._constants.append(found.captured)
+        return found, len(self._constants)
+
+    def _patterns(self) -> list[tuple[bool, ...]]:
+        """For each way in which the derivative may be asked for, which of its operands are arrays; the others are None.
+
+        After ``set_materialize_grads(False)``, operands that are zero are None; if there are many, they are arrays of zeros.
+        """
+        if self.kept.materialize or sum(self._takes) > _NONE_AMONG:
+            return [self._takes]
+        return [p for p in itertools.product(*[(True, False) if t else (False,) for t in self._takes]) if any(p)]
+
+    def forward(self, captured: Any, values: Sequence[jax.Array]) -> tuple[list[Any], list[Any], _Kept]:
+        traced, place = self._forward
+        return *traced(captured[place], *values), self.kept
+
+    def derivative(self, captured: Any, residuals: Sequence[jax.Array], given: Sequence[Any]) -> list[Any]:
+        pattern = tuple([t and g is not None for t, g in zip(self._takes, given, strict=True)])
+        if pattern not in self._derivatives:
+            pattern = self._takes
+            given = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(given, self._operands, strict=True)]
+        rule = self._derivatives[pattern]
+        if isinstance(rule, Exception):
+            raise rule
+        traced, place = rule
+        found = iter(traced(captured[place], residuals, pick(given, pattern)))
+        return [next(found) if gives else None for gives in self._gives]
 
 
 def _materialized(t: Any, zeros: bool) -> Any:

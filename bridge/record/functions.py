@@ -32,6 +32,7 @@ class _Ended:
     kept: Same  # and of the values that its context keeps
     constant: tuple[bool, ...]  # for each output that is a tensor: whether it has no gradient
     materialize: bool
+    needs: tuple[bool, ...] | None  # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
 
 
 def _function(cls: type[torch.autograd.Function], recording: bool) -> Callable[..., Any]:
@@ -95,7 +96,8 @@ def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple
         needs = recording and any(t.requires_grad for t in operands)
         avals = [a.like(a.shape, needs and not c) for a, c in zip(map(aval_of, tensors), constant, strict=True)]
         outs = _meta(leaves, spec)
-        made = recorder.end(_Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads), results, avals)
+        needs_asked = ctx.needs_input_grad if ctx.asked() else None
+        made = recorder.end(_Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, needs_asked), results, avals)
     except BaseException:
         recorder.leave()
         raise
@@ -124,6 +126,10 @@ def _function_again(
     def forward(ctx: Any, *args: Any) -> Any:
         # body comes from the class: as a closure variable it would be searched for tensors, and those of the whole record found
         found = vars(again)["body"](*_tensors(args))
+        if end.needs is not None:
+            if any(n and not known for n, known in zip(ctx.needs_input_grad, end.needs, strict=True)):
+                raise Unrecordable("a Function that asks which arguments need a gradient, in nested transforms")
+            ctx.needs_input_grad = end.needs
         saved, saved_forward, attributes = put_together(found[n:], end.kept.value)
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved_forward)

@@ -377,3 +377,32 @@ def test_programs_do_not_depend_on_places_in_memory(cut: Callable[..., Any], pro
         batch, dim = cut(data, k)
         torch.testing.assert_close(torchfunc_jax.vmap(call, dim)(batch), torch.func.vmap(call, dim)(batch))
     assert len(process.programs.records) == programs
+
+
+CONJUGATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argument": lambda z: z, "conj": torch.conj, "twice": lambda z: z.conj().conj(), "part": lambda z: z.conj()[:1],
+    "real": lambda z: z.conj().real, "mH": lambda z: z[None].mH, "resolved": lambda z: z.conj().resolve_conj(), "computed": lambda z: z.conj() * 2, "abs": torch.abs,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["grad", "vjp", "jvp", "vmap", "jit", "jit of grad"])
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_is_conj(name: str, way: str) -> None:
+    z = torch.tensor([1 + 1j, 2 - 3j])
+
+    def told(F: Any) -> list[bool]:
+        found: list[bool] = []
+
+        def f(z: torch.Tensor) -> torch.Tensor:
+            found[:] = [CONJUGATES[name](z).is_conj(), torch.is_conj(CONJUGATES[name](z))]
+            return z.abs().sum()
+
+        jitted = jit if F is torchfunc_jax else lambda f: f
+        calls = {
+            "grad": lambda: F.grad(f)(z), "vjp": lambda: F.vjp(f, z), "jvp": lambda: F.jvp(f, (z,), (z,)), "jit": lambda: jitted(f)(z),
+            "vmap": lambda: F.vmap(f)(torch.stack([z, z])), "jit of grad": lambda: jitted(F.grad(f))(z),
+        }  # fmt: skip
+        calls[way]()
+        return found
+
+    assert told(torchfunc_jax) == told(torch.func)

@@ -22,7 +22,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
-from bridge.trace.aliasing import Part
+from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, has_rules, plan_of, value_of
 
@@ -144,6 +144,18 @@ def _detach_(func: Callable[..., Any], input: Traced) -> Any:
     out = func(input)
     views.detach_in_place(out)
     return out
+
+
+def _is_conj(func: Callable[..., Any], input: torch.Tensor) -> bool:
+    """is_conj(): PyTorch marks a view as conjugated, and a trace has its numbers; those of an argument are conjugated before it begins."""
+    if type(input) is not Traced:
+        return func(input)
+    return input.is_complex() and sum(map(conjugates, views_between(input.node)[1])) % 2 == 1
+
+
+def _resolve_conj(func: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+    """resolve_conj(): the tensor itself, or a copy of it if it is a conjugated view."""
+    return input.clone() if _is_conj(torch.is_conj, input) else func(input)
 
 
 def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
@@ -287,6 +299,7 @@ PYTHON_RULES |= {
     torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
     torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
+    torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     F.linear: _linear, **FUNCTIONS,
 }

@@ -52,6 +52,12 @@ def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
     return func(*args, **kwargs)
 
 
+def _is_conj(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if args and type(args[0]) is Recorded and args[0].is_complex():
+        raise Unrecordable("is_conj of a complex tensor")
+    return func(*args, **kwargs)
+
+
 def _sparse(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sparse tensor that is made of tensors from outside is one too."""
     if any(type(t) is Recorded or t.requires_grad for t in tensors_in((args, kwargs))):
@@ -112,11 +118,11 @@ _PASSED = [
     *functions_of(
         torch.Tensor,
         "size dim stride numel storage_offset is_contiguous is_floating_point is_complex element_size nelement ndimension get_device "
-        "is_signed is_inference is_same_size is_conj is_neg is_shared is_pinned has_names __len__ __hash__ __repr__",
+        "is_signed is_inference is_same_size is_neg is_shared is_pinned has_names __len__ __hash__ __repr__",
     ),
     *functions_of(
         torch,
-        "is_floating_point is_complex numel is_tensor is_same_size promote_types result_type is_conj is_neg is_inference "
+        "is_floating_point is_complex numel is_tensor is_same_size promote_types result_type is_neg is_inference "
         "broadcast_shapes can_cast get_default_dtype",
     ),
     *[attribute.__get__ for attribute in functions_of(
@@ -150,7 +156,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
-    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted,
+    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),
 }

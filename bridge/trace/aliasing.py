@@ -179,6 +179,11 @@ def detaches(view: View) -> bool:
     return any(map(detaches, view.args[0])) if isinstance(view, Inner) else view.func is overload("aten.detach")
 
 
+def conjugates(view: View) -> bool:
+    """Whether a view has the conjugates of what it is a view of."""
+    return sum(map(conjugates, view.args[0])) % 2 == 1 if isinstance(view, Inner) else view.func is overload("aten._conj")
+
+
 def views_between(node: Node) -> tuple[Node, tuple[View, ...]]:
     """The root of a node, and the views that lead from it to the node, except for those that PyTorch's autograd takes by itself."""
     views = []

@@ -87,6 +87,49 @@ def test_numbers_and_shapes_that_change(name: str) -> None:
         same(PROGRAMS[name](torchfunc_jax, x, s), PROGRAMS[name](torch.func, x, s), rtol=1e-4, atol=1e-5)
 
 
+def _squared_and_moved(t: torch.Tensor) -> torch.Tensor:
+    square = t * t
+    t.add_(1)
+    return square
+
+
+def _doubled_without_grad(t: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        t.mul_(2)
+    return t.sin()
+
+
+WRITING = {"write first": lambda t: t.mul_(2).sin(), "write last": _squared_and_moved, "write without grad": _doubled_without_grad}
+
+
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("way", ["alone", "jit", "dict"])
+def test_a_pushforward_does_not_repeat_the_writes_of_its_function(way: str, name: str) -> None:
+    """torch.func's own writes to the primal again, at each call; the expected tangents are jvp's."""
+    f, tangents = WRITING[name], [torch.ones(2), torch.tensor([3.0, -1.0]), torch.ones(2)]
+
+    def pushed(x: torch.Tensor) -> Any:
+        given = (lambda d: f(d["a"])), {"a": x}
+        out, push = torchfunc_jax.linearize(*(given if way == "dict" else (f, x)))
+        wrapped = (lambda t: push({"a": t})) if way == "dict" else push
+        return out, [wrapped(t) for t in tangents], torchfunc_jax.vmap(wrapped)(torch.stack(tangents)), x.clone()
+
+    pushed = torchfunc_jax.jit(pushed) if way == "jit" else pushed
+    for start in (torch.tensor([1.0, 2.0]), torch.tensor([-2.0, 0.5])):
+        x, mine = start.clone(), start.clone()
+        expected = [torch.func.jvp(f, (start.clone(),), (t.clone(),))[1] for t in tangents]
+        same(pushed(mine), (f(x), expected, torch.stack(expected), x))
+        same(mine, x)
+
+
+@pytest.mark.parametrize("transform", [torchfunc_jax.vjp, torchfunc_jax.linearize])
+def test_a_write_to_a_primal_with_a_history_is_noticed_by_a_pullback(transform: Any) -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    _, called = transform(lambda t: t.detach().mul_(2) + t.sin(), x * 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        called(torch.ones(2))
+
+
 def _written_by_mask(t: torch.Tensor) -> torch.Tensor:
     z = t * 2
     z[z > 1] = t[0]

@@ -274,10 +274,10 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         pushes[:] = [push]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
+    versions = autograd.versions(target.call.arrays)
     outs, (out_spec, _) = apply(compute, target.call.arrays, func, lasting=True)
     push = pushes.pop()
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(push)
-    versions = autograd.versions(target.call.arrays) if recorded else []
     wanted = _wanted(target.diff_leaves)
 
     def jvp_fn(*tangents: Any) -> Any:

@@ -298,12 +298,13 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         pulls[:] = [pull]
         return found[0].after([*outs, *rest], 0)
 
+    before = autograd.versions(target.call.arrays)
     outs, meta = apply(compute, target.call.arrays, func, lasting=True)
     out_spec, n, _ = meta
     pull = pulls.pop()
     shapes = _shapes(outs[:n])
     recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(pull)
-    versions = autograd.versions(target.call.arrays) if recorded else []
+    versions = before if recorded else []
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         leaves = _converted(_cotangent_leaves(cotangents, out_spec, shapes), shapes)

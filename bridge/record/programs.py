@@ -212,6 +212,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     if recorder.copied and (compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)):
         raise lanes.Writes
     if compiled.program.written:
+        if recorder.lasting:
+            raise Unrecordable("a write to an argument or a captured tensor, which each later run would repeat")
         if not final:
             given = list(given)
             for k in compiled.program.written:

@@ -68,8 +68,6 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         with intercepted.intercepted(), recorder.drawing():
             outs, build = record(recorder)
         state.recorder = None
-        if lasting and recorder.written:
-            raise Unrecordable("a function that writes, and is called again")
         fill_in(recorder, outs)
         found = run(recorder, [t.ref for t in outs], True)
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises

@@ -25,6 +25,7 @@ from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
 from bridge.trace.random_keys import Place
 from bridge.trace.requires_grad import tie_tangents
+from bridge.trace.storage import strides_of
 from bridge.trace.tracing import value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
@@ -75,11 +76,12 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
 
 def jvp_with_argnums(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: _args.argnums_t | None, strict: bool = False, has_aux: bool = False,
-    tied: bool = True, api: str = _API,
+    tied: bool = True, api: str = _API, taken: tuple[bool, ...] | None = None,
 ) -> Any:
     """``jvp`` with respect to some of the primals; argnums None: all of them.
 
-    tied: see ``bridge.trace.requires_grad.tie_tangents``.  api: how errors name the call.
+    tied: see ``bridge.trace.requires_grad.tie_tangents``.  api: how errors name the call.  taken: for each tangent, whether it is taken
+    itself and no copy of it; None: ``_is_taken`` says so.
     """
     if not isinstance(primals, tuple):
         raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
@@ -111,6 +113,9 @@ def jvp_with_argnums(
                     f"{api}: Expected tangent {i} to fit into the primal's dtype {wanted}, got {given}; convert it with .to()"
                 )
 
+    if taken is None:
+        taken = tuple(map(_is_taken, flat_primals, flat_tangents))
+
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
         out_spec, n, aux_spec = meta
         output, pushed = trees.unflatten(out_spec, outs[:n]), trees.unflatten(out_spec, outs[n : 2 * n])
@@ -118,7 +123,7 @@ def jvp_with_argnums(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, primals, {}, argnums, api)
-        params = (target.active, strict, tied)
+        params = (target.active, strict, tied, taken)
         tensors, meta = target.entered(recorder, "jvp", params, functools.partial(outputs, has_aux=has_aux, api=api), flat_tangents)
         outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
         return outs, lambda outs: build(outs, meta)
@@ -152,20 +157,32 @@ def jvp_with_argnums(
         n = found[0].meta[1]
         if tied:
             pushed[:n] = [t if c else tie_tangents([t], [o])[0] for t, o, c in zip(pushed, outs, constant, strict=False)]
-        pairs = enumerate(zip(target.active, given, at, strict=True))
-        return _with_tangents(found[0], outs, pushed, n, {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p) in pairs})
+        pairs = enumerate(zip(target.active, given, at, taken, strict=True))
+        shared = {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p, itself) in pairs if itself}
+        return _with_tangents(found[0], outs, pushed, n, shared)
 
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
+
+
+def _is_taken(primal: Any, tangent: Any) -> bool:
+    """Whether jvp takes a tangent itself and no copy, as in torch.func: it must lie in its memory as the primal lies in the primal's."""
+    both = (primal, tangent)
+    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in both):
+        return False
+    whole = [node.root.value.size if (node := getattr(t, "node", None)) else t.untyped_storage().nbytes() // t.element_size() for t in both]
+    mine, other = [(strides_of(t), t.storage_offset(), t.is_conj(), t.is_neg()) for t in both]
+    return mine == other and whole[0] == whole[1]
 
 
 def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[Any, tuple[int, Any, bool]]) -> Result:
     """The result of a function under jvp, with the tangents of its n outputs.
 
     As with torch.func, an output that shares a primal's memory is one more view of it, its tangent is such a view of the primal's tangent,
-    and a write to a primal changes the primal's tangent too.
+    and a write to a primal changes the primal's tangent too, unless that was copied.
 
-    values, pushed: all values of the result, and the tangent of each.  tangents: by leaf of a primal, the leaf of its tangent, the
-    tangent's dtype, and whether that is the primal's: otherwise it was converted, and what comes out shares no memory with it.
+    values, pushed: all values of the result, and the tangent of each.  tangents: by leaf of a primal whose tangent was not copied, the leaf
+    of its tangent, the tangent's dtype, and whether that is the primal's: otherwise it was converted, and what comes out shares no memory
+    with it.
     """
     found = result.after([*values[:n], *pushed[:n], *values[n:]], n, n)
     for i in range(n):
@@ -196,8 +213,8 @@ def outputs(out: Any, has_aux: bool, api: str) -> tuple[list[Any], tuple[Any, in
     return [*leaves, *aux_tensors], (out_spec, len(leaves), aux_spec)
 
 
-def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, bool, bool], n: int) -> Any:
-    active, strict, tied = params
+def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, bool, bool, tuple[bool, ...]], n: int) -> Any:
+    active, strict, tied, taken = params
     tangents = operands[len(operands) - len(active) :]
 
     def f(*arguments: Any) -> Any:
@@ -205,7 +222,7 @@ def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any,
         return outs[:n], outs[n:]
 
     primals = tuple(operands[: len(operands) - len(active)])
-    outs, pushed, aux = jvp_with_argnums(f, primals, tuple(tangents), active, strict, True, tied)
+    outs, pushed, aux = jvp_with_argnums(f, primals, tuple(tangents), active, strict, True, tied, taken=taken)
     return [*outs, *pushed, *aux], None
 
 

@@ -591,6 +591,15 @@ def linearize_under_vmap(T):
     return fn
 
 
+@table((3,))
+def linearize_integer_outputs(T):
+    def fn(x):
+        out, push = T.linearize(lambda a: {"sorted": a.sort(), "largest": a.max(0), "positive": a > 0}, x)
+        return out, push(x), push(x * 2), T.vmap(push)(torch.stack([x, x * 2]))
+
+    return fn
+
+
 # -- jacrev, jacfwd, hessian --------------------------------------------------------------------------------------------------------
 def _jacobians(name: str, transform: Any) -> None:
     def build(suffix: str, make: Any, *arguments: Any) -> None:

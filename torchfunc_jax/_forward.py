@@ -153,7 +153,7 @@ def jvp_with_argnums(
         fitting = tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True))
         with forward_mode():
             outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, fitting)
-        pushed = [jnp.zeros_like(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(outs, pushed, strict=True)]
+        pushed = _in_dtypes([o.dtype for o in outs], pushed)
         n = found[0].meta[1]
         if tied:
             pushed[:n] = [t if c else tie_tangents([t], [o])[0] for t, o, c in zip(pushed, outs, constant, strict=False)]
@@ -162,6 +162,11 @@ def jvp_with_argnums(
         return _with_tangents(found[0], outs, pushed, n, shared)
 
     return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
+
+
+def _in_dtypes(dtypes: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The tangents of outputs of these dtypes: zeros for an output of integers or booleans, which has no tangent in JAX."""
+    return [jnp.zeros(t.shape, dtype) if t.dtype == jax.dtypes.float0 else t for dtype, t in zip(dtypes, tangents, strict=True)]
 
 
 def _is_taken(primal: Any, tangent: Any) -> bool:
@@ -280,6 +285,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
     pushes: list[Any] = []
+    dtypes: list[Any] = []
     began: list[Place] = []
 
     def compute(values: list[Any]) -> Result:
@@ -288,7 +294,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
         with forward_mode():
             outs, push, rest = varying.linearize(body, *target.split(values), has_aux=True)
-        pushes[:] = [push]
+        pushes[:], dtypes[:] = [push], [o.dtype for o in outs]
         return Result([*outs, *rest], found[0].meta, found[0].written)
 
     versions = autograd.versions(target.call.arrays)
@@ -305,7 +311,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
                 return jvp_with_argnums(began[0].again()(func), primals, tangents, None, False, False, tied=False)[1]
 
         def forward(values: list[Any]) -> Result:
-            return Result(list(push(*values)))
+            return Result(_in_dtypes(dtypes, push(*values)))
 
         pushed, _ = apply(forward, leaves, func)
         return trees.unflatten(out_spec, pushed)

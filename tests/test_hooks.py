@@ -145,6 +145,16 @@ def test_full_backward_hooks_of_modules(input_needs_grad: bool, before: bool, re
             same(mine, theirs)
 
 
+def test_a_jacobian_row_by_row_gives_a_hook_its_values() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        y.register_hook(lambda g: g * 2 if g.sum().item() > 0 else g)
+        return torch.stack([(y * y).sum(), -(y * MASK).sum()])
+
+    for x in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-2.0, 0.5, 1.0])):
+        same(torchfunc_jax.jacrev(f, chunk_size=1)(x), torch.func.jacrev(f, chunk_size=1)(x))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_refused(compiled: bool) -> None:
     def by(hook: Callable[..., Any]) -> Callable[..., Any]:

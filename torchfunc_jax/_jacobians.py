@@ -125,7 +125,8 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
 
     def rows(first: int, n: int) -> tuple[Any, ...]:
         basis = jnp.eye(n, size, first, dtype=out.dtype).reshape(n, *out.shape)
-        return jax.vmap(row)(basis)
+        # a hook may ask for the values of one row, as in torch.func, but not for those of a mapped one
+        return jax.vmap(row)(basis) if n > 1 else tuple([g[None] for g in row(basis[0])])
 
     step = size if chunk_size is None else min(chunk_size, size)
     if size == 0:

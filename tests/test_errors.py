@@ -76,6 +76,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "jacfwd complex input": (lambda T: T.jacfwd(torch.sin)(x + 0j), r"jacfwd: Expected all inputs to be real"),
     "jacrev complex output": (lambda T: T.jacrev(lambda a: a + 0j)(x), r"jacrev: Expected all outputs to be real"),
     "jacrev chunk_size 0": (lambda T: T.jacrev(torch.sin, chunk_size=0)(x), r"chunk_size"),
+    "jacrev of no tensor": (lambda T: T.jacrev(lambda t: torch.ones(2))(()), r"argnums=0 picks to contain at least one tensor"),
+    "jacrev of no tensor under vmap": (
+        lambda T: T.vmap(lambda a: T.jacrev(lambda t, b: b, (0,))({}, a))(x), r"argnums=\(0,\) picks to contain at least one tensor"
+    ),
     "jacrev argnums too large": (lambda T: T.jacrev(torch.sin, argnums=1)(x), r"argnum=1"),
     "jacfwd argnums too large": (lambda T: T.jacfwd(torch.sin, argnums=1)(x), r"argnum=1"),
     "jvp integer primal": (lambda T: T.jvp(lambda a: a.float(), (x.long(),), (x.long(),)), r"Expected primal to be floating point"),

@@ -46,7 +46,7 @@ def jacrev(
         has_aux it returns (Jacobian, aux).
 
     Raises:
-        ValueError: chunk_size < 1; an input to differentiate is not a tensor.
+        ValueError: chunk_size < 1; an input to differentiate is not a tensor; there is no input to differentiate.
         RuntimeError: an input or output is complex; an input to differentiate has an integer dtype; an output is not a floating tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.jacrev.html
@@ -68,6 +68,15 @@ def jacrev(
         def finish(out: Any) -> tuple[list[Any], Any]:
             return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
+        def differentiated() -> Differentiated:
+            target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+            if not target.active:
+                raise ValueError(
+                    f"jacrev: expected the arguments that argnums={argnums} picks to contain at least one tensor, got a tree with none: "
+                    f"{target.diff_spec}; pick an argument that has tensors"
+                )
+            return target
+
         def build(target: Differentiated, outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
             out_spec, n, aux_spec = meta
             width = len(target.active)
@@ -76,7 +85,7 @@ def jacrev(
             return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
 
         def record(recorder: Recorder) -> Any:
-            target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+            target = differentiated()
             tensors, meta = target.entered(recorder, "jacrev", (target.active, chunk_size), finish)
             n = meta[1]
             blocks = [aval_of(x).like(o.shape + x.shape) for o in tensors[:n] for x in target.diff_leaves]
@@ -86,7 +95,7 @@ def jacrev(
         done = transforms.transform(func, trees.flatten(args)[0], record)
         if done is not transforms.NOT_RECORDED:
             return done
-        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+        target = differentiated()
 
         def compute(values: list[Any]) -> Result:
             found: list[Result] = []

@@ -776,14 +776,51 @@ def test_randomness_error_is_the_default() -> None:
         vmap(lambda x: x + torch.randn(4))(torch.zeros(6, 4))
 
 
-def test_strict_jvp_refuses_an_independent_output() -> None:
-    from torchfunc_jax import jvp
+def _without_grad(x):
+    with torch.no_grad():
+        return x * 2
 
-    x = torch.randn(3)
-    for api in (torch.func.jvp, jvp):
-        same(api(lambda a: a * 2, (x,), (x,), strict=True), (x * 2, x * 2))
-        with pytest.raises(RuntimeError, match="strict"):
-            api(lambda a: torch.ones(3), (x,), (x,), strict=True)
+
+def _filled(x):
+    y = x.clone()
+    y[:] = torch.ones(3)
+    return y
+
+
+STRICT = {
+    "times two": lambda x: x * 2, "sign": torch.sign, "floor": lambda x: (x.floor(), x), "to the power of 0": lambda x: x**0,
+    "another dtype": lambda x: x.round().double(), "a view": lambda x: x.trunc().view(3, 1)[1:], "fill_": lambda x: x.clone().fill_(1.0),
+    "zero_": lambda x: x.clone().zero_(), "copy_": lambda x: x.clone().copy_(torch.ones(3)), "indexed": _filled,
+    "under no_grad": _without_grad, "a constant": lambda x: torch.ones(3), "one of two": lambda x: (x, torch.ones(2)),
+    "zeros_like": torch.zeros_like, "detach": lambda x: x.detach().sign(), "a comparison": lambda x: x > 0,
+    "where": lambda x: torch.where(x > 0, torch.ones(3), torch.zeros(3)), "by way of integers": lambda x: x.long().float(),
+}  # fmt: skip
+STRICTLY = {
+    "alone": lambda T, f, x: T.jvp(f, (x[0],), (x[1],), strict=True),
+    "dict": lambda T, f, x: T.jvp(lambda d: {"o": f(d["a"])}, ({"a": x[0]},), ({"a": x[1]},), strict=True),
+    "vmap": lambda T, f, x: T.vmap(lambda a, t: T.jvp(f, (a,), (t,), strict=True))(x, x),
+    "vmap inside": lambda T, f, x: T.jvp(T.vmap(f), (x,), (x,), strict=True),
+    "in grad": lambda T, f, x: T.grad(lambda a: sum(t.sum() for t in pytree.tree_leaves(T.jvp(f, (a,), (a,), strict=True))))(x[0]),
+    "a value asked for": lambda T, f, x: T.jvp(lambda a: f(a) if a.sum().item() < 99 else a, (x[0],), (x[1],), strict=True),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", STRICT)
+def test_strict_jvp_refuses_what_torch_funcs_refuses(name: str, jitted: bool) -> None:
+    wrap = torchfunc_jax.jit if jitted else lambda f: f
+    for way in STRICTLY:
+        if jitted and way == "a value asked for":
+            continue
+        call = lambda T, x, way=way: STRICTLY[way](T, STRICT[name], x)
+        for x in (torch.tensor([[1.5, -2.25, 0.75], [3.0, 0.5, -1.0]]), torch.tensor([[-0.5, 2.0, 1.0], [0.25, 4.0, 2.0]])):
+            try:
+                expected = call(torch.func, x)
+            except RuntimeError as error:
+                with pytest.raises(RuntimeError, match="strict=True" if "strict=True" in str(error) else ""):
+                    wrap(partial(call, torchfunc_jax))(x)
+            else:
+                same(wrap(partial(call, torchfunc_jax))(x), expected)
 
 
 def test_python_runs_at_every_call() -> None:

@@ -132,6 +132,7 @@ def jvp_with_argnums(
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
+    target.strict = strict
     constant: list[bool] = []
 
     def finish(out: Any) -> tuple[list[Any], Any]:

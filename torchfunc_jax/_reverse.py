@@ -93,6 +93,8 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
 class Differentiated:
     """A call that is differentiated with respect to the arguments at some positions; ``active`` has the indices of their arrays."""
 
+    strict = False  # whether it will be asked which outputs depend on these arguments
+
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: argnums_t | None, api: str
     ) -> None:
@@ -133,6 +135,8 @@ class Differentiated:
         def run(*diff: jax.Array) -> tuple[list[Any], list[Any]]:
             with push(kind) as level:
                 level.probe = private_jax.trace_of(diff[0]) if diff else None
+                level.strict = self.strict
+                level.root.strict = level.root.strict or self.strict
                 saved = saved_tensor_hooks.without_hooks() if kind == "grad" else contextlib.nullcontext()
                 recording = kind == "grad" or torch.is_grad_enabled()
                 ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

@@ -20,7 +20,7 @@ from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
-from bridge.trace import pieces
+from bridge.trace import pieces, requires_grad
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node, contiguous
 from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
@@ -87,6 +87,8 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
         )
     keep = not (detached or torch.is_grad_enabled()) and innermost("jvp") is None  # forward mode ignores no_grad
     root = state.level.root
+    if root.strict:  # in forward mode, what was written to keeps a tangent, of zeros
+        value = requires_grad.tie_strictly(value, value_of(target), ())
     assign(target, value, detached or None, keep=keep and (root.recorded or root.in_jax or innermost("grad") is not None))
 
 

@@ -43,6 +43,7 @@ class Level:
     outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
     met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
     probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
+    strict: bool = False  # of a jvp: whether it asks which outputs depend on the primals; of the root: whether a jvp inside does
     # -- in the root alone ----------------------------------------------------------------------------------------------------------------
     staged: bool = False  # whether the trace is of a whole program that will be compiled
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge import private_jax
-from bridge.trace.levels import state
+from bridge.trace.levels import Level, around, state
 
 _stopped_p = Primitive("stopped_by_torch")
 _stopped_p.def_impl(lambda value: value)
@@ -53,8 +53,22 @@ def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
 
     no_grad: the positions of the outputs that never require grad.
     """
-    if state.level.root.staged:  # the whole program is checked later
-        return out
+    return out if state.level.root.staged else _linked(out, values, no_grad, depends)  # a whole program is checked later
+
+
+def tie_strictly(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
+    """The same for forward mode inside jvp with strict=True, which asks whether an output depends on the primals."""
+    for level in around():
+        if level.strict:
+            out = _linked(out, values, no_grad, functools.partial(_perturbed, level=level))
+    return out
+
+
+def _perturbed(value: jax.Array, level: Level) -> bool:
+    return private_jax.perturbed([value], level) and _inexact(value)
+
+
+def _linked(out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[jax.Array], bool]) -> Any:
     linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
     if not linked:
         return out

@@ -385,7 +385,8 @@ def test_programs_do_not_depend_on_places_in_memory(cut: Callable[..., Any], pro
 
 CONJUGATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "argument": lambda z: z, "conj": torch.conj, "twice": lambda z: z.conj().conj(), "part": lambda z: z.conj()[:1],
-    "real": lambda z: z.conj().real, "mH": lambda z: z[None].mH, "resolved": lambda z: z.conj().resolve_conj(), "computed": lambda z: z.conj() * 2, "abs": torch.abs,
+    "real": lambda z: z.conj().real, "mH": lambda z: z[None].mH, "resolved": lambda z: z.conj().resolve_conj(),
+    "computed": lambda z: z.conj() * 2, "abs": torch.abs,
 }  # fmt: skip
 
 

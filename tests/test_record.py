@@ -300,6 +300,27 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
     assert seen == ["before", "f"] * 3
 
 
+# -- what Python is told of a tensor ----------------------------------------------------------------------------------------------------
+ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "type": lambda x: (x.type(), (x > 0).type(), x.half().t().type()), "type of a captured tensor": lambda x: (X.type(), _KEPT.type()),
+    "a cast to another's type": lambda x: torch.ones(2).double().type(x.type()).dtype,
+    "casts": lambda x: [x.type(to).dtype for to in (torch.float64, "torch.LongTensor", torch.HalfTensor)],
+    "type of a parameter": lambda x: WEIGHTS.type(),
+}  # fmt: skip
+WEIGHTS = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_python_is_told_of_a_tensor(name: str, transform: str) -> None:
+    def told(T: Any) -> list[Any]:
+        found: list[Any] = []
+        getattr(T, transform)(lambda x: (found.append(ANSWERS[name](x * 2)), x.sum())[1])(X)
+        return found
+
+    assert told(torchfunc_jax) == told(torch.func)
+
+
 # -- values of tensors from outside -----------------------------------------------------------------------------------------------------
 VALUES: dict[str, Callable[[torch.Tensor], float]] = {
     "numpy": lambda w: float(w.numpy()[0]), "numpy.asarray": lambda w: float(np.asarray(w)[0]), "tolist": lambda w: w.tolist()[0],

@@ -74,7 +74,7 @@ def _outs(
         return Out(aval(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, where, out.requires_grad, lanes))
     if isinstance(out, tuple | list):
         return type(out)([_outs(o, lanes, metas, device) for o in out])
-    if out is None or isinstance(out, bool | int | float | str | torch.dtype | torch.device):
+    if out is None or isinstance(out, bool | int | float | torch.dtype):  # a device, or the name of one, would be the meta device's
         return out
     raise Unrecordable(f"a result of {type(out)}")
 

@@ -58,6 +58,14 @@ def _is_conj(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     return func(*args, **kwargs)
 
 
+def _type(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.type: the name of the tensor's type, or a cast to a type that is given."""
+    like = func(torch.empty(0, device=args[0].device), *args[1:], **kwargs)
+    if isinstance(like, str):
+        return func(*args, **kwargs)
+    return recorder.__torch_function__(torch.Tensor.to, (), (args[0], like.device, like.dtype))
+
+
 def _sparse(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sparse tensor that is made of tensors from outside is one too."""
     if any(type(t) is Recorded or t.requires_grad for t in tensors_in((args, kwargs))):
@@ -118,7 +126,7 @@ _PASSED = [
     *functions_of(
         torch.Tensor,
         "size dim stride numel storage_offset is_contiguous is_floating_point is_complex element_size nelement ndimension get_device "
-        "is_signed is_inference is_same_size is_neg is_shared is_pinned has_names __len__ __hash__ __repr__",
+        "is_signed is_inference is_same_size is_neg is_shared is_pinned has_names __len__ __hash__ __repr__ __dir__",
     ),
     *functions_of(
         torch,
@@ -129,15 +137,15 @@ _PASSED = [
         torch.Tensor,
         "shape dtype device ndim requires_grad is_leaf layout itemsize nbytes names name grad output_nr retains_grad "
         "is_cuda is_cpu is_sparse is_meta is_quantized is_nested is_mkldnn is_xpu is_mps is_sparse_csr is_vulkan is_mtia is_xla is_ipu "
-        "is_maia _base _version _backward_hooks",
+        "is_maia _base _version _backward_hooks _cdata",
     )],
     torch._C._set_grad_enabled, torch.manual_seed,
 ]
 _REFUSED = [
     *functions_of(
         torch.Tensor,
-        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage set_ resize_ resize_as_ "
-        "share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
+        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type set_ resize_ "
+        "resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
         "apply_ map_ new new_tensor requires_grad_ detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy"),
@@ -157,6 +165,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
+    torch.Tensor.type: _type,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),
 }

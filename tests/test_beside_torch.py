@@ -178,6 +178,27 @@ def test_torchs_forward_mode_around_ours(mode: str) -> None:
     same(call(x), x.sin())
 
 
+def _tangent(x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        tangent: torch.Tensor = forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x)).sin()).tangent
+        return tangent
+
+
+def _diagonal(x: torch.Tensor) -> torch.Tensor:
+    jacobian: Any = torch.autograd.functional.jacobian(torch.sin, x.flatten(), strategy="forward-mode", vectorize=True)
+    return jacobian.diagonal().reshape(x.shape)
+
+
+@pytest.mark.parametrize("way", ["un-jitted", "jit"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("forward", [_tangent, _diagonal])
+def test_torchs_forward_mode_inside_ours(forward: Any, around: str, way: str) -> None:
+    """torch.func refuses forward mode inside of forward mode."""
+    x = torch.randn(2, 3)
+    call = lambda f: AROUND[around](torchfunc_jax, f, x)
+    same(call(forward) if way == "un-jitted" else jit(lambda: call(forward))(), AROUND[around](torch.func, torch.cos, x))
+
+
 def test_our_vmap_of_torchs_backward() -> None:
     x = torch.randn(3, requires_grad=True)
     for call in (vmap(torch.sin), jit(torch.sin)):

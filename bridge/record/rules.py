@@ -148,7 +148,7 @@ _REFUSED = [
         "resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
         "apply_ map_ new new_tensor requires_grad_ detach_ is_set_to",
     ),
-    *functions_of(torch, "set_default_device as_strided frombuffer from_numpy"),
+    *functions_of(torch, "set_default_device as_strided frombuffer from_numpy _make_dual _unpack_dual"),
     torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
     *[attribute.__set__ for attribute in functions_of(torch.Tensor, "data grad requires_grad names")],
     torch.autograd.backward, torch.autograd.grad,

@@ -145,6 +145,8 @@ BY_VALUE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "argwhere": lambda t: t[torch.argwhere(t > 0)[:, 0]].cos(), "unique": lambda t: t.sum() * torch.unique(t > 0),
     "repeat_interleave": lambda t: torch.repeat_interleave(t, (t > 0).long() * 2) ** 2,
     "bincount": lambda t: torch.bincount((t > 0).long()) * t.sum(), "a length": lambda t: t[: int((t > 0).sum())] * 3,
+    "torch.tensor": lambda t: t * torch.tensor([t.sum(), 1.0, t[:1], t[1].double(), X[0, 0]]).float(),
+    "as_tensor": lambda t: t * torch.as_tensor([[s.sum()] for s in t], dtype=torch.float32) * torch.tensor((t[0], X[0, 0])).sum(),
 }  # fmt: skip
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import same
 
 import torchfunc_jax
+from bridge.errors import DataDependentError
 from torchfunc_jax import grad, jit, vmap
 
 _X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -39,6 +41,27 @@ def test_the_words_of_an_error_under_vmap(name: str, way: str) -> None:
     for transform in (torch.func.vmap, vmap if way == "un-jitted" else lambda f: jit(vmap(f))):
         with pytest.raises(RuntimeError, match=words):
             transform(lane)(_X)
+
+
+#: A tensor that is made of a list of tensors: it has no derivative.
+OF_A_LIST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda x: torch.tensor([x, 1.0]), "of a tuple": lambda x: torch.tensor((x,)), "nested": lambda x: torch.tensor([[x], [2.0]]),
+    "as_tensor": lambda x: torch.as_tensor([x]), "asarray": lambda x: torch.asarray([x]), "Tensor": lambda x: torch.Tensor([x]),
+    "new_tensor": lambda x: x.new_tensor([x, 2]), "new_tensor of integers": lambda x: x.long().new_tensor([[x.long()]]),
+    "of booleans and complex numbers": lambda x: torch.tensor([x > 0, x * 1j]).abs(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_A_LIST)
+def test_a_tensor_of_a_list_of_tensors(name: str) -> None:
+    x, f = torch.tensor(3.0), lambda x: (OF_A_LIST[name](x) * x).sum()
+    for run in (lambda T: T.grad(f)(x), lambda T: T.jvp(f, (x,), (x,)), lambda T: T.vjp(f, x)[1](x), lambda T: T.grad(T.grad(f))(x)):
+        same(run(torchfunc_jax), run(torch.func))
+    for transform in (torch.func.vmap, vmap, lambda f: jit(vmap(f))):
+        with pytest.raises(RuntimeError, match=r"calling .item\(\) on a Tensor"):
+            transform(f)(_X[0])
+    with pytest.raises(DataDependentError, match="under jit only its shape and dtype are known"):
+        jit(grad(f))(x)
 
 
 def test_a_value_is_no_error_under_grad() -> None:

@@ -10,12 +10,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from jax import Array
+from torch.utils import _pytree as pytree
 
 from bridge import private, private_jax
+from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import gradient_hooks
 from bridge.intercepted.control_flow import traced
@@ -162,7 +165,22 @@ def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
     if innermost("vmap") is not None:
         concrete(input, "bool()")
-    return func(input)
+    return _number(func, input)
+
+
+def _number(func: Callable[..., Any], input: torch.Tensor) -> Any:
+    """float(x), int(x): torch.tensor([x]) asks for it where PyTorch's C++ calls no dispatch mode, and item() would read memory."""
+    if type(input) is not Traced or input.numel() != 1:
+        return func(input)
+    with private.below_python(), jax.ensure_compile_time_eval():
+        return func(tensors.to_torch(jnp.array(concrete(input, "item()")), input.device))
+
+
+def _new_tensor(func: Callable[..., Any], input: torch.Tensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """x.new_tensor([y]): the values of tensors in a list are read before PyTorch's C++ reads their memory."""
+    if not isinstance(data, torch.Tensor):
+        data = pytree.tree_map_only(Traced, lambda t: t.item(), data)
+    return func(input, data, *args, **kwargs)
 
 
 def _assert(func: Callable[..., Any], condition: torch.Tensor, message: Any) -> Any:
@@ -301,7 +319,8 @@ PYTHON_RULES |= {
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
-    F.linear: _linear, **FUNCTIONS,
+    F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
+    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, **FUNCTIONS,
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

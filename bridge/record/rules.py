@@ -47,8 +47,8 @@ def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
         return recorder.__torch_function__(torch.full, (), ((), data), {"dtype": torch.get_default_dtype()})
     if isinstance(data, torch.Tensor) and func is torch.as_tensor:
         return data if len(args) == 1 and not kwargs else recorder.__torch_function__(torch.Tensor.to, (), (data, *args[1:]), kwargs)
-    if tensors_in(data):
-        raise Unrecordable("torch.tensor of tensors")
+    if found := tensors_in(data):
+        args, kwargs = with_values((args, kwargs), recorder.now(found))
     return func(*args, **kwargs)
 
 

@@ -104,7 +104,12 @@ def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
 
 def mapping(value: Any) -> set[Any]:
     """The traces of the vmaps that map a value."""
-    return {tracer._trace for tracer in _nested(value) if batched_value(tracer) is not None}
+    return {tracer._trace for tracer in _nested(value) if _maps(tracer)}
+
+
+def _maps(tracer: Any) -> bool:
+    """Whether a tracer is one of vmap and its value is mapped; JAX also has such tracers of values that the vmap does not map."""
+    return getattr(tracer, "batch_dim", None) is not None
 
 
 def innermost_removed(value: Any, recurse: bool) -> Any:
@@ -115,14 +120,9 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
     return value
 
 
-def batched_value(tracer: Any) -> Any:
-    """The batched value inside a tracer of vmap; None for any other value."""
-    return tracer.val if hasattr(tracer, "batch_dim") and hasattr(tracer, "val") else None
-
-
 def mapped(values: Iterable[Any]) -> bool:
     """Whether a vmap maps one of the values, also if a transform inside that vmap differentiates it."""
-    return any(batched_value(tracer) is not None for value in values for tracer in _nested(value))
+    return any(_maps(tracer) for value in values for tracer in _nested(value))
 
 
 class Lanes:
@@ -135,7 +135,7 @@ class Lanes:
     def of(cls, values: Iterable[Any]) -> Lanes | None:
         """Those of the innermost vmap that maps one of the values; None if there is none, or a transform inside it differentiates."""
         trace: Any = current_trace()
-        mapping = [v._trace for v in values if batched_value(v) is not None]
+        mapping = [v._trace for v in values if _maps(v)]
         while hasattr(trace, "axis_data"):  # vmap's
             if any(same_trace(trace, other) for other in mapping):
                 return cls(trace)
@@ -148,7 +148,7 @@ class Lanes:
 
     def joined(self, value: Any) -> tuple[Any, int | None]:
         """The value of all lanes, and its mapped dimension; None if the vmap does not map it."""
-        of_these = batched_value(value) is not None and same_trace(value._trace, self.trace)
+        of_these = hasattr(value, "batch_dim") and same_trace(value._trace, self.trace)
         return (value.val, value.batch_dim) if of_these else (value, None)
 
     def apart(self, value: Any, dim: int | None) -> Any:
@@ -174,7 +174,7 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
 
 def compiled_later(values: Iterable[Any]) -> bool:
     """Whether any of the values is not computed yet, because JAX records the operations to compile them later (jit, grad)."""
-    return any(batched_value(tracer) is None for value in values for tracer in _nested(value))
+    return any(not hasattr(tracer, "batch_dim") for value in values for tracer in _nested(value))
 
 
 def staged(values: Iterable[Any]) -> bool:

@@ -229,6 +229,31 @@ def test_a_generator_of_its_own(compiled):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+#: Draws from a tensor that a custom_jvp of JAX's has computed, whose tracers say of a tensor that no vmap maps that a vmap knows it.
+COMPUTED_OUTSIDE = {
+    "normal of a std": lambda t: torch.normal(0.0, t.abs()),
+    "normal of a mean": lambda t: torch.normal(t.abs(), 1.0),
+    "bernoulli": lambda t: torch.bernoulli(t.abs()),
+    "multinomial": lambda t: torch.multinomial(t.abs(), 3).float(),
+    "poisson": lambda t: torch.poisson(F.softplus(t) * 3),
+    "_standard_gamma": lambda t: torch._standard_gamma(t.abs()),
+    "_sample_dirichlet": lambda t: torch._sample_dirichlet(F.softplus(t)),
+    "binomial": lambda t: torch.binomial(torch.full_like(t, 9.0), t.abs()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("passed", [False, True], ids=["captured", "passed"])
+@pytest.mark.parametrize("randomness", [DIFFERENT, SAME], ids=["different", "same"])
+def test_tensors_that_no_vmap_maps(randomness, passed, compiled):
+    def way(lib, f):
+        return lib.vmap(lambda t, _: f(t if passed else X[1]), (None, 0), **randomness)(X[1], X)
+
+    for by_value in (False, True):
+        table = {name: f for name, f in COMPUTED_OUTSIDE.items() if (name in (*BY_VALUE, "binomial")) == by_value}
+        assert_as_in_torch(way, _all_of(table, way), compiled, 1e-5)
+
+
 CUBE = torch.arange(120.0).reshape(4, 5, 6)
 
 

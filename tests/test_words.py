@@ -101,10 +101,12 @@ def test_printed_tensors(name: str) -> None:
 def test_printed_tensors_without_values() -> None:
     found: list[str] = []
     jit(vmap(grad(lambda x: (found.append(repr(x)), x.sum())[1])))(_X)
-    (text,) = found
+    text = found[0]
     assert text.replace("\n", "").replace("    ", "") == (
         "GradTrackingTensor(lvl=2, value=BatchedTensor(lvl=1, bdim=0, value=Traced(shape=(2, 2), dtype=torch.float32)))"
     )
+    jit(vmap(lambda x, y: (found.append(repr(y.abs())), x)[1], (0, None)))(_X, _X)
+    assert found[1] == "Traced(shape=(2, 2), dtype=torch.float32)", "no vmap maps it"
     kept: list[torch.Tensor] = []
     for transform in (vmap, jit):
         transform(lambda x: (kept.append(x), x.sin())[1])(_X)

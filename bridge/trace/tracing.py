@@ -119,12 +119,14 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
     """
     while level is not None:
         trace, dim, inner = next(private_jax.peeled(value), (None, None, None))
-        known = trace is not None and private_jax.same_trace(level.probe, trace)
-        if level.kind in ("grad", "jvp") or (known and level.kind == "vmap"):
+        if trace is not None and private_jax.same_trace(level.probe, trace):
+            value = inner
+        else:
+            dim = None
+        if level.kind in ("grad", "jvp") or dim is not None:
             number = sum(each.kind in ("vmap", "grad", "jvp") for each in around(level))
-            kind = f"BatchedTensor(lvl={number}, bdim={dim}" if level.kind == "vmap" else f"GradTrackingTensor(lvl={number}"
-            shown = _shown(inner if known else value, device, level.parent)
-            return f"{kind}, value=\n{textwrap.indent(shown, '    ')}\n)"
+            kind = f"GradTrackingTensor(lvl={number}" if dim is None else f"BatchedTensor(lvl={number}, bdim={dim}"
+            return f"{kind}, value=\n{textwrap.indent(_shown(value, device, level.parent), '    ')}\n)"
         level = level.parent
     while (layer := next(private_jax.peeled(value), None)) is not None:  # torch's autograd around the call
         value = layer[2]

@@ -39,6 +39,8 @@ OPERATORS = {
     "bernoulli of a number": lambda x: torch.bernoulli(torch.zeros(20), 0.4),
     "normal of a mean": lambda x: torch.normal(x, 2.0),
     "normal of a std": lambda x: torch.normal(1.0, x.exp()),
+    "normal of both": lambda x: torch.normal(x, x.exp()),
+    "normal of a mean, and a std that is not mapped": lambda x: torch.normal(x, torch.full((6,), 2.0)),
     "multinomial": lambda x: torch.multinomial(x.softmax(-1), 3).float(),
     "multinomial, one": lambda x: torch.multinomial(x.softmax(-1).expand(4, 6), 1).float(),
     "multinomial with replacement": lambda x: torch.multinomial(x.softmax(-1), 5, True).float(),
@@ -50,7 +52,7 @@ OPERATORS = {
     "gumbel_softmax": F.gumbel_softmax,
     "attention": lambda x: _attention(*[x.expand(4, 3, 6) + 1] * 3)[0],
 }
-UNMAPPED = {"normal of both": lambda x: torch.normal(x, x.exp()), "lstm": lambda x: _recurrent(x.expand(3, 2, 6) + 1)[0]}
+UNMAPPED = {"lstm": lambda x: _recurrent(x.expand(3, 2, 6) + 1)[0]}
 #: how many numbers they draw depends on values; under jit these are computed first
 BY_VALUE = {
     "poisson": lambda x: torch.poisson(x.exp() * 3),
@@ -81,10 +83,11 @@ WAYS = {
 DIFFERENTIATED = ("grad", "vmap of grad", "jacrev")
 REFUSED = {  # by torch.func
     **dict.fromkeys(BY_VALUE, ("same", "different in same", "same in chunks")),
-    **dict.fromkeys(("bernoulli", "bernoulli, float64", "normal of a mean", "normal of a std", "bernoulli_ of probabilities"), (
-        "same", "different in same", "same in chunks"
-    )),
-    **{name: ("same", "different in same", "same in chunks") for name in OPERATORS if name.startswith("multinomial")},
+    **{
+        name: ("same", "different in same", "same in chunks") for name in OPERATORS
+        if name.startswith(("multinomial", "normal of a mean", "normal of a std", "normal of both"))
+        or name in ("bernoulli", "bernoulli, float64", "bernoulli_ of probabilities")
+    },
 }  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def assert_as_in_torch(way, f, compiled=False, tolerance=0.0):
 
 
 def _tolerance(name, way):
-    exact = way not in DIFFERENTIATED and name not in ("attention", "lstm", "gumbel_softmax", "log_normal_", "normal of a std")
+    rounded = ("attention", "lstm", "gumbel_softmax", "log_normal_", "normal of a std", "normal of both")
+    exact = way not in DIFFERENTIATED and name not in rounded
     return 0.0 if exact and "alpha" not in name else 1e-2 if "float16" in name else 1e-4
 
 

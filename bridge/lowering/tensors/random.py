@@ -122,7 +122,9 @@ def aten_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None 
         if drawn is not None:
             return drawn + lax.stop_gradient(mean)
     elif is_floating(dtype):
-        drawn = torch_numbers("aten.normal.float_Tensor", (0.0, jnp.broadcast_to(cast(std, dtype), shape)), 1, generator=generator)
+        like = jnp.broadcast_to(cast(std, dtype), shape)
+        rules = ("aten.normal.Tensor_Tensor", (mean, std)) if hasattr(mean, "dtype") else None
+        drawn = torch_numbers("aten.normal.float_Tensor", (0.0, like), 1, rules, generator)
         if drawn is not None:
             _check_std(std)
             return cast(drawn * lax.stop_gradient(std) + lax.stop_gradient(mean), dtype)

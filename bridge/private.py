@@ -193,10 +193,15 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-def lane_of_torch(t: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
-    """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first."""
-    for level in levels:
-        t = _add_batch_dim(t, 0, level)
+def lane_of_torch(t: torch.Tensor, levels: Sequence[int], places: Sequence[int] = ()) -> torch.Tensor:
+    """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first.
+
+    places: where each vmap is to find its dimension, among those that it gets; without any, in front.
+    """
+    for k, place in reversed([*enumerate(places)]):
+        t = t.movedim(k, k + place)
+    for level, place in zip(levels, places or [0] * len(levels), strict=True):
+        t = _add_batch_dim(t, place, level)
     return t
 
 
@@ -229,21 +234,21 @@ def only_python_refers(t: torch.Tensor) -> bool:
 
 def lanes_by_torch(
     run: Callable[[Sequence[int]], Any], sizes: Sequence[int]
-) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+) -> list[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
     """How the tensors that a function computes inside torch's own vmaps of these sizes lie in memory.
 
-    Of each tensor: a lane's strides, and the vmaps that map it, each with the stride from lane to lane.
+    Of each tensor: a lane's strides, and the vmaps that map it, each with the stride from lane to lane and the place of its dimension.
     """
-    found: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []
+    found: list[tuple[tuple[int, ...], list[tuple[int, int, int]]]] = []
 
     def look(levels: Sequence[int]) -> torch.Tensor:
         for t in _pytree.tree_leaves(run(levels)):
             if isinstance(t, torch.Tensor):
-                lane, between = t.stride(), list[tuple[int, int]]()
+                lane, between = t.stride(), list[tuple[int, int, int]]()
                 for k in reversed(range(len(levels))):
                     t, dim = _unwrap_batched(t, levels[k])
                     if dim is not None:
-                        between.insert(0, (k, t.stride(dim)))
+                        between.insert(0, (k, t.stride(dim), dim))
                 found.append((lane, between))
         return torch.empty(0, device="meta")
 

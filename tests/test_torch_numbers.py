@@ -258,6 +258,105 @@ def test_tensors_that_no_vmap_maps(randomness, passed, compiled):
         assert_as_in_torch(way, _all_of(table, way), compiled, 1e-5)
 
 
+#: name -> a function of probabilities [4, 5] that draws numbers, perhaps in the order in which the probabilities lie in memory
+LAID_OUT = {
+    "bernoulli": torch.bernoulli,
+    "bernoulli of a number": lambda w: torch.bernoulli(w, 0.4),
+    "bernoulli_ of probabilities": lambda w: torch.zeros_like(w).bernoulli_(w),
+    "bernoulli_ of probabilities, contiguous": lambda w: torch.zeros_like(w, memory_format=torch.contiguous_format).bernoulli_(w),
+    "bernoulli_ of probabilities, of a part": lambda w: torch.zeros_like(w)[..., 1:].bernoulli_(w[..., 1:]),
+    "bernoulli_ of a number": lambda w: torch.empty_like(w).bernoulli_(0.4),
+    "normal of a mean": lambda w: torch.normal(w, 1.0),
+    "normal of a std": lambda w: torch.normal(0.0, w),
+    "normal of both": lambda w: torch.normal(w, w.exp()),
+    "normal_": lambda w: w.clone().normal_(),
+    "multinomial": lambda w: torch.multinomial(w, 2),
+    "multinomial with replacement": lambda w: torch.multinomial(w, 3, replacement=True),
+    "Categorical": lambda w: distributions.Categorical(w, validate_args=False).sample(),
+    "dropout": F.dropout,
+    "dropout in place": lambda w: F.dropout(w + 0, 0.3, inplace=True),
+    "dropout2d": lambda w: F.dropout2d(w.expand(2, 3, *w.shape)),
+    "alpha_dropout": lambda w: F.alpha_dropout(w, 0.3, training=True),
+    "feature_alpha_dropout": lambda w: F.feature_alpha_dropout(w[None], 0.3, training=True),
+    "native_dropout": lambda w: torch.native_dropout(w, 0.5, True)[0],
+    "attention": lambda w: F.scaled_dot_product_attention(w[None], w[None], w[None], dropout_p=0.5),
+    "exponential_": lambda w: torch.empty_like(w).exponential_(),
+    "exponential_, contiguous": lambda w: torch.empty_like(w, memory_format=torch.contiguous_format).exponential_(),
+    "uniform_": lambda w: w.clone().uniform_(),
+    "cauchy_": lambda w: w.clone().cauchy_(),
+    "geometric_": lambda w: w.clone().geometric_(0.3),
+    "log_normal_": lambda w: w.clone().log_normal_(),
+    "random_": lambda w: w.clone().random_(100),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda w: torch.randn_like(w.sin()),
+    "randn_like, contiguous": lambda w: torch.randn_like(w, memory_format=torch.contiguous_format),
+    "randint_like": lambda w: torch.randint_like(w, 100),
+    "gumbel_softmax": F.gumbel_softmax,
+    "poisson": lambda w: torch.poisson(w * 9),
+    "binomial": lambda w: torch.binomial(torch.full_like(w, 9.0), w),
+    "_standard_gamma": torch._standard_gamma,
+    "_sample_dirichlet": torch._sample_dirichlet,
+    "rrelu": lambda w: F.rrelu(-w, training=True),
+}
+_P = torch.arange(60.0).mul(0.37).sin().abs().mul(0.8).add(0.1).reshape(3, 4, 5)
+#: name -> (a matrix, a batch of three along each dimension) whose elements lie otherwise in memory
+LAYOUTS = {
+    "contiguous": (_P[0], _P),
+    "transposed": (_P[0].reshape(5, 4).T, _P.reshape(5, 4, 3).permute(2, 1, 0)),
+    "first two swapped": (_P[1].reshape(5, 4).T, _P.reshape(4, 3, 5).permute(1, 0, 2)),
+    "sliced": (_P.reshape(4, 15)[:, ::3], _P.repeat(1, 1, 2)[..., ::2]),
+    "expanded": (_P[0, 0].expand(4, 5), _P[0].expand(3, 4, 5)),
+}
+#: name -> (library, f, matrix, batch) -> what f draws
+LAID_OUT_WAYS = {
+    "grad": lambda lib, f, w, ws: lib.grad(lambda v: (lambda y: (v.sum(), y))(f(v)), has_aux=True)(w)[1],
+    "vjp of vjp": lambda lib, f, w, ws: lib.vjp(lambda v: lib.vjp(f, v)[0], w)[0],
+    **{
+        f"{randomness}, in_dims={dim}": lambda lib, f, w, ws, dim=dim, randomness=randomness: lib.vmap(f, dim, randomness=randomness)(ws)
+        for dim in (0, 1, -1) for randomness in ("different", "same")
+    },
+    "unmapped": lambda lib, f, w, ws: lib.vmap(lambda v, _: f(v), (None, 0), **DIFFERENT)(w, ws),
+    "nested": lambda lib, f, w, ws: lib.vmap(lib.vmap(f, 1, **DIFFERENT), 2, **DIFFERENT)(ws[..., None] * torch.ones(2)),
+}  # fmt: skip
+
+
+def _assert_laid_out(name, layout, way, compiled):
+    w, ws = (t.detach() for t in LAYOUTS[layout])
+
+    def run(lib, f):
+        return LAID_OUT_WAYS[way](lib, f, w, ws)
+
+    try:
+        torch.manual_seed(3)
+        run(torch.func, LAID_OUT[name])
+    except RuntimeError:  # torch.func refuses it
+        return
+    rounded = ("attention", "gumbel", "normal of", "alpha", "feature", "log_normal", "dropout", "_standard", "_sample", "rrelu", "native")
+    assert_as_in_torch(run, LAID_OUT[name], compiled, 1e-5 if name.startswith(rounded) else 0.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", ["grad", "different, in_dims=1"])
+@pytest.mark.parametrize("name", ["multinomial", "native_dropout", "bernoulli_ of probabilities", "exponential_, contiguous", "dropout"])
+def test_numbers_lie_as_in_memory(name, way, compiled):
+    _assert_laid_out(name, "transposed", way, compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", LAID_OUT_WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_numbers_of_each_layout(name, layout, way):
+    for compiled in (False, True):
+        _assert_laid_out(name, layout, way, compiled)
+    if way == "grad":
+        w = LAYOUTS[layout][0]
+        torch.manual_seed(3)
+        expected = LAID_OUT[name](w)
+        torch.manual_seed(3)
+        torch.testing.assert_close(jit(LAID_OUT[name])(w), expected, rtol=1e-5, atol=1e-5)
+
+
 CUBE = torch.arange(120.0).reshape(4, 5, 6)
 
 

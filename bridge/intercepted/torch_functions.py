@@ -25,6 +25,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
+from bridge.process import having
 from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, has_rules, plan_of, value_of
@@ -97,6 +98,11 @@ def _fill_diagonal(func: Callable[..., Any], input: torch.Tensor, fill_value: An
             diagonal = diagonal.diagonal(0, 0, -1)
         diagonal.fill_(fill_value)
     return input
+
+
+def _bernoulli_(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with having(state, filling=True):
+        return func(*args, **kwargs)
 
 
 def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
@@ -320,7 +326,7 @@ PYTHON_RULES |= {
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
-    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, **FUNCTIONS,
+    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_, **FUNCTIONS,
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

@@ -38,6 +38,7 @@ class Operator:
         exact_out: out= must have the result's dtype, which PyTorch's kernel for the device meta does not check.
         takes_contiguous: the lowering takes contiguous=, whether the first argument is contiguous, which arrays do not tell.
         draws: a random operator whose numbers depend on no tensor's values; torch draws them, and the lowering does where torch may not.
+        ordered: a random operator whose numbers follow how the first argument lies in memory, which its lowering leaves to torch_numbers.
         presumed: of a comparison: what PyTorch's C++ (cov, istft) takes its value for when it asks for one that is not known.
     """
 
@@ -52,6 +53,7 @@ class Operator:
     takes_contiguous: bool = False
     presumed: bool | None = None
     draws: bool = False
+    ordered: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.lowering(*args, **kwargs)

@@ -14,6 +14,7 @@ from bridge.convert import tensors
 from bridge.errors import at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
+from bridge.process import having
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, state
 from bridge.trace.storage import Geometry, contiguous, strides_of
@@ -57,10 +58,10 @@ def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any 
     if not isinstance(out, jax.Array | np.ndarray):
         return out
     strides, known = layout
-    strides, between = (strides, ()) if lying is None else next(lying)
+    strides, between, places = (strides, (), ()) if lying is None else next(lying)
     t = wrap(out, device, strides=strides)
     if layout is not PLAIN or lying is not None:
-        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, between=between, known=known)
+        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, None, between, places, known)
     t.node.lanes = lanes
     return t
 
@@ -152,6 +153,16 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
         return otherwise(args, kwargs) if value is None else wrap_all(value, device, _layout(func, args, kwargs))
 
     return run_drawn
+
+
+def ordered(inner: Plan) -> Plan:
+    """The plan of a random operator whose numbers follow how its first operand lies in memory."""
+
+    def run_ordered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with having(state, first=args[0]):
+            return inner(args, kwargs)
+
+    return run_ordered
 
 
 def _named(names: str) -> frozenset[str]:

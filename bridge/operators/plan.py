@@ -14,7 +14,7 @@ from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
 from bridge.operators.mutation import write_plan
 from bridge.operators.opaque import opaque_plan
-from bridge.operators.operands import drawn, pure
+from bridge.operators.operands import drawn, ordered, pure
 from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
@@ -34,7 +34,10 @@ def _plan(func: torch._ops.OpOverload) -> Plan:
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)
     if row is not None:
-        return view_plan(func, row) if func.is_view else drawn(func, pure(func, row)) if row.draws else pure(func, row)
+        if func.is_view:
+            return view_plan(func, row)
+        inner = pure(func, row)
+        return drawn(func, inner) if row.draws else ordered(inner) if row.ordered else inner
     return fallback(func)
 
 

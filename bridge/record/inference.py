@@ -178,7 +178,7 @@ def _lay_out(
     for out, (strides, between) in zip(results, found, strict=True):
         if type(out) is Out and len(strides) == len(out.aval.shape):
             a = out.aval
-            lanes = tuple([lane_of(depths[k], sizes[depths[k]], stride, a.shape, strides) for k, stride in between])
+            lanes = tuple([lane_of(depths[k], sizes[depths[k]], stride, a.shape, strides) for k, stride, _ in between])
             out.aval = aval(a.shape, strides, a.offset, a.dtype, a.device, a.requires_grad, lanes)
 
 

@@ -42,6 +42,7 @@ class Geometry:
     plain: bool  # it is contiguous and begins where its memory begins
     outer: Geometry | None = None  # that of the tensor for which this one stands at the next outer level
     between: tuple[int, ...] = ()  # the strides of the dimensions that vmaps map, the outermost vmap's first: from lane to lane
+    places: tuple[int, ...] = ()  # the places of these dimensions, each among the dimensions that the vmap gets
     known: bool = True  # if the tensor is computed: its strides are those that PyTorch gives it
     asked: bool = False  # the function has called ``as_strided``, which counts from where the memory begins
 
@@ -53,17 +54,23 @@ class Geometry:
         shape = () if getattr(t, "is_nested", False) else tuple(t.shape)  # type: ignore[attr-defined]  # jax.Arrays have one too
         outer = None if node is None else node.root.geometry
         strides = strides or contiguous(shape)
-        return cls(shape, strides, plain, outer, () if outer is None else outer.between, outer is None or outer.known)
+        if outer is None:
+            return cls(shape, strides, plain)
+        places = outer.places if node.parent is None else (0,) * len(outer.places)  # PyTorch's vmap makes views with its dimension in front
+        return cls(shape, strides, plain, outer, outer.between, places, outer.known)
 
     def lane(self, dim: int | None) -> Geometry:
         """The geometry of one lane of a tensor that is mapped over this dimension."""
         if dim is None:
             return self
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return Geometry(shape, strides, strides == contiguous(shape), self, (*self.between, self.strides[dim]), self.known)
+        plain = strides == contiguous(shape)
+        return Geometry(shape, strides, plain, self, (*self.between, self.strides[dim]), (*self.places, dim), self.known)
 
     def lanes_outermost(self) -> bool:
-        """Whether the lanes of all vmaps lie one behind another, those of the outermost vmap farthest apart."""
+        """Whether the lanes of all vmaps lie one behind another, those of the outermost vmap farthest apart, also in a dense copy."""
+        if 0 in self.strides and any(self.places):
+            return False
         return not self.between or all(a >= b for a, b in itertools.pairwise((*self.between, span(self.shape, self.strides))))
 
     def ask(self) -> bool:

@@ -24,7 +24,7 @@ from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import having, process
 from bridge.trace import pieces, python_numbers
-from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
+from bridge.trace.levels import Level, around, innermost, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Node, contiguous, span
 from bridge.trace.tracing import Traced
 
@@ -77,6 +77,7 @@ class Blank:
         mapped: which of the draw's vmaps map it; the outermost is 0.
         fill: the value of each element, if it matters.
         between: the strides of the mapped dimensions; None: each holds the next ones whole.
+        places: where each vmap finds its dimension, among those that it gets; without any, in front.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +86,7 @@ class Blank:
     mapped: tuple[int, ...]
     fill: float | None = None
     between: tuple[int, ...] | None = None
+    places: tuple[int, ...] = ()
 
     def made(self, sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
         """A tensor of this shape, with a dimension in front for each vmap that maps it."""
@@ -104,7 +106,7 @@ def _in_vmaps(
 
     def lane(x: Any, levels: Sequence[int]) -> Any:
         if type(x) is Blank:
-            return private.lane_of_torch(made[id(x)], [levels[k] for k in x.mapped])
+            return private.lane_of_torch(made[id(x)], [levels[k] for k in x.mapped], x.places)
         return [lane(v, levels) for v in x] if type(x) is list else x
 
     return lambda levels: func(*[lane(x, levels) for x in args], **{name: lane(x, levels) for name, x in kwargs.items()})
@@ -136,8 +138,13 @@ class Draw:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
         kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
         run = _in_vmaps(overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], device)
+
+        def numbers(levels: Sequence[int]) -> torch.Tensor:
+            found = run(levels)
+            return found[-1] if type(found) is tuple else found  # dropout's mask
+
         with private.plain_torch():
-            return private.vmapped_by_torch(run, self.vmaps)
+            return private.vmapped_by_torch(numbers, self.vmaps)
 
     def tried(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """What ``made`` gives, for its shapes and its errors: the generator keeps its state."""
@@ -347,7 +354,7 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
         return None
     vmaps = _vmaps()
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
-    if vmaps and type(args[0]) is Traced and str(args[0].node.maker) in _EMPTY:  # it is dropout's own
+    if type(args[0]) is Traced and str(args[0].node.maker) in _EMPTY and not state.filling:  # it is dropout's own
         name, blanks = _in_dropout(name, blanks)
     return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
 
@@ -361,16 +368,17 @@ def _drawing() -> Any:
 
 
 def _in_dropout(name: str, args: list[Any]) -> tuple[str, list[Any]]:
-    """A draw of dropout's, as torch's vmap makes it, which replaces dropout."""
-    if name != "aten.bernoulli_.float":
+    """A draw of dropout's, as torch.func makes it, which replaces dropout in its transforms."""
+    if name != "aten.bernoulli_.float" or innermost("vmap", "grad", "jvp") is None:
         return name, args
     blank = args[0]
     return "aten.bernoulli.p", [Blank(blank.shape, (0,) * len(blank.shape), blank.dtype, ()), *(args[1:] or [0.5])]
 
 
 def of_arrays(
-    name: str, args: Sequence[Any], fill: float | None, rules: tuple[str, Sequence[Any]] | None, generator: torch.Generator | None
-) -> jax.Array | None:
+    name: str, args: Sequence[Any], fill: float | None, rules: tuple[str, Sequence[Any]] | None, generator: torch.Generator | None,
+    order: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> jax.Array | None:  # fmt: skip
     """Implements ``bridge.lowering.common.provided.torch_numbers``."""
     if _drawing() is None:
         return None
@@ -380,7 +388,9 @@ def of_arrays(
     if rules is not None and vmaps:
         _refuse(vmaps, *rules, generator)
     blanks = _blanks(args, vmaps, fill)
-    if vmaps:
+    if order is not None:
+        blanks[0] = _in_order(name, blanks[0], order, vmaps)
+    else:
         name, blanks = _in_dropout(name, blanks)
     return _drawn(vmaps, name, blanks, (), generator)
 
@@ -427,6 +437,17 @@ def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> 
     return [blank(x) if isinstance(x, jax.Array) else x for x in args]
 
 
+def _in_order(name: str, blank: Blank, order: Callable[[torch.Tensor], torch.Tensor], vmaps: Sequence[Level]) -> Blank:
+    """The blank in the memory order that follows from that of the first operand of the operator in progress."""
+    sizes, operand = [each.size for each in vmaps], _blank(state.first, vmaps)
+    if not _writes(name):
+        blank = dataclasses.replace(blank, mapped=operand.mapped)
+    steps = dict(zip(operand.mapped, operand.made(sizes, "meta").stride(), strict=False))
+    between = tuple([steps.get(k, 0) for k in blank.mapped])
+    lying = order(dataclasses.replace(blank, strides=operand.strides, between=between).made(sizes, "meta")).stride()
+    return dataclasses.replace(blank, strides=lying[len(between) :], between=lying[: len(between)])
+
+
 def _refuse(vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: torch.Generator | None) -> None:
     """Raise the error with which torch's vmap refuses an operator."""
     _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator).tried()
@@ -443,7 +464,7 @@ def _drawn(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
 ) -> jax.Array:
     assert state.level is not None
-    if name.split(".")[1].endswith("_") and vmaps:
+    if _writes(name) and vmaps:
         args, vmaps = _in_place(vmaps, args)
         value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator))
         mapped = (True,) * len(vmaps)
@@ -453,6 +474,11 @@ def _drawn(
         if own:
             value = _at_lane_p.bind(value, each.lane)
     return value
+
+
+def _writes(name: str) -> bool:
+    """Whether an operator, by its name, writes its numbers into its first argument."""
+    return name.split(".")[1].endswith("_")
 
 
 def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], list[Level]]:
@@ -478,22 +504,26 @@ def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
         return Blank(tuple(t.shape), t.stride(), t.dtype, ())
     found, geometry = _mapped(t.node.root), t.node.root.geometry
     mapped = tuple([k for k, each in enumerate(vmaps) if found is None or each.probe in found])  # all of them, if that is not known
-    between = None if geometry is None or len(geometry.between) != len(mapped) else geometry.between
-    return Blank(tuple(t.shape), t.stride(), t.dtype, mapped, between=between)
+    if geometry is None or len(geometry.between) != len(mapped):
+        return Blank(tuple(t.shape), t.stride(), t.dtype, mapped)
+    places = geometry.places if any(geometry.places) and t.node is t.node.root else ()  # a view has other dimensions
+    return Blank(tuple(t.shape), t.stride(), t.dtype, mapped, None, geometry.between, places)
 
 
 def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Iterator[Any] | None]:
     """How PyTorch's own vmap lays out in memory what an operator computes.
 
     The traces of the vmaps that map its results, None if they are not known; and, if an operand's lanes do not lie one behind another, for
-    each result its strides and those from lane to lane.
+    each result its strides, those from lane to lane, and the places of the mapped dimensions.
     """
     if state.level.root.drawn is None:
         return None, None
     roots = [t.node.root for t in _all_of(Traced, args)]
     lanes = [_mapped(root) for root in roots]
     found = None if None in lanes else frozenset().union(*lanes)
-    if all(root.geometry is None or root.geometry.lanes_outermost() for root in roots):
+    lying = [root.geometry for root in roots if root.geometry is not None]
+    fixed = kwargs.get("memory_format") is torch.contiguous_format  # the order of the dimensions counts
+    if all(each.lanes_outermost() and not (fixed and any(each.places)) for each in lying):
         return found, None
     vmaps = [each for each in around() if each.kind == "vmap"][::-1]
 
@@ -507,7 +537,7 @@ def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         made = private.lanes_by_torch(_in_vmaps(func, blank(args), named, sizes, "meta"), sizes)
     except Exception:  # the operator has no kernel for the device meta
         return found, None
-    return found, iter([(strides, tuple([stride for _, stride in between])) for strides, between in made])
+    return found, iter([(strides, *[tuple([each[k] for each in between]) for k in (1, 2)]) for strides, between in made])
 
 
 def _mapped(node: Node) -> Any:

@@ -58,7 +58,7 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
 
 def torch_numbers(
     name: str, args: Sequence[Any], fill: float | None = None, rules: tuple[str, Sequence[Any]] | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | None = None, order: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Array | None:  # fmt: skip
     """The numbers that one of torch's operators draws; None if the lowering must draw them with ``next_key``.
 
@@ -67,8 +67,10 @@ def torch_numbers(
         args: its arguments, with an array in the place of each tensor.
         fill: the value of each element of these tensors, if it matters.
         rules: another operator and its arguments, by whose rules torch's vmap refuses the draw.
+        order: of an operator that is registered with ``ordered``: takes a tensor on the device meta that lies in memory as all lanes of the
+            operator's first operand, whose shape is that of args[0], and gives one of the same shape that lies as the numbers.
     """
-    return PROVIDED["torch_numbers"](name, args, fill, rules, generator)
+    return PROVIDED["torch_numbers"](name, args, fill, rules, generator, order)
 
 
 def torch_numbers_by_value(

@@ -246,16 +246,21 @@ def _check_probability(p: float, name: str) -> None:
 @lowering("aten.bernoulli")
 def aten_bernoulli(self: Array, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli(Tensor self, *, Generator? generator=None) -> Tensor"""
-    return aten_bernoulli_tensor(self, self, generator=generator)
+    return _bernoulli(self, self, None, generator)
 
 
-@lowering("aten.bernoulli.Tensor")
+@lowering("aten.bernoulli.Tensor", ordered=True)
 def aten_bernoulli_tensor(self: Array, p: Array, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli.Tensor(Tensor self, Tensor p, *, Generator? generator=None) -> Tensor"""
+    return _bernoulli(self, p, lambda whole: whole, generator)
+
+
+def _bernoulli(self: Array, p: Array, order: Any, generator: torch.Generator | None) -> Array:
     _need_floating(p.dtype, "bernoulli")
     refuse(outside(p, 0, 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false: a probability is outside of [0, 1]")
     p = cast(lax.stop_gradient(p), opmath(p.dtype))
-    drawn = torch_numbers("aten.uniform_", (jnp.broadcast_to(p, self.shape),), rules=("aten.bernoulli", (p,)), generator=generator)
+    like, rules = jnp.broadcast_to(p, self.shape), ("aten.bernoulli", (p,))
+    drawn = torch_numbers("aten.uniform_", (like,), rules=rules, generator=generator, order=order)
     return cast((_uniform(next_key(generator), self.shape, p.dtype) if drawn is None else drawn) < p, self.dtype)
 
 
@@ -266,14 +271,14 @@ def aten_bernoulli_p(self: Array, p: float = 0.5, *, generator: torch.Generator 
     return cast(_coin(next_key(generator), p, self.shape), self.dtype)
 
 
-@lowering("aten.native_dropout")
+@lowering("aten.native_dropout", ordered=True)
 def aten_native_dropout(input: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     """native_dropout(Tensor input, float p, bool? train) -> (Tensor, Tensor)"""
     if train is False or p == 0:
         return input, jnp.ones(input.shape, np.bool_)
     _check_probability(p, "dropout")
     scale = 1 / (1 - p) if p < 1 else 0.0
-    mask = torch_numbers("aten.bernoulli_.float", (jnp.zeros(input.shape, np.bool_), 1 - p))
+    mask = torch_numbers("aten.native_dropout", (input, p, True), order=lambda whole: whole)
     if mask is not None:
         return input * cast(mask, input.dtype) * scale, mask
     mask = _coin(next_key(None), 1 - p, input.shape)
@@ -381,7 +386,7 @@ def _check_weights(weights: Array, num_samples: int, replacement: bool) -> None:
     refuse(lax.le(total, lax.full_like(total, 0)), "invalid multinomial distribution (sum of probabilities <= 0)")
 
 
-@lowering("aten.multinomial", exact_out=True)
+@lowering("aten.multinomial", exact_out=True, ordered=True)
 def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None) -> Array:
     """multinomial(Tensor self, SymInt num_samples, bool replacement=False, *, Generator? generator=None) -> Tensor"""
     _check_weights(self, num_samples, replacement)
@@ -389,7 +394,7 @@ def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *
     # what PyTorch does, in the same steps
     rules = ("aten.multinomial", (weights, num_samples, replacement))
     if not replacement or num_samples == 1:
-        drawn = torch_numbers("aten.exponential_", (weights,), rules=rules, generator=generator)
+        drawn = torch_numbers("aten.exponential_", (weights,), rules=rules, generator=generator, order=_rows)
         if drawn is not None:
             return cast(lax.top_k(weights / drawn, num_samples)[1], np.int64)
     else:
@@ -406,6 +411,11 @@ def aten_multinomial(self: Array, num_samples: int, replacement: bool = False, *
     level = _uniform(key, (*batch, num_samples), weights.dtype) * cumulative[..., -1:]
     # level < total, so the first entry above it exists, and has weight: the sums before and after it differ
     return _first_above(cumulative, level, "right")
+
+
+def _rows(weights: torch.Tensor) -> torch.Tensor:
+    """The weights of all lanes as PyTorch's vmap divides them by exponential numbers: as rows, copied if they cannot be a view."""
+    return torch.empty_like(weights.reshape(-1, weights.shape[-1])).view(weights.shape)
 
 
 def _first_above(cumulative: Array, level: Array, side: str) -> Array:

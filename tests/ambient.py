@@ -212,7 +212,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @dataclasses.dataclass
 class Seen:
-    """What one call gave: the results and the gradients through them, or an error; and the ambient state afterwards."""
+    """What one call gave: the results and the gradients through them, up to an error if there is one; and the ambient state afterwards."""
 
     results: list[Any]
     error: BaseException | None
@@ -239,15 +239,16 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)
         recorded = way in ("functionalize", "jit") and tensors == "passed"  # where it is captured the weight alone requires grad
 
-        def call(x: torch.Tensor) -> list[torch.Tensor]:
+        def call(x: torch.Tensor, found: list[torch.Tensor]) -> None:
             args = [x, program.weight.detach().clone().requires_grad_(program.weight.requires_grad)][:count]
             out = made(*args)
             outs = list(out) if isinstance(out, tuple) else [out]
+            found += outs  # also if torch.autograd.grad raises an error
             wanted = [a for a in (*args, *program.layer.parameters()) if a.requires_grad]
             total = sum(o.float().sum() for o in outs if o.requires_grad)
             if isinstance(total, torch.Tensor) and wanted:
-                outs += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-            return [*outs, *[b.clone() for b in program.layer.buffers()]]
+                found += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+            found += [b.clone() for b in program.layer.buffers()]
 
         around = state.wrap(program, call)
         every = {"inside": [call] * 2, "around": [around] * 2, "between": [call, around] * 2}[when]
@@ -256,10 +257,12 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
 
 def _seen(call: Callable[..., Any], x: torch.Tensor) -> Seen:
     before = torch.get_rng_state()
+    results: list[torch.Tensor] = []
+    error = None
     try:
-        results, error = call(x), None
+        call(x, results)
     except Exception as e:
-        results, error = [], e
+        error = e
     drawn = torch.get_rng_state()
     return Seen(results, error, ambient() | {"drawn": not torch.equal(before, drawn)}, drawn)
 

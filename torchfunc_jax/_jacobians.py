@@ -10,7 +10,7 @@ import torch
 
 from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result
+from bridge.boundary.results import Result, as_gradients
 from bridge.convert import trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
@@ -101,7 +101,7 @@ def jacrev(
             found: list[Result] = []
             body = target.body(values, "grad", finish, found, lambda meta: meta[1])
             outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
-            blocks = [b for k in range(len(outs)) for b in _rows(pull, outs, k, chunk_size)]
+            blocks = [b for k in range(len(outs)) for b in as_gradients(_rows(pull, outs, k, chunk_size), "jacrev")]
             return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
 
         return build(target, *apply(compute, target.call.arrays, func))

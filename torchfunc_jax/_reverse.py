@@ -14,7 +14,7 @@ import torch
 from bridge import private, private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
-from bridge.boundary.results import Result, conj, is_array, replaced, split_arrays
+from bridge.boundary.results import Result, as_gradients, conj, is_array, replaced, split_arrays
 from bridge.convert import dtypes, trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
@@ -198,7 +198,7 @@ def gradients_and_value(
         body = target.body(values, "grad", finish, found, lambda _: 1)
         (out,), pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         if jnp.issubdtype(out.dtype, jnp.inexact):
-            grads = [conj(g) for g in pull([jnp.ones((), out.dtype)])]
+            grads = as_gradients(pull([jnp.ones((), out.dtype)]), "grad")
         else:
             grads = [jnp.zeros_like(v) for v in target.split(values)]
         done = found[0].after([*grads, out, *rest], len(grads))
@@ -316,12 +316,12 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         def back(values: list[Any]) -> Result:
             if not recorded:
-                return Result([conj(g) for g in pull([conj(c) for c in values])], like=target.split(target.call.arrays))
+                return Result(as_gradients(pull([conj(c) for c in values]), "vjp"), like=target.split(target.call.arrays))
             # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
             inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
             with began[0].again():
                 _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
-            return Result([conj(g) for g in again([conj(c) for c in values[len(target.call.where) :]])])
+            return Result(as_gradients(again([conj(c) for c in values[len(target.call.where) :]]), "vjp"))
 
         grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
         return trees.unflatten(target.diff_spec, grads)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge.convert import trees
+from bridge.lowering.common.provided import refuse
 from bridge.trace.aliasing import View, again
 from bridge.trace.storage import Node
 
@@ -110,6 +111,16 @@ def placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
 def conj(v: jax.Array) -> jax.Array:
     """The conjugate of a complex value: torch's gradients of complex values are the conjugates of JAX's."""
     return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
+
+
+def as_gradients(found: Iterable[jax.Array], transform: str) -> list[jax.Array]:
+    """What a pullback of JAX's gives, as torch's gradients; in anomaly mode NaN is refused, as by torch's autograd."""
+    found = [conj(g) for g in found]
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        for k, g in enumerate(found):
+            if inexact(g):
+                refuse(jnp.isnan(g), f"Function '{transform}' returned nan values in its {k}th output.")
+    return found
 
 
 def inexact(v: jax.Array) -> bool:

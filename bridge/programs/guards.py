@@ -50,7 +50,7 @@ def ambient() -> tuple[Any, ...]:
         return known
     found = (
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
-        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
+        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
         _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
         _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
     )  # fmt: skip

@@ -27,6 +27,10 @@ class EscapedTensorError(RuntimeError):
     """A tensor that belongs to a transform was used after the transform had returned."""
 
 
+class NeedsTorch(BaseException):  # the user's code must not catch it
+    """The function does what only PyTorch can do, so the call starts again in torch.func; under jit the function itself is called."""
+
+
 class NotInLoopError(RuntimeError):
     """The steps of a loop cannot be compiled as one step that runs several times, so they run one by one."""
 

@@ -437,6 +437,8 @@ _REDIRECTED = {
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
     "in_class": ("torch._tensor", "_convert"),
     "compile": ("torch", "compile"),
+    "swap_tensors": ("torch.utils", "swap_tensors"),
+    "register_parameter": ("torch.nn.modules.module", "Module.register_parameter"),
 }
 #: Those of torch.compile's own module, whose import takes long; who has compiled a function has imported it.
 _DYNAMO = "torch._dynamo.eval_frame"

@@ -652,3 +652,72 @@ def test_as_strided_of_a_place_that_only_the_program_knows() -> None:
     same(jit(fn)(x, place), fn(x, place))  # it calls the function itself
     with pytest.raises(RuntimeError, match="only the program knows where in memory"):
         vmap(fn, (0, None))(x[None], place)
+
+
+class _Held(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t, self.weight = torch.ones(3), torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+
+    def values(self) -> dict[str, Any]:
+        found = {"t": self.t, "weight": self.weight, "grad": self.weight.grad}
+        return {name: (type(x), x.clone()) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+
+
+#: Give a tensor from outside other memory; torch.func's vmap does all of it, and its grad none that leaves a usable tensor.
+GIVEN_MEMORY: dict[str, Callable[[_Held], Any]] = {
+    "data": lambda m: setattr(m.t, "data", torch.zeros(3)),
+    "data of a parameter": lambda m: setattr(m.weight, "data", m.weight.data * 2),
+    "data, and back": lambda m: [setattr(m.t, "data", x) for x in (torch.zeros(3), m.t.data)],
+    "set_": lambda m: m.t.set_(torch.zeros(3)),
+    "grad": lambda m: setattr(m.weight, "grad", torch.ones(3)),
+    "another dtype": lambda m: m.double(),
+    "a new parameter": lambda m: setattr(m, "weight", torch.nn.Parameter(torch.zeros(3), requires_grad=False)),
+    "load_state_dict": lambda m: m.load_state_dict({"weight": torch.zeros(3)}, assign=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", GIVEN_MEMORY)
+def test_a_tensor_from_outside_gets_other_memory(case: str, compiled: bool) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+
+    def through(transform: Callable[..., Any], held: _Held) -> Any:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * held.t * held.weight
+            GIVEN_MEMORY[case](held)
+            return y + x * held.t * held.weight
+
+        run = transform(f)
+        return [(run(x), held.values()) for _ in range(2)]
+
+    same(through(lambda f: jit(vmap(f)) if compiled else vmap(f), _Held()), through(torch.func.vmap, _Held()))
+    if compiled:
+        same(through(jit, _Held()), through(lambda f: f, _Held()))
+    else:
+        held = _Held()
+        before = held.values()
+        with pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad"):
+            grad(lambda x: (GIVEN_MEMORY[case](held), x * held.t)[1].sum())(x)
+        same(held.values(), before)
+
+
+def test_a_tensor_from_outside_is_not_swapped_for_one_of_a_transform() -> None:
+    t = torch.ones(3)
+    with pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
+        grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1])(torch.ones(3))
+    same(t, torch.ones(3))
+    same(vmap(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), x + t)[1])(torch.ones(2, 3)), torch.ones(2, 3))
+    same(t, torch.zeros(3))
+
+
+def test_data_of_another_shape() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = torch.ones(3)
+        y.data = torch.full((2, 3), 7.0)
+        return x + y.add_(1)
+
+    x = torch.ones(4, 3)
+    same(vmap(f)(x), torch.full((4, 2, 3), 9.0))
+    same(jit(vmap(f))(x), torch.full((4, 2, 3), 9.0))
+    same(grad(lambda x: f(x).sum())(x[0]), torch.full((3,), 2.0))

@@ -40,9 +40,9 @@ class _MemoryOfTrace(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in tracing.READS_MEMORY or type(args[0]) is tracing.Traced or args[0].requires_grad or state.level is None:
+        if func not in tracing.AT_MEMORY or type(args[0]) is tracing.Traced or state.level is None:
             return func(*args, **(kwargs or {}))
-        return tracing.read_memory(func, args, kwargs or {})
+        return tracing.at_memory(func, args, kwargs or {}, tracing.read_memory)
 
 
 class Traceable:

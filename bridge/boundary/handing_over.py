@@ -4,11 +4,13 @@ torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and other 
 torch.autograd.forward_ad see torch's operators, and no computation in JAX.
 
 All calls are handed over in a process that was forked from one that had used JAX, such as a worker of a DataLoader: JAX's threads do not
-exist in it, and a compilation would wait for them for ever.
+exist in it, and a compilation would wait for them for ever.  A call whose function turns out to do what only PyTorch can do, such as
+giving a captured tensor other memory, starts again in torch.func.
 """
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,10 +22,12 @@ from torch.jit import is_tracing
 from bridge import private, private_jax
 from bridge.convert import sparse, trees
 from bridge.convert.sparse import SparseOperand
+from bridge.errors import NeedsTorch
 from bridge.process import process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
 
+_log = logging.getLogger("torchfunc_jax")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _transformed, _dispatch_modes = private.transformed_by_torch, private.count_of_dispatch_modes  # each call asks for these
 
@@ -59,6 +63,13 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
             return _ours(ours, args, kwargs)
         except SparseOperand as refused:
             return _ours(ours, *sparse.enclosed((args, kwargs), refused))
+        except NeedsTorch as reason:
+            if state.level is not None or state.recorder is not None:
+                raise
+            if any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
+                raise RuntimeError(str(reason)) from None
+            _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
+            return theirs()(*args, **kwargs)
         except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
             if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)

@@ -28,7 +28,7 @@ from bridge.operators.packed_sequences import FUNCTIONS
 from bridge.process import having
 from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
-from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, has_rules, plan_of, value_of
+from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, value_of
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -286,6 +286,21 @@ def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(t)]
 
 
+def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from outside."""
+    if state.level is not None and not type(t1) is type(t2) is Traced:
+        raise exchanged("swap_tensors")
+    private.original("swap_tensors")(t1, t2)
+
+
+def register_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    """That of Module, which would put a tensor of the trace in the place of a parameter from outside."""
+    old = module.__dict__.get("_parameters", {}).get(name)
+    if state.level is not None and type(param) is Traced and old is not None and type(old) is not Traced:
+        raise exchanged(f"the parameter {name}")
+    private.original("register_parameter")(module, name, param)
+
+
 def in_class(result: Any, cls: type) -> Any:
     """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a traced result stays a plain tensor."""
     if type(result) is not Traced:
@@ -330,6 +345,7 @@ PYTHON_RULES |= {
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
-    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "in_class": in_class, "compile": compile,
+    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "in_class": in_class, "compile": compile, "swap_tensors": swap_tensors,
+    "register_parameter": register_parameter,
     "compiler_of_frames": compiler_of_frames,
 })  # fmt: skip

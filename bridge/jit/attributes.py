@@ -11,7 +11,7 @@ import torch
 from bridge import private_jax
 from bridge.trace.aliasing import views_between
 from bridge.trace.levels import state
-from bridge.trace.tracing import Traced, wrap
+from bridge.trace.tracing import Traced, exchanged, wrap
 
 
 class Setting(NamedTuple):
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 def noted(fn: Callable[..., Any], modules: Iterable[torch.nn.Module]) -> Callable[..., Any]:
     """The function for a trace: it leaves the modules as they were, and returns a Setting if it has set traced tensors in them."""
-    places = [(m, kind) for m in modules for kind in ("_buffers", "__dict__")]
+    places = [(m, kind) for m in modules for kind in ("_buffers", "__dict__", "_parameters")]
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -46,6 +46,8 @@ def noted(fn: Callable[..., Any], modules: Iterable[torch.nn.Module]) -> Callabl
                     if outside is not None:
                         found.append((weakref.ref(m), kind, name, outside))
                         there.pop(name) if name not in old else there.update({name: old[name]})
+        if any(kind == "_parameters" for _, kind, *_ in found):
+            raise exchanged(f"the parameter {found[0][2]}")
         return Setting(out, found) if found else out
 
     return run

@@ -23,7 +23,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import at_line
+from bridge.errors import NeedsTorch, at_line
 from bridge.jit import explaining
 from bridge.jit.attributes import Setting
 from bridge.jit.compiled import Compiled, ProgramInfo
@@ -176,7 +176,7 @@ class Jitted:
         start = time.perf_counter()
         try:
             entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
-        except (OutsideOfView, SeededInside) as error:
+        except (OutsideOfView, SeededInside, NeedsTorch) as error:
             return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured()
         assert captured is not None

@@ -333,10 +333,8 @@ class _ValuesFromOutside(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in tracing.READS_MEMORY and type(args[0]) is not tracing.Traced:
-            if id(args[0]) in state.level.root.constant:
-                return tracing.read_memory(func, args, kwargs or {})
-            raise tracing.unknown_value(f"{func.__name__}()")
+        if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
+            return tracing.at_memory(func, args, kwargs or {}, self._read)
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
@@ -345,6 +343,12 @@ class _ValuesFromOutside(TorchFunctionMode):
         if func in _OF_DATA:
             args, kwargs = pytree.tree_map(lambda x: x.node.asked() if python_numbers.is_input(x) else x, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(args[0]) in state.level.root.constant:
+            return tracing.read_memory(func, args, kwargs)
+        raise tracing.unknown_value(f"{func.__name__}()")
 
 
 #: Functions that read the values of a tensor from outside if no operand is traced; their rules do not.

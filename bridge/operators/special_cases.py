@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.lowering.common.promotion import cast
@@ -17,7 +17,7 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
 from bridge.operators.operands import stop, value_in
 from bridge.trace import pieces
-from bridge.trace.tracing import Traced, concrete, own_rule, unknown_value, wrap
+from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
 
 own_rule("aten._local_scalar_dense")(lambda args, kwargs: concrete(args[0], "item()").item())
 own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
@@ -95,9 +95,11 @@ def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @own_rule("aten.set_.source_Tensor")
 def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    if type(target) is not Traced or type(source) is not Traced:
-        raise RuntimeError(f"set_: a tensor from outside the transform cannot be given other memory inside it; use copy_{at_line()}")
+    node = target.node.root if type(target) is Traced else None
+    if node is None or node.geometry is not None or not target.is_leaf or private_jax.differentiations(node.value):
+        raise exchanged("data")
+    like = over(node_of(source), source)
     with private.below_python():
-        target.as_strided_(source.shape, source.stride(), source.storage_offset())
-    target.node = source.node
+        torch.Tensor.data.__set__(target, like)  # type: ignore[attr-defined]  # the target's geometry and dtype
+    target.node = like.node
     return target

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import in_words_of_vmap
+from bridge.errors import NeedsTorch, in_words_of_vmap
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import process
 from bridge.programs.cache_keys import identical
@@ -44,6 +44,7 @@ class Level:
 #: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
 _RECORDED = frozenset({
     "gaussian_nll_loss", "causal_hint", "is_compiling", "batch_norm_forward", "deepcopy", "compile", "compiler_of_frames",
+    "register_parameter",
 })  # fmt: skip
 
 
@@ -226,10 +227,10 @@ class Recorder(TorchFunctionMode):
             yield
             if self.watch is not None:
                 self.watch.check()
-        except (SeededInside, Unrecordable) as reason:  # the function runs again from the start
+        except (SeededInside, Unrecordable, NeedsTorch) as reason:  # the function runs again from the start
             self.watch = None
             torch.default_generator.set_state(start)
-            raise reason if isinstance(reason, Unrecordable) else Unrecordable(str(reason)) from None
+            raise Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason from None
         finally:
             if self.watch is not None:
                 self.watch.restore()

@@ -11,9 +11,17 @@ import torch
 
 from bridge.record.entries import functions_of, tensors_in, with_values
 from bridge.record.tensor import Recorded, Unrecordable, aval_of
+from bridge.trace.tracing import exchanged
 
 
 def _refused(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise Unrecordable(str(func))
+
+
+def _exchanged(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Functions that set a tensor's memory or grad: not even a trace can do that to a tensor from outside."""
+    if type(args[0]) is not Recorded and type(args[-1]) is not type(None):
+        raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]
     raise Unrecordable(str(func))
 
 
@@ -144,13 +152,13 @@ _PASSED = [
 _REFUSED = [
     *functions_of(
         torch.Tensor,
-        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type set_ resize_ "
+        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type resize_ "
         "resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
         "apply_ map_ new new_tensor requires_grad_ detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy _make_dual _unpack_dual"),
     torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    *[attribute.__set__ for attribute in functions_of(torch.Tensor, "data grad requires_grad names")],
+    *[attribute.__set__ for attribute in functions_of(torch.Tensor, "requires_grad names")],
     torch.autograd.backward, torch.autograd.grad,
 ]
 _SPARSE = (
@@ -161,6 +169,7 @@ _SPARSE = (
 RULES: dict[Any, Any] = {
     **dict.fromkeys(_PASSED, lambda recorder, func, args, kwargs: func(*args, **kwargs)),
     **dict.fromkeys(_REFUSED, _refused),
+    **dict.fromkeys([torch.Tensor.set_, *[attribute.__set__ for attribute in functions_of(torch.Tensor, "data grad")]], _exchanged),
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,

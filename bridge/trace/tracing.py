@@ -17,7 +17,7 @@ import torch
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError, at_line
+from bridge.errors import DataDependentError, EscapedTensorError, NeedsTorch, NoLoweringError, at_line
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
@@ -240,10 +240,34 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 
 #: Functions that read a tensor's memory without an operator that a dispatch mode sees.
 READS_MEMORY = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
+_SETS_MEMORY = frozenset([torch.Tensor.data.__set__, torch.Tensor.grad.__set__])  # type: ignore[attr-defined]
+#: Functions of a tensor from outside that PyTorch's C++ would carry out on its memory, which is none of the trace's.
+AT_MEMORY = READS_MEMORY | _SETS_MEMORY
+
+
+def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Callable[..., Any]) -> Any:
+    """Call such a function, which may set data or grad of a tensor from outside; read: what is done instead if it reads the memory."""
+    if func in READS_MEMORY:
+        return read(func, args, kwargs)
+    if func == torch.Tensor.grad.__set__ and type(args[1]) is not Traced:  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+    raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]
+
+
+def exchanged(what: str) -> BaseException:
+    """The error for a tensor from outside that gets other memory: torch.func does it, except in a transform that differentiates."""
+    level = state.level or state.recorder.level
+    differentiates = any(each.kind not in ("root", "vmap", "plain") for each in around(level))
+    return (RuntimeError if differentiates else NeedsTorch)(
+        f"{what}: a tensor from outside the transform was to get other memory inside it, which a transform that differentiates cannot do; "
+        f"change the tensor with copy_ under torch.no_grad(), pass it as an argument, or use functional_call for a module{at_line()}"
+    )
 
 
 def read_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What such a function gives for the values that a tensor from outside has in the trace; a numpy array is read-only."""
+    if args[0].requires_grad:
+        return func(*args, **kwargs)
     value = concrete(args[0], f"{func.__name__}()")
     with private.below_python(), jax.ensure_compile_time_eval():
         found = func(tensors.to_torch(jax.numpy.array(value), args[0].device), *args[1:], **kwargs)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from torchfunc_jax import functionalize, grad, grad_and_value, jit, jvp, vjp
+from torchfunc_jax import functionalize, grad, grad_and_value, jit, jvp, vjp, vmap
 
 INF, NAN = math.inf, math.nan
 PARTS = torch.tensor([0.0, -0.0, 1.0, -2.5, INF, -INF, NAN])
@@ -158,3 +158,21 @@ def test_cross_entropy_of_targets_that_are_ignored(classes: int, ignored: int) -
 
         for found, expected in zip(grad_and_value(loss)(x), torch.func.grad_and_value(loss)(x), strict=True):
             torch.testing.assert_close(found, expected, msg=lambda words: f"{dtype}, {shape}, {reduction}, {weight is None}: {words}")  # noqa: B023
+
+
+INDEXED = {
+    "x[i]": lambda t, i: t[i[0, 0]], "x[:, i]": lambda t, i: t.t()[:, i[0, 0]], "index_select": lambda t, i: t.index_select(0, i[0]),
+    "gather": lambda t, i: t.gather(0, i), "embedding": lambda t, i: F.embedding(i, t), "scatter": lambda t, i: t.scatter(0, i, 1.0),
+    "scatter_add": lambda t, i: t.scatter_add(0, i, torch.ones(2, 3)), "index_put": lambda t, i: t.index_put((i[0],), torch.ones(3, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [vmap, lambda f: jit(vmap(f))])
+@pytest.mark.parametrize("case", INDEXED)
+def test_an_empty_dimension_is_indexed_in_no_lanes(case: str, transform: Any) -> None:
+    t = torch.zeros(0, 3)
+    given = torch.zeros(0, 2, 3, dtype=torch.int64)
+    found = transform(lambda i: INDEXED[case](t, i))(given)
+    assert found.shape == torch.func.vmap(lambda i: INDEXED[case](t, i))(given).shape
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        transform(lambda i: INDEXED[case](t, i))(torch.zeros(1, 2, 3, dtype=torch.int64))

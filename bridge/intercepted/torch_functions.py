@@ -112,7 +112,7 @@ def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: st
     """
     dim, size = dim % max(t.dim(), 1), t.shape[dim]
     value: Array = value_of(start.long())
-    if private_jax.mapped([value]) and not written:
+    if (private_jax.mapped([value]) and not written) or not size:  # without lanes, the dimension may be empty
         first = torch.where(start < 0, start.long() + size, start)
         return t.index_select(dim, first + torch.arange(length, device=t.device))
     value = check(value, Range(-size, size - length + 1, words.format(dim=dim, size=size)))

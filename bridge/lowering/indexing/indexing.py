@@ -77,13 +77,13 @@ class Place:
         self.result = (*rest[: self.at], *batch, *rest[self.at :])
 
     def read(self, x: Array) -> Array:
-        if not math.prod(self.result):
+        if not (math.prod(self.result) and x.size):  # x may be empty if there are no lanes; otherwise the check of the index raises
             return lax.full(self.result, 0, x.dtype)
         return _read(x, self.indices, dims=self.dims, at=self.at, mode=self.mode)
 
     def write(self, x: Array, values: Array, *, add: bool = False) -> Array:
         """x with values, which have the shape of the read result, written or added there."""
-        if not math.prod(self.result):
+        if not (math.prod(self.result) and x.size):
             return x
         return _write(x, self.indices, values, dims=self.dims, at=self.at, mode=self.mode, add=add)
 
@@ -160,7 +160,7 @@ def _place(x: Array, indices: Sequence[Any]) -> Place | None:
     pairs = [in_range(indices[d], x.shape[d], OUT_OF_BOUNDS, dim=d, wrap=True) for d in dims]
     shapes = [i.shape for i, _ in pairs]
     try:
-        batch = np.broadcast_shapes(*shapes)
+        batch = lax.broadcast_shapes(*shapes)
     except ValueError:
         listed = ", ".join(str(list(s)) for s in shapes)
         raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}") from None

@@ -92,7 +92,7 @@ def aten_gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) 
     _check_index("gather", x.shape, dim, index)
     base, where = _vector(x), _vector(index)
     where, mode = in_range(where, base.shape[dim], OUT_OF_BOUNDS, dim=dim, kind=RuntimeError)
-    out = _read(base, dim, where, mode)
+    out = _read(base, dim, where, mode) if x.size else lax.full(where.shape, 0, x.dtype)  # x is empty if there are no lanes
     return out if index.ndim else lax.reshape(out, ())
 
 

@@ -117,6 +117,15 @@ def test_an_int_spreads_over_every_tree(tree: Any) -> None:
     assert trees.broadcast(trees.map_leaves(lambda _: 1, tree), spec) == [1] * len(found)
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda items: collections.defaultdict(int, items)])
+def test_the_keys_of_a_prefix_may_come_in_another_order(kind: Any) -> None:
+    """torch.func takes dims by position, whatever their keys: where that differs from the dims by key, it is refused."""
+    prefix, tree = kind({"b": 1, "a": [1, 1]}), {"a": [2, 3], "b": (4, 5)}
+    assert trees.broadcast(prefix, trees.flatten(tree)[1]) == pytree._broadcast_to_and_flatten(prefix, pytree.tree_flatten(tree)[1])
+    assert trees.broadcast(kind({"b": 1, "a": 0}), trees.flatten(tree)[1]) is None
+    assert trees.broadcast(kind({"b": 1, "c": 1}), trees.flatten(tree)[1]) is None
+
+
 @given(trees_of_torch, trees_of_torch)
 def test_prefixes_spread_as_in_torch(prefix: Any, tree: Any) -> None:
     prefix = trees.map_leaves(lambda _: 1, prefix)

@@ -5,8 +5,9 @@ JAX are nodes.  Specs are hashable, and cheap enough to be the key of a compilat
 """
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -210,7 +211,25 @@ def broadcast(prefix: Any, spec: Spec | None, is_leaf: Callable[[Any], bool] | N
 def _spread(prefix: Spec | None, source: Iterator[Any], spec: Spec | None) -> list[Any] | None:
     if prefix is LEAF:
         return [next(source)] * count(spec)
-    if spec is LEAF or prefix.kind is not spec.kind or prefix.context != spec.context or len(prefix.children) != len(spec.children):
+    if spec is LEAF or len(prefix.children) != len(spec.children):
         return None
-    parts = [_spread(mine, source, child) for mine, child in zip(prefix.children, spec.children, strict=True)]
-    return None if None in parts else [x for part in parts for x in part]
+    order = list(range(len(spec.children)))
+    if prefix.kind is not spec.kind or prefix.context != spec.context:
+        keys, others = _keys(prefix), _keys(spec)
+        if keys is None or others is None or set(keys) != set(others):
+            return None
+        order = [others.index(key) for key in keys]
+    parts = [_spread(mine, source, spec.children[i]) for mine, i in zip(prefix.children, order, strict=True)]
+    if None in parts:
+        return None
+    found = [x for part in parts for x in part]
+    # torch.func takes the entries of a dict whose keys are in another order by position, not by key; it is refused if that matters
+    by_key = [x for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)) for x in part]
+    return found if by_key == found else None
+
+
+def _keys(spec: Spec) -> Sequence[Any] | None:
+    """The keys of a dict; None for other nodes."""
+    if spec.kind is defaultdict:
+        return spec.context[1][1]  # torch's context, which has the factory first
+    return spec.context if spec.kind in _DICTS else None

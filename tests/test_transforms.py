@@ -226,6 +226,17 @@ def vmap_empty_lane(T):
     return T.vmap(lambda a: (a.sum(), a))
 
 
+@table((2, *[1] * 33))
+def vmap_lanes_of_33_dimensions(T):
+    return T.vmap(lambda a: (a * 2, torch.where(a > 0, a, torch.zeros(1))))
+
+
+@table((2, 3), (3, 2))
+def vmap_dims_with_keys_in_another_order(T):
+    fn = T.vmap(lambda z: {"p": z["x"] + z["y"], "q": z["x"]}, in_dims=({"y": 0, "x": 0},), out_dims={"q": 1, "p": 1})
+    return lambda x, y: fn({"x": x, "y": y.mT})
+
+
 @table(ints(3, 4), (3, 5))
 def vmap_integer_index(T):
     return T.vmap(lambda i, table: table[i], in_dims=(0, 0))

@@ -42,7 +42,7 @@ def number(value: Any, dtype: np.dtype) -> Any:
 
 def align(*arrays: Any) -> list[Array]:
     """The arrays broadcast to their common shape, which lax needs."""
-    shape = np.broadcast_shapes(*(np.shape(a) for a in arrays))
+    shape = lax.broadcast_shapes(*(np.shape(a) for a in arrays))
     return [a if np.shape(a) == shape else expand(a, shape) for a in arrays]
 
 

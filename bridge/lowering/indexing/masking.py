@@ -25,7 +25,7 @@ def _common(*arrays) -> tuple[Array, ...]:
     if all(a.shape == shape for a in arrays):
         return arrays
     try:
-        shape = np.broadcast_shapes(*(a.shape for a in arrays))
+        shape = lax.broadcast_shapes(*(a.shape for a in arrays))
     except ValueError:
         raise RuntimeError(f"operands: the sizes {[list(a.shape) for a in arrays]} do not broadcast to one size") from None
     return tuple(aten_expand(a, shape) for a in arrays)

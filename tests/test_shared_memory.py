@@ -411,3 +411,31 @@ def test_is_conj(name: str, way: str) -> None:
         return found
 
     assert told(torchfunc_jax) == told(torch.func)
+
+
+SHARED: dict[str, tuple[Any, Callable[[torch.Tensor], Any]]] = {
+    "one tensor twice": (lambda T: T.vmap(_write_first), lambda x: (x, x)),
+    "a list": (lambda T: T.vmap(lambda xs: _write_first(*xs)), lambda x: ([x, x],)),
+    "overlapping views": (lambda T: T.vmap(_write_first, in_dims=1), lambda x: (x[:, 1:], x[:, :-1])),
+    "a grad inside": (lambda T: T.vmap(lambda a, b: (a.add_(1), T.grad(lambda c: (c * a * b).sum())(b))[1]), lambda x: (x, x)),
+    "captured as well": (lambda T: lambda x: T.vmap(lambda a, b: a.add_(b) * x.sum())(x, x), lambda x: (x,)),
+}  # fmt: skip
+
+
+def _write_first(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return a + b
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", SHARED)
+def test_a_write_to_one_of_two_inputs_that_share_memory(case: str, compiled: bool) -> None:
+    make, given = SHARED[case]
+    found = []
+    for T in (torchfunc_jax, torch.func):
+        x = torch.arange(6.0).reshape(2, 3)
+        fn = make(T)
+        found.append(((jit(fn) if compiled and T is torchfunc_jax else fn)(*given(x)), x))
+    (out, x), (expected, x_expected) = found
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(x, x_expected)

@@ -21,7 +21,7 @@ from bridge.boundary.closures import remember
 from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, split_arrays, write_back
 from bridge.convert import tensors, trees
 from bridge.convert.sparse import opened
-from bridge.errors import rewording
+from bridge.errors import NeedsTorch, rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
 from bridge.record.tensor import Unrecordable
@@ -179,7 +179,10 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
         found[:] = [result, [t for t, _ in writes]]
         return [*_outputs(result), *[v for _, v in writes]]
 
-    outs = meshes.run(body, leaves, lambda: found[0].like, lasting)
+    try:
+        outs = meshes.run(body, leaves, lambda: found[0].like, lasting)
+    except NeedsTorch as reason:
+        raise RuntimeError(str(reason)) from None
     result, written = found
     count = len(outs) - len(written)
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if is_local(v)])

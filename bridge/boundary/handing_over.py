@@ -66,8 +66,6 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
         except NeedsTorch as reason:
             if state.level is not None or state.recorder is not None:
                 raise
-            if any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
-                raise RuntimeError(str(reason)) from None
             _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
             return theirs()(*args, **kwargs)
         except TypeError:  # asked only now: it costs a look at each argument and at what the function captures

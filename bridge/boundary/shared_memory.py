@@ -15,6 +15,7 @@ import torch
 from bridge import private
 from bridge.boundary.results import Output, Result, SharedOutput
 from bridge.convert import dtypes
+from bridge.errors import NeedsTorch
 from bridge.operators.views import can_repeat
 from bridge.trace.storage import Node, span
 
@@ -80,7 +81,7 @@ def outputs(result: Result, leaves: Sequence[Any], met: Iterable[tuple[torch.Ten
 
 
 def refuse(result: Result, arguments: Sequence[Any], met: Sequence[tuple[torch.Tensor, Node]], inside: bool = False) -> None:
-    """Raise RuntimeError if a computation has written to one of two inputs that share memory, because the other did not see it.
+    """Raise NeedsTorch if a computation has written to one of two inputs that share memory, because the other did not see it.
 
     Args:
         result: the computation's result, before its writes are carried out.
@@ -98,7 +99,7 @@ def refuse(result: Result, arguments: Sequence[Any], met: Sequence[tuple[torch.T
         for other, is_argument in [*[x for x in inputs if x[0] is not target], *[(target, way) for way in ways[1:]]]:
             of_one_trace = hasattr(target, "node") and hasattr(other, "node") and not is_argument and not (ways and ways[0])
             if ways and not of_one_trace and _overlap(target, other):
-                raise RuntimeError(
+                raise NeedsTorch(
                     f"two inputs of a transform share memory (shapes {list(target.shape)} and {list(other.shape)}), and the function "
                     "writes to one of them, which the other would not see; pass clones (.clone()), or make the view inside the function"
                 )

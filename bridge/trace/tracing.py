@@ -259,7 +259,8 @@ def exchanged(what: str) -> BaseException:
     level = state.level or state.recorder.level
     differentiates = any(each.kind not in ("root", "vmap", "plain") for each in around(level))
     return (RuntimeError if differentiates else NeedsTorch)(
-        f"{what}: a tensor from outside the transform was to get other memory inside it, which a transform that differentiates cannot do; "
+        f"{what}: a tensor from outside the transform was to get other memory inside it, which "
+        f"{'a transform that differentiates' if differentiates else 'JAX'} cannot do; "
         f"change the tensor with copy_ under torch.no_grad(), pass it as an argument, or use functional_call for a module{at_line()}"
     )
 

@@ -219,6 +219,11 @@ def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None,
     return torch.mv(weight, input) if bias is None else torch.addmv(bias, weight, input)
 
 
+def _addcdiv_(func: Callable[..., Any], input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """addcdiv_ with a value that a program computes, as optimizers call it; PyTorch's C++ would ask for the number."""
+    return input.add_(tensor1 / tensor2 * value) if isinstance(value, torch.Tensor) else func(input, tensor1, tensor2, value=value)
+
+
 def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the result is copied into out."""
     result = func(*args, **kwargs)
@@ -341,7 +346,8 @@ PYTHON_RULES |= {
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
-    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_, **FUNCTIONS,
+    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

@@ -3,6 +3,7 @@
 - ``jitted``: the object that ``torchfunc_jax.jit`` returns; it keeps programs and chooses which of them a call runs.
 - ``program``: a function traced into one JAX program, whose captured tensors are inputs.
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
+- ``attributes``: what the function sets beside its result, in modules, ``.grad`` and optimizers.
 - ``autograd``: such a call as one node of torch's graph.
 - ``products``: rewrites products of a program into forms that XLA computes faster.
 - ``simplify``: removes what a program need not compute.

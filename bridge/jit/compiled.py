@@ -20,10 +20,12 @@ from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
+from bridge.process import having
 from bridge.programs.cache_keys import Same
 from bridge.programs.guards import GONE_ERRORS
 from bridge.record.tiers import Tiered
 from bridge.trace import python_numbers
+from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs
 from bridge.trace.storage import Geometry
 
@@ -123,9 +125,15 @@ class Compiled:
         arguments = tuple(f"{name}: {what}" for name, what in self.facts.items() if name.startswith(("args", "kwargs")))
         return ProgramInfo(arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls)
 
-    def captured(self) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The current captured tensors and their arrays; None if this program no longer fits."""
+    def captured(self, leaves: list[Any] | None = None) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """The current captured tensors and their arrays; None if this program no longer fits.
+
+        leaves: those of the call's arguments, if they are not in ``state.arguments`` already.
+        """
         program = self.program
+        if leaves is not None and program.of_arguments:
+            with having(state, arguments=leaves):
+                return self.captured()
         if program.guards.needed and not program.guards.hold():
             return None
         if not program.places:
@@ -151,6 +159,10 @@ class Compiled:
     def unfit(self, leaves: list[Any], captured: list[torch.Tensor]) -> str:
         """Why no program can be run on these tensors; "" if one can."""
         inputs = self.inputs(leaves, captured)
+        if self.program.graded:
+            with having(state, arguments=leaves):
+                if len({id(p.get()) for p in self.program.graded}) < len(self.program.graded):
+                    return "one tensor is two of its inputs, and it sets the .grad of both"
         if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"
         if not all(Geometry.of(inputs[i]).plain for i in self.program.strided):

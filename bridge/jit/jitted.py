@@ -24,6 +24,7 @@ from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, at_line
+from bridge.intercepted.leaf_gradients import OutsideGraph
 from bridge.jit import explaining
 from bridge.jit.attributes import Setting
 from bridge.jit.compiled import Compiled, ProgramInfo
@@ -32,6 +33,7 @@ from bridge.jit.program import Program, aval, forward, stage
 from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
+from bridge.process import having
 from bridge.programs import guards
 from bridge.programs.cache_keys import Same, by_identity, identical, weak
 from bridge.trace import python_numbers
@@ -167,7 +169,7 @@ class Jitted:
         if family is not None:
             for entry in family.find(numbers) if numbers else family.programs.get((), ()):
                 tried.append(entry)
-                captured = entry.captured()
+                captured = entry.captured(leaves)
                 if captured is not None:
                     try:
                         return self._run(entry, leaves, inputs, captured, grads, args, kwargs)
@@ -176,9 +178,9 @@ class Jitted:
         start = time.perf_counter()
         try:
             entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
-        except (OutsideOfView, SeededInside, NeedsTorch) as error:
+        except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
             return self._unjitted(str(error), torch_out, args, kwargs)
-        captured = entry.captured()
+        captured = entry.captured(leaves)
         assert captured is not None
         out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)
         entry.seconds += time.perf_counter() - start
@@ -194,12 +196,15 @@ class Jitted:
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
         found, arrays = captured
-        if entry.program.written or entry.program.strided:
+        if entry.program.written or entry.program.strided or entry.program.graded:
             reason = entry.unfit(leaves, found)
             if reason:
                 return self._unjitted(reason, entry.torch_out, args, kwargs)
         out = entry.call(leaves, [*inputs, *arrays], found, grads)
-        return out.done() if type(out) is Setting else out
+        if type(out) is not Setting:
+            return out
+        with having(state, arguments=leaves):
+            return out.done()
 
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
         """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""
@@ -216,7 +221,7 @@ class Jitted:
         self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]
     ) -> Compiled:
         # the locks always in this order: a traced function may call functional_call
-        with random_numbers(self._random), SWAPPING, self._lock:
+        with random_numbers(self._random), SWAPPING, self._lock, having(state, arguments=call.leaves):
             family = self._families.get(key)
             if family is None:
                 families, family = self._families, _Family()
@@ -361,9 +366,9 @@ class Jitted:
             True
         """
         call = Call.of(args, kwargs)
-        with random_numbers(self._random):
+        with random_numbers(self._random), having(state, arguments=call.leaves):
             program = stage(self._unwrapped, call)
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.correctly(), having(state, arguments=call.leaves):
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
             return run.lower([aval(x) for x in (*call.arrays, *[p.get() for p in program.places])], program.any_random())
 
@@ -383,8 +388,9 @@ class Jitted:
             >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
             ['sin']
         """
-        with random_numbers(self._random):
-            return stage(self._unwrapped, Call.of(args, kwargs)).jaxpr
+        call = Call.of(args, kwargs)
+        with random_numbers(self._random), having(state, arguments=call.leaves):
+            return stage(self._unwrapped, call).jaxpr
 
     def cache_clear(self) -> None:
         """Forget every compiled program."""

@@ -71,6 +71,8 @@ class Program:
         shared: the outputs that are views and no outputs of the jaxpr, in order: (index, the input or Output that it is a view of, views).
         drawn: the draws that torch makes before each run.
         numbers: which of these draws are inputs of the jaxpr.
+        graded: the places of the tensors whose ``.grad`` it sets.
+        of_arguments: whether places or guards are those of a ``.grad`` of an argument.
     """
 
     jaxpr: ClosedJaxpr
@@ -91,6 +93,8 @@ class Program:
     shared: list[tuple[int, int | Output, tuple[View, ...]]]
     drawn: list[Draw | ByValue | Rewind]
     numbers: list[int]
+    graded: list[closure_scan.Place]
+    of_arguments: bool
 
     def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
         """All outputs, from those of the jaxpr; call it when the written values have been written."""
@@ -103,7 +107,7 @@ class Program:
         """What a caller sees of the program, to be compared with another one's; each captured tensor is given by its place."""
         jaxpr = self.jaxpr.jaxpr
         arguments = range(len(jaxpr.invars) - len(self.places) - 1 - len(self.numbers))
-        names = [*arguments, *[(id(p.container), p.key) for p in self.places]]
+        names = [*arguments, *[p.identity for p in self.places]]
         shared = [(i, names[of] if isinstance(of, int) else of, views) for i, of, views in self.shared]
         return (
             [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars], self.out_spec, self.is_tensor, self.count, self.kinds, self.draws,
@@ -187,8 +191,12 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
         # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
-        candidates += [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        program, missing = _traced(noted(fn, found.modules.values()), call, candidates, found, donated)
+        new = [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
+        given = [(call.leaves[i], closure_scan.OfArgument(None, i)) for i in call.where if isinstance(call.leaves[i], torch.Tensor)]
+        grads = _gradients([*candidates, *new, *given])
+        candidates += [(t, place) for t, place in new if id(t) not in grads]
+        every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
+        program, missing = _traced(noted(fn, call, found, {id(t): place for t, place in every}), call, every, found, donated)
         if not missing:
             return program
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
@@ -196,6 +204,12 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
         "input of the program; pass them as arguments, or keep them"
     )
+
+
+def _gradients(found: Sequence[tuple[torch.Tensor, closure_scan.Place]]) -> dict[int, tuple[torch.Tensor, closure_scan.Place]]:
+    """By id, the ``.grad`` of each of these tensors, with its place."""
+    grads = [(t.grad, closure_scan.GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None]
+    return {id(t): (t, place) for t, place in grads if tensors.crosses(t)}
 
 
 def _traced(
@@ -269,6 +283,7 @@ def trace(
             with contextlib.nullcontext() if watch is None else watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = dict(root.captured)
+            info.update(read=root.read, graded=root.graded)
             shared: list[tuple[int, Any, tuple[View, ...]]] = []
             if all(isinstance(x, torch.Tensor) for x in call.arrays):
                 for i, t, views in shared_memory.outputs(result, call.arrays, met.values()):
@@ -316,11 +331,13 @@ def trace(
     targets = [0] * info["count"] + [1 << i for i in written]
     sources, behind = ([s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)] for rules in (False, True))
     asked = [(t, place) for t, place in constant if id(t) in met]
+    places = [candidates[k][1] for k in used]
     program = Program(
-        closed.replace(jaxpr=jaxpr), [candidates[k][1] for k in used], Guards(found, asked), spec, static, is_tensor, info["count"],
-        written, [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
+        closed.replace(jaxpr=jaxpr), places, Guards(found, asked, info["read"]), spec, static, is_tensor, info["count"], written,
+        [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
         [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
-        [] if drawn is None else drawn.draws, numbers,
+        [] if drawn is None else drawn.draws, numbers, info["graded"],
+        any(isinstance(p.container, closure_scan.OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
     )
     return program, missing
 
@@ -333,6 +350,9 @@ class _ValuesFromOutside(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GRAD and state.level.root.grads is not None:
+            state.level.root.grads.touch(args[0], func == _GRAD[0])
+            return func(*args, **(kwargs or {}))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
@@ -351,6 +371,7 @@ class _ValuesFromOutside(TorchFunctionMode):
         raise tracing.unknown_value(f"{func.__name__}()")
 
 
+_GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")]
 #: Functions that read the values of a tensor from outside if no operand is traced; their rules do not.
 _BY_NUMBER = frozenset([
     torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,

@@ -25,6 +25,7 @@ import torch
 from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
 from bridge.programs.cache_keys import identical
+from bridge.trace.levels import state
 
 _DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
 _FUNCTION = type(torch.autograd.Function)
@@ -76,6 +77,11 @@ class Place:
             return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container
         return self.container[self.key]
 
+    @property
+    def identity(self) -> Any:
+        """Equal for two objects that stand for one place."""
+        return id(self.container), self.key
+
     def __str__(self) -> str:
         if self.key is None:
             return self.owner or "a value that the function uses"
@@ -106,6 +112,34 @@ class _Asked(Place):
         return self.container()
 
 
+class OfArgument(Place):
+    """An argument of the call in progress; key: its number among the leaves of the call."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return state.arguments[self.key]
+
+    def __str__(self) -> str:
+        return "an argument"
+
+
+class GradOf(Place):
+    """The ``.grad`` of the tensor at another place, the container."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.container.get().grad
+
+    @property
+    def identity(self) -> Any:
+        return GradOf, self.container.identity
+
+    def __str__(self) -> str:
+        return f"the .grad of {self.container}"
+
+
 class _Referent(_Asked):
     """The object that a weak reference, the container, refers to; the place does not keep it alive."""
 
@@ -133,6 +167,7 @@ class Found:
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._visited: dict[int, tuple[int, list[_Way]]] = {}  # how deep an object was searched, and the ways to it
         self._edges: list[_Edge] = []
         #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
@@ -210,7 +245,8 @@ class Found:
             if _GRAD in self._names and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
-                where = _Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
+                read = _Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
+                where = GradOf(place, name) if name == "grad" else read
                 _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
     def visit_open(self) -> None:
@@ -305,6 +341,8 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         found._spaces[x] = None
         if not _of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
+    if isinstance(x, torch.optim.Optimizer):
+        found.optimizers[id(x)] = x
     if isinstance(x, torch.Generator):
         found.generators.append(x)
     elif isinstance(x, types.ModuleType):

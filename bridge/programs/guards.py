@@ -108,13 +108,17 @@ class Guards:
         found: the result of ``closure_scan.scan`` before the function was traced.  Places that the trace has changed are not checked: the
             function itself has changed them, and a jitted function's Python runs only when it is traced.
         asked: tensors whose values the function has asked for, with their places.
+        read: the places of the ``.grad``s that were read in the trace and are to be compared; None: those that the function names.
     """
 
     __slots__ = (
         "absent", "asked", "codes", "data", "grouped", "modules", "needed", "objects", "places", "single", "sizes",
     )  # fmt: skip
 
-    def __init__(self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, closure_scan.Place]] = ()) -> None:
+    def __init__(
+        self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (),
+        read: Sequence[tuple[closure_scan.Place, Any]] | None = None,
+    ) -> None:
         self.asked = [(place, _content(t)) for t, place in asked]
         self.modules: list[tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]] = []
         for m in found.modules.values():
@@ -122,7 +126,8 @@ class Guards:
             if all(name in d for name in _MODULE):  # not ScriptModules
                 self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
         self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if owner().__dict__ is d]
-        self.places = [(p, child) for p, child in found.edges() if _same(_now(p), child)]
+        edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not closure_scan.GradOf]
+        self.places = [(p, child) for p, child in [*edges, *(read or ())] if _same(_now(p), child)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
         data = [(p, _now(p), data) for p, data in found.reached(found.data)]

@@ -63,6 +63,9 @@ class Level:
     behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
     recorded: bool = False  # whether torch's autograd may go back through the traced values
     in_jax: bool = False  # whether JAX's own transforms around the call may differentiate them
+    grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
+    read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
+    graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
     lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
     def __post_init__(self) -> None:
@@ -86,6 +89,7 @@ class _State(threading.local):
     unrecorded = False  # whether un-jitted calls currently run without a record
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
     checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
+    arguments: Any = ()  # the leaves of the arguments of the compiled program that is called
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
     jitting = False  # a jitted function is being traced

@@ -1,0 +1,165 @@
+"""``backward()`` inside a trace, and what a jitted function does to the ``.grad`` of tensors from outside.
+
+PyTorch's engine runs as always, on traced tensors.  What it leaves in the ``.grad`` of a parameter or an argument would be dead when the
+trace has closed; ``LeafGradients`` takes it back, and bridge/jit/attributes.py makes results of the program of it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bridge import private
+from bridge.errors import at_line
+from bridge.trace.levels import innermost, state
+from bridge.trace.storage import Node
+from bridge.trace.tracing import Traced, lift, value_of
+
+_IN_TRANSFORM = (
+    "backward() called inside a functorch transform. This is not supported, please use functorch.grad or functorch.vjp instead or call "
+    "backward() outside of functorch transforms."
+)
+
+
+class OutsideGraph(RuntimeError):
+    """backward() goes back through a graph that was made before the jitted function was called."""
+
+
+class LeafGradients:
+    """The ``.grad`` of tensors from outside, while a jitted function is traced.
+
+    Args:
+        arguments: by the id of each argument's traced tensor, the argument's number among the leaves of the call.
+
+    Attributes:
+        before: by id, each tensor whose ``.grad`` the function has read or set, with its earlier ``.grad``.
+        asked: those whose ``.grad`` the function read before it had set it.
+    """
+
+    def __init__(self, arguments: Mapping[int, int]) -> None:
+        self.arguments = arguments
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.asked: set[int] = set()
+
+    def touch(self, t: torch.Tensor, read: bool) -> None:
+        """Note that the function reads a tensor's ``.grad``, or sets it."""
+        if id(t) in self.before or not t.is_leaf or (type(t) is Traced and id(t) not in self.arguments):
+            return
+        with private.below_python():
+            grad = t.grad
+        self.before[id(t)] = t, grad
+        if read:
+            self.asked.add(id(t))
+            if grad is not None:
+                lift(grad)  # its presence, shape and dtype are conditions of the program, as those of each captured tensor
+
+    def changed(self) -> list[tuple[torch.Tensor, Any]]:
+        """The tensors that have been given another ``.grad``, or None, each with that; all have their earlier ``.grad`` again."""
+        found = []
+        with private.below_python():
+            for key, (t, grad) in self.before.items():
+                if t.grad is not grad or key not in self.asked:
+                    found.append((t, t.grad))
+                    t.grad = grad
+        return found
+
+    def read(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors whose ``.grad`` the function read before it had set it, each with that ``.grad``."""
+        return [self.before[key] for key in self.asked]
+
+
+def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+    """The function with which torch.autograd calls its engine: ``backward`` is refused if it would leave dead tensors behind."""
+    level, leaves = state.level, list[torch.Tensor]()
+    if accumulate_grad and level is not None:
+        if level.kind in ("grad", "jvp", "vmap"):
+            raise RuntimeError(_IN_TRANSFORM + at_line())
+        grads, leaves = level.root.grads, _reached(outputs, args[3] if len(args) > 3 else kwargs.get("inputs", ()))
+        if grads is not None and level.parent is level.root:
+            for t in leaves:
+                grads.touch(t, read=True)
+        elif any(type(t) is not Traced or t.node.level is not level for t in leaves):
+            if innermost("grad", "jvp", "vmap") is not None:
+                raise RuntimeError(_IN_TRANSFORM + at_line())
+            raise RuntimeError(
+                "backward(): it would set the .grad of a tensor from outside, which only a jitted function that is called with torch "
+                f"tensors can do, and not from the body of a cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
+            )
+    found = private.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+    for t in leaves:
+        with private.below_python():
+            grad = t.grad if t.is_leaf else None
+        if type(grad) is Traced and grad.node.parent is not None and not grad.requires_grad:  # a view of what nothing else refers to
+            grad.node = Node(value_of(grad), level)
+    return found
+
+
+def _reached(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The leaves whose ``.grad`` backward will set; raises OutsideGraph if it would go on outside of the trace."""
+    nodes = _behind(map(_node, outputs))
+    captured = [t for t, _ in state.level.root.captured.values() if t.requires_grad]
+    outside = {id(_node(t)) for t in captured if not t.is_leaf}
+    crossed = [node for node in nodes if id(node) in outside or node.name() == "_ComputedBackward"]
+    further = _behind(crossed)
+    if crossed and (not inputs or not {id(_node(t)) for t in inputs}.isdisjoint(map(id, further))):
+        raise OutsideGraph(f"its backward() goes back through a graph that was made outside of it{at_line()}")
+    if inputs:
+        return [t for t in inputs if isinstance(t, torch.Tensor)]
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
+def _node(t: Any) -> Any:
+    """The node of PyTorch's graph that gets the gradient of a tensor, or of a GradientEdge; None if the tensor requires no grad."""
+    if not isinstance(t, torch.Tensor):
+        return t.node
+    if not t.requires_grad:
+        return None
+    with private.below_python(), torch.enable_grad():
+        node = torch.Tensor.grad_fn.__get__(t)  # type: ignore[attr-defined]
+        return t.view_as(t).grad_fn.next_functions[0][0] if node is None else node
+
+
+def _behind(nodes: Iterable[Any]) -> list[Any]:
+    """These nodes, and all to which they lead, each once."""
+    found: dict[int, Any] = {}
+    waiting = [node for node in nodes if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            waiting += [n for n, _ in node.next_functions if n is not None]
+    return list(found.values())
+
+
+def _optimizer_zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    if state.level is None or not set_to_none:
+        private.original("optimizer_zero_grad")(optimizer, set_to_none)
+        return
+    _without_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _module_zero_grad(module: Any, set_to_none: bool = True) -> None:
+    if state.level is None or not set_to_none:
+        private.original("module_zero_grad")(module, set_to_none)
+        return
+    _without_gradients(module.parameters())
+
+
+def _without_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Set each ``.grad`` to None, without the question whether there is one: its answer would be a condition of the program."""
+    for p in parameters:
+        p.grad = None
+
+
+def _step_number(x: Any) -> Any:
+    """How many steps an optimizer has made: it is computed with in double precision, as Python computes with the number."""
+    if state.level is None or not isinstance(x, torch.Tensor):
+        return private.original("optimizer_number")(x)
+    return x.double()
+
+
+private.IN_TRACES.update({
+    "run_backward": run_backward, "optimizer_zero_grad": _optimizer_zero_grad, "module_zero_grad": _module_zero_grad,
+    "optimizer_number": _step_number,
+})  # fmt: skip

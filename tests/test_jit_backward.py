@@ -1,0 +1,242 @@
+"""backward(), zero_grad and optimizers inside of a jitted function, compared with the function itself; transforms refuse backward()."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchfunc_jax
+from torchfunc_jax import jit
+
+_OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05), "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "adam with a tensor as its rate": lambda p: torch.optim.AdamW(p, torch.tensor(0.05)),
+    "adam": lambda p: torch.optim.Adam(p, 0.05), "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
+}  # fmt: skip
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def _with(*does):
+    """What a step makes of (model, optimizer, x), one thing after another; the loss is its result."""
+    def step(m, o, x):
+        loss = m(x).pow(2).mean()
+        for do in does:
+            do(m, o, x, loss)
+        return loss.detach()
+    return step
+
+
+def _backward(m, o, x, loss):
+    loss.backward()
+
+
+def _step(m, o, x, loss):
+    o.step()
+
+
+def _zero(m, o, x, loss):
+    o.zero_grad()
+
+
+def _zero_in_place(m, o, x, loss):
+    m.zero_grad(set_to_none=False)
+
+
+def _assigned(m, o, x, loss):
+    for p, g in zip(m.parameters(), torch.autograd.grad(loss, [*m.parameters()]), strict=True):
+        p.grad = g
+
+
+def _twice(m, o, x, loss):
+    loss.backward(create_graph=True)
+    slope = sum((p.grad**2).sum() for p in m.parameters())
+    o.zero_grad()
+    slope.backward()
+
+
+def _asked(m, o, x, loss):
+    grad = m.first.weight.grad
+    (loss if grad is None else loss * grad.sum().cos()).backward()
+
+
+# name: (what the jitted step does, what is done between two calls)
+INSIDE = {
+    "backward": (_with(_backward), None), "zero_grad between": (_with(_backward), lambda m, o: o.zero_grad()),
+    "zero_grad in place between": (_with(_backward), lambda m, o: m.zero_grad(set_to_none=False)),
+    "step between": (_with(_zero, _backward), lambda m, o: o.step()), "whole": (_with(_zero, _backward, _step), None),
+    "zero_grad in place": (_with(_zero_in_place, _backward, _step), None), "zero_grad last": (_with(_backward, _step, _zero), None),
+    "accumulated": (_with(_zero, lambda m, o, x, loss: loss.backward(retain_graph=True), _backward, _step), None),
+    "clipped": (_with(_zero, _backward, lambda m, o, x, loss: nn.utils.clip_grad_norm_(m.parameters(), 0.1), _step), None),
+    "two orders": (_with(_zero, _twice, _step), None), "assigned": (_with(_assigned, _step), None),
+    "asked for": (_with(_asked), None),
+    "inputs": (_with(lambda m, o, x, loss: loss.backward(inputs=[m.first.weight])), None),
+    "of a vector": (lambda m, o, x: m(x).backward(gradient=torch.full_like(x, 2.0)), None),
+    "autograd.backward": (lambda m, o, x: torch.autograd.backward([m(x).sum(), m(x)], [None, x]), None),
+    "deleted between": (_with(_backward), lambda m, o: [setattr(m.first.weight, "grad", None), delattr(m.last.bias, "grad")]),
+    "replaced between": (_with(_backward), lambda m, o: setattr(m.first.weight, "grad", torch.ones(2, 2).double())),
+    "frozen": (_with(_zero, _backward, _step), lambda m, o: m.first.bias.requires_grad_(False)),
+}
+_ALL = [(name, optimizer) for name in INSIDE for optimizer in (_OPTIMIZERS if name in ("whole", "step between") else ["momentum"])]
+
+
+@pytest.mark.parametrize("argument", [False, True], ids=["captured", "module argument"])
+@pytest.mark.parametrize("name, optimizer", _ALL)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_training_inside_leaves_what_the_function_leaves(name, optimizer, argument):
+    does, between = INSIDE[name]
+    found = []
+    for wrap in (jit, lambda f: f):
+        torch.manual_seed(0)
+        m = _Tied().double()
+        o = _OPTIMIZERS[optimizer](m.parameters())
+        given = wrap(lambda module, x, o=o: does(module, o, x))
+        captured = wrap(lambda x, m=m, o=o: does(m, o, x))
+        left = []
+        for n in (3, 3, 3, 4, 3):
+            x = torch.randn(n, 2).double()
+            left.append(given(m, x) if argument else captured(x))
+            left += [None if p.grad is None else p.grad.clone() for p in m.parameters()] + [p.detach().clone() for p in m.parameters()]
+            if between is not None:
+                between(m, o)
+        found.append(left)
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+def test_a_training_step_is_compiled_once_and_its_optimizer_may_go_on_outside():
+    m = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        m(x).sum().backward()
+        optimizer.step()
+
+    fast = jit(step)
+    for k in range(3):
+        fast(torch.ones(2) * k)
+        assert type(m.weight.grad) is torch.Tensor
+        torch.testing.assert_close(m.weight.grad, torch.full((1, 2), float(k)))
+    optimizer.step()
+    assert len(fast.programs()) == 1
+
+
+def _of_argument(wrap):
+    f = wrap(lambda x: ((x**2).sum().backward(), x.grad)[1])
+    for k in range(2):
+        x = (torch.arange(3.0) + k).requires_grad_()
+        first, before = f(x), x.grad
+        yield first.clone(), first is before
+        yield f(x) is before, before
+        x.grad = None
+        yield f(x), x.grad
+
+
+def _of_two(wrap):
+    f = wrap(lambda x, *, y: (x * y[0]).sum().backward())
+    x, y = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    f(x, y=[y])
+    f(y, y=[y])  # one tensor is both
+    yield x.grad, y.grad
+
+
+def _captured_too(wrap):
+    w = torch.ones(2, requires_grad=True)
+    f = wrap(lambda x: (x * x * w).sum().backward())
+    for _ in range(3):
+        f(w)
+        yield w.grad.clone()
+
+
+def _graph_from_outside(wrap):
+    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    f = wrap(lambda x, inputs: (x * x * v).sum().backward(inputs=[v] if inputs else None))
+    for k in range(4):
+        f(w * k, k > 1)
+        yield w.grad, v.grad.clone()
+
+
+def _asked_of_argument(wrap):
+    f = wrap(lambda x: (x * x).sum().backward() if x.grad is None else x.grad * 2)
+    x = torch.ones(2, requires_grad=True)
+    yield f(x), f(x), x.grad
+    x.grad = torch.full((2,), 7.0)
+    yield f(x)
+
+
+def _hook_steps(wrap):
+    w = torch.ones(2, requires_grad=True)
+
+    def hook(p):
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    w.register_post_accumulate_grad_hook(hook)
+    f = wrap(lambda x: (w * x).sum().backward())
+    yield f(torch.ones(2)), f(torch.full((2,), 3.0)), w.detach(), w.grad
+
+
+def _with_a_number(wrap):
+    w = torch.ones(2, requires_grad=True)
+    f = wrap(lambda x, k: (w * x * k).sum().backward())
+    for k in range(8):
+        f(torch.ones(2), 0.5 * k)
+        yield w.grad.clone()
+    assert wrap is not jit or len(f.programs()) < 5
+
+
+LEAVES = [
+    _of_argument, _of_two, _captured_too, _graph_from_outside, _asked_of_argument, _hook_steps, _with_a_number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_grad_of_arguments_and_captured_leaves(case):
+    torch.testing.assert_close([*case(jit)], [*case(lambda f: f)])
+
+
+_X = torch.ones(3)
+TRANSFORMS = {
+    "grad": lambda T, f: T.grad(f)(_X), "vmap": lambda T, f: T.vmap(f)(torch.ones(2, 3)), "vjp": lambda T, f: T.vjp(f, _X),
+    "jvp": lambda T, f: T.jvp(f, (_X,), (_X,)), "jacrev": lambda T, f: T.jacrev(f)(_X), "jacfwd": lambda T, f: T.jacfwd(f)(_X),
+    "hessian": lambda T, f: T.hessian(f)(_X), "linearize": lambda T, f: T.linearize(f, _X), "vmap of jit": lambda T, f: T.vmap(jit(f))(_X),
+    "functional": lambda T, f: T.grad_and_value(f)(_X),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize("held", [None, torch.ones(3)], ids=["no grad", "a grad"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_refuse_backward_before_anything_is_changed(name, held, backward):
+    w = torch.ones(3, requires_grad=True)
+    w.grad = held
+
+    def f(x):
+        out = (w * x).sum()
+        backward(out)
+        return out
+
+    for call in (lambda: TRANSFORMS[name](torchfunc_jax, f), lambda: jit(lambda: TRANSFORMS[name](torchfunc_jax, f))()):
+        with pytest.raises(RuntimeError, match=r"backward\(\) called inside a functorch transform"):
+            call()
+        assert w.grad is held
+    assert held is None or torch.equal(held, torch.ones(3))
+
+
+@pytest.mark.parametrize("inner", [
+    lambda f, x: torch.cond(x.sum() > 0, f, f, (x,)), lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+])  # fmt: skip
+def test_backward_in_a_part_of_the_program_that_jax_traces_itself_is_refused(inner):
+    w = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a tensor from outside"):
+        jit(lambda x: inner(lambda x: ((w * x).sum().backward(), x * 1)[1], x))(_X)
+    assert w.grad is None

@@ -10,7 +10,7 @@ from torchfunc_jax import jit
 
 _OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05), "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
-    "adam with a tensor as its rate": lambda p: torch.optim.AdamW(p, torch.tensor(0.05)),
+    "adam with a tensor as its rate": lambda p: torch.optim.AdamW(p, torch.tensor(0.05).double()),
     "adam": lambda p: torch.optim.Adam(p, 0.05), "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
 }  # fmt: skip
 

@@ -154,7 +154,7 @@ def _without_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 def _step_number(x: Any) -> Any:
     """How many steps an optimizer has made: it is computed with in double precision, as Python computes with the number."""
-    if state.level is None or not isinstance(x, torch.Tensor):
+    if not state.jitting or not isinstance(x, torch.Tensor):
         return private.original("optimizer_number")(x)
     return x.double()
 

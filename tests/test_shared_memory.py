@@ -351,6 +351,17 @@ def test_strides_of_lanes_are_those_of_torch_func(program: str, way: str) -> Non
         assert seen(torchfunc_jax, in_dims) == seen(torch.func, in_dims), in_dims
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
+@pytest.mark.parametrize("lane", [
+    lambda a: a.argmax(keepdim=True), lambda a: a.argmin(keepdim=True), lambda a: a.sin().argmax(keepdim=True),
+    torchfunc_jax.grad(lambda a: (a * a.argmax(keepdim=True)).sum()),
+])  # fmt: skip
+def test_shapes_that_torch_funcs_vmap_gets_wrong(lane: Callable[[torch.Tensor], torch.Tensor], jitted: bool) -> None:
+    x = torch.linspace(-1, 1, 24).cos().view(2, 4, 3)
+    mapped = torchfunc_jax.vmap(lane, 1)
+    assert torch.equal((jit(mapped) if jitted else mapped)(x), torch.stack([lane(each) for each in x.unbind(1)]))
+
+
 def test_parameters_are_themselves_and_donated_arguments_are_not() -> None:
     module, x = torch.nn.Linear(3, 3), torch.arange(6.0).view(2, 3)
     assert jit(lambda: module.weight)() is module.weight

@@ -99,7 +99,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)
-        lanes, lying = (None, None) if innermost("vmap") is None else torch_numbers.laid_out(func, args, kwargs)
+        lanes, lying = (None, None) if innermost("vmap") is None else torch_numbers.laid_out(func, args, kwargs, out)
         return wrap_all(out, device, PLAIN if lying else _layout(func, args, kwargs), lanes, lying)
 
     return run_pure

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Primitive
@@ -510,8 +511,8 @@ def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:
     return Blank(tuple(t.shape), t.stride(), t.dtype, mapped, None, geometry.between, places)
 
 
-def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Iterator[Any] | None]:
-    """How PyTorch's own vmap lays out in memory what an operator computes.
+def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[Any, Iterator[Any] | None]:
+    """How PyTorch's own vmap lays out in memory what an operator computes; out: the values that it has computed.
 
     The traces of the vmaps that map its results, None if they are not known; and, if an operand's lanes do not lie one behind another, for
     each result its strides, those from lane to lane, and the places of the mapped dimensions.
@@ -536,6 +537,9 @@ def laid_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     try:
         made = private.lanes_by_torch(_in_vmaps(func, blank(args), named, sizes, "meta"), sizes)
     except Exception:  # the operator has no kernel for the device meta
+        return found, None
+    ranks = [x.ndim for x in jax.tree_util.tree_leaves(out) if isinstance(x, jax.Array | np.ndarray)]
+    if [len(strides) for strides, _ in made] != ranks:  # a rule of PyTorch's vmap gives a wrong shape, as for argmax(keepdim=True)
         return found, None
     return found, iter([(strides, *[tuple([each[k] for each in between]) for k in (1, 2)]) for strides, between in made])
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import warnings
 
 import pytest
@@ -85,6 +86,33 @@ def test_as_strided_of_a_computed_tensor(name):
     x, step = X.double(), 1e-6 * torch.eye(12, dtype=torch.float64).reshape(12, 3, 4)  # PyTorch has no gradient of as_strided_scatter here
     slope = torch.stack([(weighted(x + h) - weighted(x - h)) / 2e-6 for h in step])
     torch.testing.assert_close(torchfunc_jax.grad(weighted)(x), slope.reshape(3, 4), rtol=1e-6, atol=1e-6)
+
+
+#: What plain PyTorch refuses of a tensor [3, 4].
+REFUSED = {
+    "clone": lambda x: x.clone(memory_format=torch.channels_last),
+    "contiguous": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "of three dimensions": lambda x: x.contiguous(memory_format=torch.channels_last_3d),
+    "to": lambda x: x.to(memory_format=torch.channels_last),
+    "to another dtype": lambda x: x.to(torch.float64, memory_format=torch.channels_last),
+    "like": lambda x: x + torch.zeros_like(x, memory_format=torch.channels_last),
+    "empty": lambda x: x + torch.empty(3, 4, memory_format=torch.channels_last).zero_(),
+    "empty that preserves": lambda x: x + torch.empty((3, 4), memory_format=torch.preserve_format).zero_(),
+    "too few strides": lambda x: x + x.new_empty_strided([3, 4], [1]).zero_(),
+    "a negative stride": lambda x: x + x.new_empty_strided([3, 4], [-1, 1]).zero_(),
+    "too many strides": lambda x: x + torch.empty_strided([3, 4], [1, 1, 1]).zero_(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strides_and_memory_formats_that_pytorch_refuses(name):
+    f = REFUSED[name]
+    with pytest.raises(RuntimeError) as theirs:
+        f(X)
+    by_lane = torchfunc_jax.vmap(f)
+    for call in (jit(f), torchfunc_jax.grad(lambda x: f(x).sum()), lambda x: by_lane(x[None]), lambda x: jit(by_lane)(x[None])):
+        with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+            call(X)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -122,6 +122,8 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     try:
         like = on_meta(func, args, kwargs)
     except Exception:  # the operator has no kernel for the device meta
+        if chosen:  # it refuses the strides or the memory format
+            raise
         return None, False
     if not isinstance(like, torch.Tensor):
         return None, False

@@ -69,6 +69,8 @@ def aten_zeros(
     memory_format: torch.memory_format | None = None,
 ) -> Array:  # fmt: skip
     """zeros(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""
+    if memory_format is torch.preserve_format:
+        raise RuntimeError("unsupported memory format Preserve")
     return _fill(size, 0, promotion.jdtype(dtype, promotion.default_float()))
 
 
@@ -142,6 +144,8 @@ def aten_new_zeros(
     layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
 ) -> Array:  # fmt: skip
     """new_zeros(Tensor self, SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, ...) -> Tensor"""
+    if stride is not None and min(stride, default=0) < 0:  # PyTorch's kernel for the device meta does not raise this
+        raise RuntimeError(f"Storage size calculation overflowed with sizes={[*size]} and strides={[*stride]}")
     return _fill(size, 0, promotion.jdtype(dtype, x.dtype))
 
 

@@ -513,6 +513,32 @@ def test_writes_to_part_of_a_view_in_which_elements_are_several(case: str, way: 
             same((jit if way == "jit" else functionalize)(fn)(x), fn(x))
 
 
+#: A fill of a view that overlaps itself, and a fill of the same memory that does not; PyTorch has no derivative of the first.
+FILLED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
+    "fill_": (lambda y: y.expand(2, 3).fill_(9.0), lambda y: y.fill_(9.0)),
+    "zero_ of a part": (lambda y: y[1:, None].expand(2, 4)[:, 1:].zero_(), lambda y: y[1:].zero_()),
+    "fill_ with a tensor": (lambda y: y.expand(2, 3).fill_(y.sum()), lambda y: y.fill_(y.sum())),
+    "a number as item": (lambda y: y.expand(2, 3).__setitem__(slice(None), 9.0), lambda y: y.fill_(9.0)),
+}
+
+
+@pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "jit(vmap)", "grad"])
+@pytest.mark.parametrize("case", FILLED)
+def test_fills_of_views_in_which_elements_are_several(case: str, way: str) -> None:
+    def fn(x: torch.Tensor, which: int = 0) -> torch.Tensor:
+        y = x * 1
+        FILLED[case][which](y)
+        return (y * x).sum() + y
+
+    x = torch.tensor([5.0, -1.0, 2.0])
+    if way == "grad":
+        same(grad(lambda x: fn(x).sum())(x), torch.func.grad(lambda x: fn(x, 1).sum())(x))
+    elif "vmap" in way:
+        same((jit(vmap(fn)) if "jit" in way else vmap(fn))(torch.stack([x, x + 1])), torch.stack([fn(x, 1), fn(x + 1, 1)]))
+    else:
+        same((jit if way == "jit" else functionalize)(fn)(x), fn(x, 1))
+
+
 AT_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "read": lambda y, i: None,
     "write to y[i]": lambda y, i: y[i].mul_(5),

@@ -69,8 +69,11 @@ def refuse_overlap(apart: Container[str], targets: Iterable[Any], operands: Iter
             )
 
 
-def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> None:
-    """Write a value into a tensor, cast to its dtype; detached: torch's autograd does not record the write."""
+def store(target: torch.Tensor, value: jax.Array, detached: bool = False, alike: bool = False) -> None:
+    """Write a value into a tensor, cast to its dtype.
+
+    detached: torch's autograd does not record the write.  alike: all elements of the value are equal, so a view may overlap itself.
+    """
     dtype = dtypes.to_jax(target.dtype)
     if value.dtype != dtype:
         source = dtypes.to_torch(value.dtype)
@@ -80,7 +83,10 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
         value = pieces.run("cast", cast, (value, dtype), {})
     if value.shape != target.shape:
         raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}")
-    if 0 in target.stride() and target.numel() > 1 and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
+    if 0 in target.stride() and (several := _several(target.shape, target.stride())):
+        if alike and type(target) is Traced and not _several_in_root(target.node.root):
+            first = tuple([slice(1) if d in several else slice(None) for d in range(target.dim())])
+            return store(target[first], value[first], detached)
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -90,6 +96,15 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False) -> Non
     if root.strict:  # in forward mode, what was written to keeps a tangent, of zeros
         value = requires_grad.tie_strictly(value, value_of(target), ())
     assign(target, value, detached or None, keep=keep and (root.recorded or root.in_jax or innermost("grad") is not None))
+
+
+def _several(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions along which several elements are one place in memory."""
+    return [d for d, (n, s) in enumerate(zip(shape, strides, strict=True)) if s == 0 and n > 1]
+
+
+def _several_in_root(root: Node) -> bool:
+    return root.geometry is not None and bool(_several(root.geometry.shape, root.geometry.strides))
 
 
 def write_plan(func: torch._ops.OpOverload) -> Plan:
@@ -114,6 +129,7 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
     written = list(writes) or [a.name for a in changed]
     of_dtype = is_out and _is_factory(functional)
     looks = row.apart is not None or is_pointwise(func) or (functional is not None and is_pointwise(functional))
+    alike = func._schema.name in ("aten::fill_", "aten::zero_")
     in_turn = func._schema.name.startswith("aten::_foreach_") and not is_out
 
     def run_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,7 +164,7 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
                 _refuse_dtype(func, args, kwargs, dict(zip(written, targets, strict=True)), row.exact_out)
             if is_out and target.shape != result.shape:
                 _resize(target, result.shape)
-            store(target, value_of(result), detached=not is_out and place in row.no_grad_outputs)
+            store(target, value_of(result), not is_out and place in row.no_grad_outputs, alike)
         if len(func._schema.returns) == 0:
             return None
         fresh, kept = (r for i, r in enumerate(results) if i not in places), iter(flat)

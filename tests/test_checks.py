@@ -166,6 +166,25 @@ def test_asserts_of_a_program() -> None:
             run(-wide)
 
 
+@pytest.mark.parametrize("way", ["grad", "jit", "vmap", "jit(vmap)"])
+def test_arguments_of_distributions_and_whether_all_values_are_true(way: str) -> None:
+    def density(scale: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(0.0, scale).log_prob(torch.ones(()))
+
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch._is_all_true(x > 0) + x * torch._is_any_true(x > 0)).sum()
+
+    def run(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        slope = grad(lambda x: f(x).sum())
+        return {"grad": slope, "jit": jit(slope), "vmap": vmap(slope), "jit(vmap)": jit(vmap(slope))}[way](x)
+
+    for x, scale in [(torch.tensor([[1.0, -1.0]]), 1), (torch.tensor([[1.0, 1.0]]), 2), (torch.tensor([[-1.0, -1.0]]), 0)]:
+        torch.testing.assert_close(run(positive, x), torch.full((1, 2), float(scale)))
+    torch.testing.assert_close(run(density, torch.tensor([[1.0, 2.0]])), torch.tensor([[0.0, -0.375]]))
+    with pytest.raises(ValueError, match="constraint"):
+        run(density, torch.tensor([[1.0, -2.0]]))
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 4), size=st.integers(1, 3))
 def test_indices_are_refused_just_where_pytorch_does(data: Any, n: int, size: int) -> None:

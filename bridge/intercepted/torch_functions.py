@@ -25,6 +25,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
+from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
 from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
@@ -169,6 +170,8 @@ def _resolve_conj(func: Callable[..., Any], input: torch.Tensor) -> torch.Tensor
 
 def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
+    if checks_arguments(input):
+        return func(input)
     if innermost("vmap") is not None:
         concrete(input, "bool()")
     return _number(func, input)

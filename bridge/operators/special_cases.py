@@ -19,7 +19,6 @@ from bridge.operators.operands import stop, value_in
 from bridge.trace import pieces
 from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
 
-own_rule("aten._local_scalar_dense")(lambda args, kwargs: concrete(args[0], "item()").item())
 own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
 own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() == args[1].numel())
 
@@ -52,15 +51,28 @@ def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
 
 
+def checks_arguments(t: torch.Tensor) -> bool:
+    """Whether this is what torch.distributions asks of its arguments: if its value is not known, it is checked when the program has run."""
+    return type(t) is Traced and t.node.maker is torch.ops.aten._is_all_true.default
+
+
+@own_rule("aten._local_scalar_dense")
+def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return concrete(args[0], "item()").item()
+    except DataDependentError:
+        if not checks_arguments(args[0]):
+            raise
+    invalid = "torch.distributions: expected every value to be within its constraint; something is outside of its own"
+    refuse(~value_in(args[0]), invalid, ValueError)
+    return True
+
+
 @own_rule("aten._is_all_true")
 def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.distributions checks its arguments with this; if values are not known, they are checked when the program has run."""
     value = value_in(args[0])
-    known = not isinstance(value, jax.core.Tracer)
-    if not known:
-        refuse(~value, "torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError)
-    with jax.ensure_compile_time_eval():
-        return wrap(jnp.all(value) if known else jnp.asarray(True), args[0].device)
+    with contextlib.nullcontext() if isinstance(value, jax.core.Tracer) else jax.ensure_compile_time_eval():
+        return wrap(jnp.all(value), args[0].device)
 
 
 @own_rule("aten._assert_async", "aten._assert_async.msg", "aten._functional_assert_async.msg")

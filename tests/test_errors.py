@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import functorch.experimental
 import jax
 import jax.numpy as jnp
 import pytest
@@ -184,9 +185,13 @@ def test_raises_the_same_compiled(name: str) -> None:
         torchfunc_jax.jit(lambda: call(torchfunc_jax))()
 
 
-def test_chunks_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="chunks should be at least 1"):
-        torchfunc_jax.chunk_vmap(torch.sin, chunks=0)
+@pytest.mark.parametrize("T", [torchfunc_jax, functorch.experimental])
+def test_chunk_vmap_refuses_what_functorchs_refuses(T: Any) -> None:
+    for chunks in (0, -1):
+        with pytest.raises(RuntimeError, match=f"chunk expects `chunks` to be greater than 0, got: {chunks}"):
+            T.chunk_vmap(torch.sin, chunks=chunks)(x)
+    with pytest.raises(RuntimeError, match=r"randomness .*Got some"):
+        T.chunk_vmap(torch.sin, randomness="some")
 
 
 @pytest.mark.parametrize("operator", ["nonzero", "masked_select", "item", "bool", "tolist", "unique", "boolean index", "tensor_split"])

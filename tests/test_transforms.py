@@ -755,14 +755,25 @@ def test_no_grad_around_a_transform_does_not_reach_into_it() -> None:
         assert not torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7, 9])
 def test_chunk_vmap(chunks: int) -> None:
     from torch._functorch.apis import chunk_vmap as reference
 
     from torchfunc_jax import chunk_vmap
 
-    x = torch.randn(7, 3)
-    same(chunk_vmap(lambda a: (a.sin(), a.sum()), chunks=chunks)(x), reference(lambda a: (a.sin(), a.sum()), chunks=chunks)(x))
+    x = torch.randn(9, 3)
+    calls = []
+
+    def fn(a: torch.Tensor) -> Any:
+        calls.append(1)
+        return a.sin(), a.sum()
+
+    for size in range(1, 10):
+        expected, many = reference(fn, chunks=chunks)(x[:size]), len(calls)
+        same(chunk_vmap(fn, chunks=chunks)(x[:size]), expected)
+        assert len(calls) == 2 * many
+        calls.clear()
+    assert chunk_vmap(fn, chunks=chunks)(x[:0])[0].shape == (0, 3)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -89,8 +89,7 @@ def vmap(
         >>> batched_dot(torch.ones(2, 5), torch.ones(2, 5))
         tensor([5., 5.])
     """
-    if randomness not in ("error", "different", "same"):
-        raise RuntimeError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
+    _check_randomness(randomness)
     if isinstance(chunk_size, str) and chunk_size != "auto":
         raise ValueError(f'vmap: chunk_size should be None, greater than 0, or "auto". (got {chunk_size})')
     if not (chunk_size is None or isinstance(chunk_size, str) or chunk_size > 0):
@@ -101,9 +100,7 @@ def vmap(
 
     def cut(size: int, run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None]) -> list[int]:
         chunk = fitting(size, run, leaves, dims, memory_limit, chosen) if isinstance(chunk_size, str) else chunk_size
-        if chunk is None or chunk >= size:
-            return [size]
-        return [chunk] * (size // chunk) + [size % chunk]
+        return [size] if chunk is None else _in_parts(size, chunk)
 
     return _mapped(func, in_dims, out_dims, randomness, cut)
 
@@ -120,13 +117,13 @@ def chunk_vmap(
 
     Args:
         func, in_dims, out_dims, randomness: as in ``vmap``.
-        chunks: the number of chunks.
+        chunks: the largest number of chunks; as with ``torch.chunk``, all but the last have the same size, so there may be fewer.
 
     Returns:
         Callable: as in ``vmap``.
 
     Raises:
-        ValueError: chunks < 1.
+        RuntimeError: chunks < 1.
         ValueError, IndexError, RuntimeError, DataDependentError: as in ``vmap``.
 
     Source: ``torch._functorch.apis.chunk_vmap``.
@@ -137,12 +134,21 @@ def chunk_vmap(
         >>> chunk_vmap(torch.sum, chunks=3)(torch.ones(5, 2))
         tensor([2., 2., 2., 2., 2.])
     """
+    _check_randomness(randomness)
     if chunks < 1:
-        raise ValueError(f"chunk_vmap: chunks should be at least 1. (got {chunks})")
-    if chunks == 1:
-        return vmap(func, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
+        raise RuntimeError(f"chunk_vmap: chunk expects `chunks` to be greater than 0, got: {chunks}")
 
-    return _mapped(func, in_dims, out_dims, randomness, lambda size, *_: [len(range(k, size, chunks)) for k in range(chunks)])
+    return _mapped(func, in_dims, out_dims, randomness, lambda size, *_: _in_parts(size, -(-size // chunks)))
+
+
+def _check_randomness(randomness: str) -> None:
+    if randomness not in ("error", "different", "same"):
+        raise RuntimeError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
+
+
+def _in_parts(size: int, chunk: int) -> list[int]:
+    """The sizes of the chunks if each but the last has this size."""
+    return [len(range(k, min(k + chunk, size))) for k in range(0, size, chunk)] if chunk < size else [size]
 
 
 def _mapped(
@@ -382,8 +388,6 @@ def _in_chunks(
     seed = torch.get_rng_state() if randomness == "same" and level is None else None
     before = None if drawn is None else drawn.mark()
     for n in sizes:
-        if n == 0:
-            continue
         if randomness == "same" and level is not None:
             source(level).draws = draws
             if drawn is not None:

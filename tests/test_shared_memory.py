@@ -84,6 +84,9 @@ COMPLEX: dict[str, Callable[..., Any]] = {
     "mH": lambda x, w: x.mH,
     "view_as_complex": lambda x, w: torch.view_as_complex(torch.view_as_real(x)),
     "identity of complex": lambda x, w: x,
+    "real of the conjugate": lambda x, w: x.conj().real,
+    "imag of the conjugate": lambda x, w: x.conj().imag,
+    "part of real of the conjugate": lambda x, w: x.conj()[1:].real[:, ::2],
 }
 WRITES: dict[str, Callable[..., Any]] = {
     "exp_": lambda x, w: x.exp_(),
@@ -190,9 +193,16 @@ def test_memory_is_torch_funcs_under_vmap(name: str, jitted: bool) -> None:
         _agree(way, (VIEWS | COMPLEX | WRITES)[name], jitted, _dtype(name))
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
+@pytest.mark.parametrize("name", ["real", "conj", "mH", "identity of complex", "real of the conjugate"])
+def test_memory_of_mapped_conjugates_is_torch_funcs(name: str, jitted: bool) -> None:
+    for way in VMAPS.values():
+        _agree(way, COMPLEX[name], jitted, torch.complex64, lay=torch.conj)
+
+
 @pytest.mark.parametrize("name", [*VIEWS, *COMPLEX, *WRITES])
 def test_memory_is_the_functions_own_under_jit(name: str) -> None:
-    for lay in (lambda x: x[1], lambda x: x.view(3, 6, 4)[1].t()):
+    for lay in (lambda x: x[1], lambda x: x.view(3, 6, 4)[1].t(), lambda x: x[1].conj(), lambda x: torch._neg_view(x[1])):
         _agree(lambda F, f, x, t: f(x), (VIEWS | COMPLEX | WRITES)[name], True, _dtype(name), lay=lay)
 
 

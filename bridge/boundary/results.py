@@ -104,7 +104,10 @@ def placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
     """The outputs, those that share memory replaced by views of the tensors whose memory it is, which have been written to by now."""
     for i, source, views in shared:
         t = outs[source.index] if isinstance(source, Output) else source
-        outs[i] = again(t.resolve_conj().resolve_neg(), views) if views else t
+        try:
+            outs[i] = again(t, views) if views else t
+        except RuntimeError:  # PyTorch's views do not all take a tensor with a conjugate or a negative bit
+            outs[i] = again(t.resolve_conj().resolve_neg(), views)
     return outs
 
 

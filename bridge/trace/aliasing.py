@@ -168,10 +168,20 @@ def expanded(dim: int, shape: Sequence[int]) -> tuple[View, ...]:
 
 def again(t: torch.Tensor, views: Sequence[View]) -> torch.Tensor:
     """The same views of a tensor of PyTorch's; they share its memory and have the strides, ``_base`` and grad_fn that PyTorch gives."""
-    for view in views:
+    rest = [*views]
+    while rest:
+        view = rest.pop(0)
         with torch.set_grad_enabled(bool(view.recording) and torch.is_grad_enabled()):
-            t = view.of(t)
+            if t.is_conj() and view.func is overload("aten.view_as_real") and rest and _selects_part(rest[0], t):
+                t = (torch.real, torch.imag)[rest.pop(0).args[1]](t)  # view_as_real refuses a conjugate; real and imag know about it
+            else:
+                t = view.of(t)
     return t
+
+
+def _selects_part(view: View, t: torch.Tensor) -> bool:
+    """Whether a view of view_as_real(t) is its real or its imaginary part."""
+    return view.func is overload("aten.select.int") and view.args in [(dim, k) for dim in (-1, t.dim()) for k in (0, 1)]
 
 
 def detaches(view: View) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 import torchfunc_jax
 from bridge import to_jax, to_torch
 from bridge.convert import dtypes
-from torchfunc_jax import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from torchfunc_jax import chunk_vmap, functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -155,6 +155,22 @@ def test_what_cannot_cross_says_what_to_do(make: Callable[[], torch.Tensor], say
 def test_what_torch_lacks_says_so(dtype: Any) -> None:
     with pytest.raises(TypeError, match="dtype"):
         to_torch(jnp.ones(3, dtype))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_everywhere(layout: torch.layout) -> None:
+    t, x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout), torch.ones(2)
+    calls = [
+        lambda: vmap(torch.sin)(t), lambda: vmap(lambda d: d["a"].sin(), chunk_size=1)({"a": t}), lambda: chunk_vmap(torch.sin)(t),
+        lambda: grad(torch.sum)(t), lambda: vjp(torch.sin, t), lambda: vjp(torch.sin, x)[1](t), lambda: jvp(torch.sin, (t,), (t,)),
+        lambda: jvp(torch.sin, (x,), (t,)), lambda: linearize(torch.sin, x)[1](t), lambda: jacrev(torch.sin)(t),
+        lambda: jacfwd(torch.sin)(t), lambda: hessian(torch.sum)(t), lambda: jit(lambda x: x * t.sin().sum())(x),
+        lambda: vmap(lambda x: x * t[0].sum())(x), lambda: grad(lambda x: (x * t.sum()).sum())(x),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TypeError, match=r"got a nested one; convert it with \.to_padded_tensor"):
+            call()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def _in_torch(
     return out, {name: state[name] for name in names}
 
 
-@handing_over.call(_in_torch)
+@handing_over.call(_in_torch, nested=True)
 def functional_call(
     module: nn.Module,
     parameter_and_buffer_dicts: dict[str, Any] | Sequence[dict[str, Any]],

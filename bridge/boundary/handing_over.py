@@ -22,6 +22,7 @@ from torch.jit import is_tracing
 from bridge import private, private_jax
 from bridge.convert import sparse, trees
 from bridge.convert.sparse import SparseOperand
+from bridge.convert.tensors import refuse_nested
 from bridge.errors import NeedsTorch
 from bridge.process import process
 from bridge.programs import closure_scan
@@ -53,8 +54,11 @@ def has_fake(func: Any, given: Any) -> bool:
     return any(map(private.is_fake, [*leaves, *[t for t, _ in captured]]))
 
 
-def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a FakeTensor."""
+def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool = False) -> Callable[..., Any]:
+    """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a FakeTensor.
+
+    nested: ours takes nested tensors.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or torch_looks((args, kwargs)):
@@ -71,6 +75,10 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -
         except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
             if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)
+            raise
+        except (AttributeError, IndexError, RuntimeError):
+            if not nested:  # PyTorch's own errors about the shape of a nested tensor do not say what to do
+                refuse_nested(trees.flatten((args, kwargs))[0])
             raise
 
     return run
@@ -97,9 +105,9 @@ def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def call(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own."""
-    return lambda ours: functools.wraps(ours)(either(ours, lambda: theirs))  # type: ignore[return-value]
+def call(theirs: Callable[..., Any], nested: bool = False) -> Callable[[_Function], _Function]:
+    """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own; nested: it takes nested tensors."""
+    return lambda ours: functools.wraps(ours)(either(ours, lambda: theirs, nested))  # type: ignore[return-value]
 
 
 def _before_fork() -> None:

@@ -112,13 +112,19 @@ def common_device(leaves: Sequence[Any]) -> torch.device | None:
 
 def crosses(t: torch.Tensor) -> bool:
     """Whether a tensor found in a closure or module can be an input of a computation: it must be an ordinary tensor with values."""
-    return t.layout is torch.strided and not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+    if t.layout is not torch.strided or t.is_nested:
+        return False
+    return not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+
+
+def refuse_nested(leaves: Sequence[Any]) -> None:
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):
+        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()") from None
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
     """t as a dense contiguous tensor without grad, conj or neg bit; raises TypeError if t is not dense."""
-    if t.is_nested:
-        raise TypeError("tensor: expected a plain tensor, got a nested one; convert it with .to_padded_tensor()")
+    refuse_nested([t])
     if t.layout is not torch.strided:
         raise SparseOperand(t)
     if t.is_quantized:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from bridge import private, private_jax
-from bridge.convert import dtypes
-from bridge.convert.sparse import SparseOperand
+from bridge.convert import dtypes, tensors
 from bridge.errors import at_line
 from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
@@ -22,8 +21,8 @@ aten = torch.ops.aten
 
 
 def meta_of(t: torch.Tensor) -> torch.Tensor:
-    if t.layout is not torch.strided:
-        raise SparseOperand(t)
+    if t.layout is not torch.strided or t.is_nested:
+        tensors.plain(t)  # raises the error for its layout
     if t.storage_offset():
         span = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
         return torch.empty(span, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), t.storage_offset())

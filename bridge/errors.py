@@ -90,6 +90,19 @@ def rewording() -> Iterator[None]:
 _DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3), "dot": (1, 1)}
 
 
+def escaped(level: Any = None) -> EscapedTensorError:
+    """The error for a tensor of a transform that has returned; level: the transform's, if it is known."""
+    said = "it was made"
+    while level is not None:
+        if level.kind == "vmap":
+            said = "your tensor may have escaped from inside a function being vmapped: it was made"
+        level = level.parent
+    return EscapedTensorError(
+        f"tensor: {said} inside a transform that has returned and holds no values any more; return it from the transformed function "
+        f"instead of keeping it elsewhere{at_line()}"
+    )
+
+
 def in_words_of_vmap(name: str, args: Sequence[Any], error: Exception) -> Exception:
     """The error of a function of that name inside a vmap; torch.func.vmap has its own for products of tensors of wrong dimensions."""
     wanted = _DIMENSIONS.get(name)

@@ -12,7 +12,7 @@ import torchfunc_jax
 from bridge.errors import DataDependentError
 from torchfunc_jax import grad, jit, vmap
 
-_X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+_X, _Z = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
 
 #: What one lane does -> words of torch.func's error.
 WORDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -25,6 +25,12 @@ WORDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "int": (lambda r: int(r[0]), r"calling .item\(\) on a Tensor"),
     "format": (lambda r: f"{r[0]:.2f}", r"calling .item\(\) on a Tensor"),
     "nonzero": (lambda r: r.nonzero(), "vmap: We do not support batching operators that can output dynamic shape"),
+    "where": (torch.where, r"can output dynamic shape\. Attempted to vmap over aten::where"),
+    "unique": (torch.unique, r"can output dynamic shape\. Attempted to vmap over aten::_unique2"),
+    "fill_ of an unmapped tensor": (lambda r: _Z.fill_(r[0]), r"vmap: fill_\(self, \*extra_args\) is not possible"),
+    "masked_fill_": (lambda r: _Z.masked_fill_(_Z > 0, r[0]), r"vmap: aten::masked_fill_\(self, \*extra_args\) is not possible"),
+    "mul_": (lambda r: _Z.mul_(r), r"vmap: inplace arithmetic\(self, \*extra_args\) is not possible"),
+    "batch norm": (lambda r: torch.nn.functional.batch_norm(r.expand(3, 2), _Z, _Z, training=True), "running_mean or running_var, which"),
     "mm": (lambda r: torch.mm(r, r), r"Shape mismatch: Got incorrect dims for mm\(a, b\). a has dim 1and b has dim 1but expected them to "
            "have dim 2 and dim 2"),
     "mv": (lambda r: torch.mv(r, r), r"Shape mismatch: Got incorrect dims for mv"),
@@ -62,6 +68,24 @@ def test_a_tensor_of_a_list_of_tensors(name: str) -> None:
             transform(f)(_X[0])
     with pytest.raises(DataDependentError, match="under jit only its shape and dtype are known"):
         jit(grad(f))(x)
+
+
+@pytest.mark.parametrize("way", ["un-jitted", "jit"])
+def test_random_numbers_in_place_of_an_unmapped_tensor(way: str) -> None:
+    for F in (torch.func, torchfunc_jax):
+        mapped = F.vmap(lambda r, p: _Z.bernoulli_(p), (0, None), randomness="different")
+        with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness on an unbatched tensor"):
+            (jit(mapped) if way == "jit" and F is torchfunc_jax else mapped)(_X, _X[0] / 4)
+
+
+@pytest.mark.parametrize("way", ["un-jitted", "jit"])
+def test_a_tensor_that_escaped_from_vmap(way: str) -> None:
+    for F in (torch.func, torchfunc_jax):
+        kept: list[torch.Tensor] = []
+        mapped = F.vmap(F.grad(lambda r, kept=kept: (kept.append(r), r.sum())[1]))
+        (jit(mapped) if way == "jit" and F is torchfunc_jax else mapped)(_X)
+        with pytest.raises(RuntimeError, match="your tensor may have escaped from inside a function being vmapped"):
+            kept[0] + 1
 
 
 def test_a_value_is_no_error_under_grad() -> None:

@@ -17,13 +17,14 @@ from bridge.boundary.results import Output, Result, is_array, put_together, take
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
 from bridge.private import torch_chunk_vmap
-from bridge.private_jax import trace_of
+from bridge.private_jax import mapping, same_trace, trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.aliasing import Inner, View, expanded
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane, source
+from bridge.trace.torch_numbers import UNMAPPED_RANDOMNESS
 from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]
@@ -294,6 +295,7 @@ def _map(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
+        probes: list[Any] = []
         out_axes: list[Any] = []
         parent = state.level
 
@@ -313,13 +315,14 @@ def _map(
             out_axes.extend(d if d is None or d >= 0 else d + v.ndim + 1 for v, d in zip(result.values, axes, strict=False))
             out_axes.extend(in_axes[t] if isinstance(t, int) else None for t, _, _ in result.written)
             found.append(result)
+            probes.append(level.probe)
             return result.values
 
         inputs = list(values) + ([lax.iota("int32", size)] if lane_axis else [])
         try:
             mapped = jax.vmap(body, in_axes=in_axes + lane_axis, out_axes=out_axes, axis_size=size)(*inputs)
         except ValueError as error:
-            raise _unmapped(error, name, found) from error
+            raise _unmapped(error, name, found, probes, randomness) from error
         result = found[0]
         return Result(mapped, result.meta, result.written, _shared(result, in_axes, mapped))
 
@@ -353,18 +356,36 @@ def _again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, str
 replay.TRANSFORMS["vmap"] = _again
 
 
-def _unmapped(error: ValueError, name: str, found: list[Result]) -> Exception:
+#: Operators whose writes to an unmapped tensor torch.func's errors call "inplace arithmetic", and those that they call by a bare name.
+_ARITHMETIC, _BARE = ("add_", "sub_", "mul_", "div_", "copy_"), ("fill_", "index_fill_", "index_put_")
+
+
+def _unmapped(error: ValueError, name: str, found: list[Result], probes: list[Any], randomness: str) -> Exception:
     """torch.func's error for JAX's error about a mapped value in the place of an unmapped one."""
     if "out_axes" not in str(error) or not found:
         return error
-    if any(d is None for d in found[0].meta[1]):
+    result = found[0]
+    if any(d is None for d in result.meta[1]):
         return _mapped_output(name)
+    values = result.values[len(result.meta[1]) :]
+    mapped = [any(same_trace(probes[0], trace) for trace in mapping(v)) for v in values]
+    writers = [writer for writer, is_mapped in zip(result.writers, mapped, strict=True) if writer is not None and is_mapped]
+    writer = writers[0]._schema.name.removeprefix("aten::") if writers else "add_"
+    if "batch_norm" in writer:
+        return RuntimeError(
+            "Batch norm got a batched tensor as input while the running_mean or running_var, which will be updated in place, were not "
+            "batched.\nIf you are using a module and do not need eval mode, please set `track_running_stats` to be False. If you are using "
+            "a prebuilt module and do not need eval mode, use torchfunc_jax.replace_all_batch_norm_modules_(model); "
+            "functional_call(..., return_buffers=True) returns the buffers instead of changing them."
+        )
+    if writers and randomness == "different" and torch.Tag.nondeterministic_seeded in writers[0].tags:
+        return RuntimeError(UNMAPPED_RANDOMNESS)
+    written = "inplace arithmetic" if writer in _ARITHMETIC else writer if writer in _BARE else f"aten::{writer}"
     return RuntimeError(
-        "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more "
-        "elements "
+        f"vmap: {written}(self, *extra_args) is not possible because there exists a Tensor `other` in extra_args that has more elements "
         "than `self`. This happened due to `other` being vmapped over but `self` not being vmapped over in a vmap. Please try to use "
-        "out-of-place operators instead of inplace arithmetic. If said operator is being called inside the PyTorch framework, please "
-        "file a bug report instead."
+        f"out-of-place operators instead of {written}. If said operator is being called inside the PyTorch framework, please file a bug "
+        "report instead."
     )
 
 

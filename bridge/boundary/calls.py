@@ -98,6 +98,7 @@ class Traceable:
         for target, node in [*written, *[(node, node) for node in level.writes]]:
             result.written.append((target, len(result.values), node.detached))
             result.values.append(read(node, level))
+            result.writers.append(node.maker)
         return result
 
 

@@ -32,6 +32,7 @@ class Result:
     written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
     #: by the index of an output that shares the memory of a leaf, an outer node or another output: which one, and its views that lead there
     shared: dict[int, tuple[int | Node | Output, tuple[View, ...]]] = dataclasses.field(default_factory=dict)
+    writers: list[Any] = dataclasses.field(default_factory=list)  # the last operator that wrote to each of ``written``, if it is known
     like: Sequence[Any] = ()  # arrays; on an explicit mesh the first outputs are sharded as they are
     apart: bool = False  # a write to one argument is not seen in another input, even if the two share memory, as under torch.func
 

@@ -29,7 +29,7 @@ from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
 from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
-from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, value_of
+from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, unknown_value, value_of
 
 
 def _is_unknown_number(x: Any) -> bool:
@@ -192,6 +192,16 @@ def _new_tensor(func: Callable[..., Any], input: torch.Tensor, data: Any, *args:
     return func(input, data, *args, **kwargs)
 
 
+def _where(func: Callable[..., Any], condition: torch.Tensor, *values: Any, **options: Any) -> Any:
+    """where of a condition alone: PyTorch's C++ calls nonzero, and torch.func.vmap refuses where."""
+    try:
+        return func(condition, *values, **options)
+    except DataDependentError:
+        if values or options:
+            raise
+        raise unknown_value("aten.where", True) from None
+
+
 def _assert(func: Callable[..., Any], condition: torch.Tensor, message: Any) -> Any:
     """torch._assert of a tensor; if its value is not known yet, it is checked when the program has run."""
     if condition.numel() != 1:
@@ -348,7 +358,7 @@ PYTHON_RULES |= {
     F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
-    F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
+    torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
     torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
 }

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import NeedsTorch, in_words_of_vmap
+from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import process
 from bridge.programs.cache_keys import identical
@@ -24,7 +24,7 @@ from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interne
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
-from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, escaped, recorded
+from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
@@ -100,7 +100,7 @@ class Recorder(TorchFunctionMode):
     def ref(self, t: torch.Tensor) -> int:
         if type(t) is Recorded:
             if not t.level.open or t.level.owner is not self:
-                raise escaped()
+                raise escaped(t.level)
             return t.ref
         found = self.by_id.get(id(t))
         if found is None:
@@ -136,7 +136,7 @@ class Recorder(TorchFunctionMode):
             for x in args:
                 if type(x) is Recorded:
                     if not x.level.open:
-                        raise escaped()
+                        raise escaped(x.level)
                     refs.append(x.ref)
                     key.append(x.aval)
                 else:

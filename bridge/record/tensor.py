@@ -10,7 +10,7 @@ import torch
 
 from bridge import private
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import EscapedTensorError, at_line
+from bridge.errors import escaped
 from bridge.trace.levels import state
 from bridge.trace.storage import contiguous, span
 
@@ -24,13 +24,6 @@ class Unrecordable(BaseException):
         super().__init__(reason)
         if state.recorder is not None:
             state.recorder.broken = reason
-
-
-def escaped() -> EscapedTensorError:
-    return EscapedTensorError(
-        "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
-        f"function instead of keeping it elsewhere{at_line()}"
-    )
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -132,8 +125,9 @@ class Recorded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if not any(type(x) is Recorded and x.level.owner is state.recorder for x in args):
-            raise escaped()
+        levels = [x.level for x in args if type(x) is Recorded]
+        if not any(level.owner is state.recorder for level in levels):
+            raise escaped(*levels[:1])
         raise Unrecordable(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -16,12 +16,13 @@ from bridge.boundary.closures import code_of
 from bridge.boundary.results import split_arrays
 from bridge.convert import trees
 from bridge.convert.sparse import opened
+from bridge.errors import escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
 from bridge.record.escaped import fill_in
 from bridge.record.programs import run
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Aval, Unrecordable, aval_of, escaped
+from bridge.record.tensor import Aval, Unrecordable, aval_of
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
@@ -167,7 +168,7 @@ class Kept:
             return recorder.pull(first, operands, avals), build
 
         if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
-            raise escaped()
+            raise escaped(self.level)
         autograd.check_unchanged(self.versions)
         done = transform(self.func, operands, record)
         if done is not NOT_RECORDED:

@@ -254,6 +254,7 @@ def write(node: Node, value: jax.Array, level: Level, detached: bool = False, ke
         if keep and jnp.issubdtype(value.dtype, jnp.inexact):
             value = pieces.run("revalue", revalue, (root.value, value), {})
         root.value = value
+        root.maker = level.operator
         root.used = False
         root.version += 1
         root.detached = detached

@@ -22,7 +22,7 @@ class Node:
     root: Node = field(init=False)
     version: int = 0
     seen: int = -1
-    maker: Any = None  # the operator that computed it, if any
+    maker: Any = None  # the operator that computed it or has last written to it, if any
     lanes: Any = None  # of a root: the traces of the vmaps that map it in PyTorch, if they are known
     geometry: Geometry | None = None  # of a root that stands for a tensor from outside, or is computed and not contiguous
     hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)

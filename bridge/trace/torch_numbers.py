@@ -33,6 +33,10 @@ ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
     "on vmap or perform the randomness operation out of vmap"
 )
+UNMAPPED_RANDOMNESS = (
+    "vmap: Cannot ask for different inplace randomness on an unbatched tensor. This will appear like same randomness. If this is necessary "
+    "for your usage, please file an issue with functorch."
+)
 
 
 def by_torch(source: str | None = None) -> bool:
@@ -490,8 +494,7 @@ def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], l
     own = [k for k, each in enumerate(vmaps) if each.randomness == "different"]
     if not set(own) <= set(blank.mapped):
         raise RuntimeError(
-            "vmap: Cannot ask for different inplace randomness on an unbatched tensor. This will appear like same randomness. If this is "
-            'necessary for your usage, please file an issue with functorch. Make the tensor from a mapped one (torch.empty_like), or enter '
+            f"{UNMAPPED_RANDOMNESS} Make the tensor from a mapped one (torch.empty_like), or enter "
             'torchfunc_jax.random_numbers("jax"), which permits it.'
         )
     if own != [*blank.mapped]:  # torch draws for one lane and copies

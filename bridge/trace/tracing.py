@@ -17,7 +17,7 @@ import torch
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import DataDependentError, EscapedTensorError, NeedsTorch, NoLoweringError, at_line
+from bridge.errors import DataDependentError, NeedsTorch, NoLoweringError, at_line, escaped
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
@@ -163,10 +163,7 @@ def value_of(t: torch.Tensor) -> Any:
     if type(t) is Traced:
         node = t.node
         if node.level.closed:
-            raise EscapedTensorError(
-                "tensor: it was made inside a transform that has returned and holds no values any more; return it from the transformed "
-                f"function instead of keeping it elsewhere{at_line()}"
-            )
+            raise escaped(node.level)
         if node.root.level is not level:
             level.met[id(t)] = t
         if node.level is not level and t.requires_grad:
@@ -292,7 +289,10 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     """The error for a value, or a shape that depends on values, asked for under vmap or jit; its words contain torch.func's own."""
     said, where = "", "jit" if innermost("vmap") is None else "vmap"
     if where == "vmap" and dynamic_shape:
-        said = "vmap: We do not support batching operators that can output dynamic shape. "
+        said = (
+            "vmap: We do not support batching operators that can output dynamic shape. "
+            f"Attempted to vmap over {'::'.join(what.split('.')[:2])}. "
+        )
     elif where == "vmap" and "item" in what:
         said = "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over calling .item() on a Tensor. "
     elif where == "vmap":
@@ -331,10 +331,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator on traced and captured tensors."""
     level = state.level
     if level is None:
-        raise EscapedTensorError(
-            f"{func}: got a tensor that was made inside a transform which has returned; it holds no values any more. Return it from the "
-            f"transformed function instead of keeping it elsewhere{at_line()}"
-        )
+        raise escaped(next((x.node.level for x in args if type(x) is Traced), None))
     level.operator = func
     args, kwargs = python_numbers.own(args, kwargs)
     plan = process.plans.get(func) or plan_of(func)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from bridge import compiling, private
 from bridge.boundary import meshes, shared_memory
@@ -361,8 +360,17 @@ class _ValuesFromOutside(TorchFunctionMode):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
             return torch.full((), args[0], **{"dtype": dtype, **(kwargs or {})})
         if func in _OF_DATA:
-            args, kwargs = pytree.tree_map(lambda x: x.node.asked() if python_numbers.is_input(x) else x, (args, kwargs))
+            args, kwargs = [self._with_values(x) for x in args], {name: self._with_values(x) for name, x in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+    def _with_values(self, x: Any) -> Any:
+        """An argument of a function of Python data, with the values of inputs, and of tensors from outside in lists, in their place."""
+        if isinstance(x, list | tuple):
+            return type(x)([
+                self._read(torch.Tensor.item, (e,), {}) if isinstance(e, torch.Tensor) and type(e) is not tracing.Traced
+                else self._with_values(e) for e in x
+            ])  # fmt: skip
+        return x.node.asked() if python_numbers.is_input(x) else x
 
     @staticmethod
     def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

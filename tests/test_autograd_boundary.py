@@ -280,6 +280,41 @@ def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(transform
         assert [o.requires_grad for o in pytree.tree_leaves(actual)] == [o.requires_grad for o in pytree.tree_leaves(expected)]
 
 
+#: What depends on w through integers or booleans, and perhaps in another way too.
+INTEGERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "argmax": lambda x, w: (x * w).argmax() / 5, "cast": lambda x, w: (x * w).long().double(), "mask": lambda x, w: (x * w > 0).double(),
+    "accuracy": lambda x, w: ((x * w).argmax() == 1).float().mean(), "isnan": lambda x, w: (x * w).isnan().double(),
+    "one_hot": lambda x, w: F.one_hot((x * w).argmax(), 3).double(), "indices": lambda x, w: (x * w).topk(2).indices.double(),
+    "sorted": lambda x, w: (x * w).sort(), "index": lambda x, w: x[(x * w).argsort()], "where": lambda x, w: torch.where(x * w > 0, x, 0.0),
+    "where of both": lambda x, w: torch.where(x * w > 0, x * w, x), "masked_fill": lambda x, w: x.masked_fill(x * w > 0, 0.0),
+    "bucketize": lambda x, w: torch.bucketize(x * w, torch.tensor([0.0, 1.0])).double(), "product": lambda x, w: x * (x * w > 0),
+    "written": lambda x, w: (x * 0).long().copy_(x * w).double(),
+    "count": lambda x, w: torch.count_nonzero(x * w).double(),
+    "sign": lambda x, w: (x * w).sign(), "relu": lambda x, w: (x * w).relu(), "max": lambda x, w: (x * w).max(0),
+}
+
+
+@both
+@pytest.mark.parametrize("way", ["function", "vmap", "aux of grad", "grad of relu"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_nothing_goes_back_through_integers(name: str, way: str, mode: str) -> None:
+    f, found, x, start = INTEGERS[name], [], data(3).detach(), data(3).detach()
+    for T in (torchfunc_jax, torch.func):
+        w = start.clone().requires_grad_()
+        calls: dict[str, Callable[[torch.Tensor], Any]] = {
+            "function": T.functionalize(lambda x, w=w: f(x, w)),
+            "vmap": lambda x, w=w, T=T: T.vmap(lambda x: f(x, w))(torch.stack([x, -x])),
+            "aux of grad": lambda x, w=w, T=T: T.grad(lambda x: ((x * w).sum(), f(x, w)), has_aux=True)(x)[1],
+            "grad of relu": lambda x, w=w, T=T: (T.grad(lambda x: (x * w).relu().sum())(x), f(x, w)),
+        }  # fmt: skip
+        outs = pytree.tree_leaves((MODES[mode] if T is torchfunc_jax else lambda f: f)(calls[way])(x))
+        total = sum(o.sum() for o in outs if o.requires_grad)
+        found.append((outs, [o.requires_grad for o in outs], torch.autograd.grad(total, w) if isinstance(total, torch.Tensor) else None))
+    (outs, *ours), (expected, *theirs) = found
+    same(outs, expected)
+    same(ours, theirs)
+
+
 @both
 @pytest.mark.parametrize("name", ["jvp", "jacfwd", "jvp of grad"])
 def test_a_tangent_that_is_zero_everywhere_does_not_require_grad(name: str, mode: str) -> None:

@@ -81,6 +81,8 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False, alike:
             with private.below_python():
                 torch.mul(torch.empty(0, dtype=source), 1, out=torch.empty(0, dtype=target.dtype))  # raises PyTorch's own error
         value = pieces.run("cast", cast, (value, dtype), {})
+    if state.level.root.staged:
+        value = requires_grad.stopped_integers(value)
     if value.shape != target.shape:
         raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}")
     if 0 in target.stride() and (several := _several(target.shape, target.stride())):

@@ -94,6 +94,8 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             if state.level.root.recorded:
                 saved_tensor_hooks.refuse_hooks()
                 out = requires_grad.tie(out, values, no_grad)
+        if state.level.root.staged:
+            out = requires_grad.stopped_integers(out)
         if state.level.root.strict:
             out = requires_grad.tie_strictly(out, values, no_grad)
         if not private.forward_mode_enabled():

@@ -33,6 +33,14 @@ def stopped_by_torch(value: jax.Array) -> jax.Array:
     return _stopped_p.bind(value)
 
 
+def stopped_integers(out: Any) -> Any:
+    """In a program: the outputs of an operator; torch's autograd does not go back through those that are integers or booleans.
+
+    Masks inside of a lowering are not stopped: PyTorch's derivative of relu goes back to its input, which JAX's derivative only compares.
+    """
+    return jax.tree_util.tree_map(lambda v: stopped_by_torch(v) if isinstance(v, jax.core.Tracer) and not _inexact(v) else v, out)
+
+
 def stopped_outside(value: jax.Array) -> jax.Array:
     """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
     times = private_jax.differentiations(value)

@@ -747,3 +747,16 @@ def test_data_of_another_shape() -> None:
     same(vmap(f)(x), torch.full((4, 2, 3), 9.0))
     same(jit(vmap(f))(x), torch.full((4, 2, 3), 9.0))
     same(grad(lambda x: f(x).sum())(x[0]), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.add_, lambda a, b: a.fill_(2.0)])
+def test_the_error_names_the_operator_that_wrote_in_a_vmap_inside(write: Any, compiled: bool) -> None:
+    captured = torch.ones(3)
+    words = []
+    for T in (torchfunc_jax, torch.func):
+        fn = T.grad(lambda x, T=T: (T.vmap(write)(captured, (x * 2).detach()), x.sum() * 3)[1])
+        with pytest.raises(RuntimeError, match="mutate a captured Tensor") as raised:
+            (jit(fn) if compiled and T is torchfunc_jax else fn)(torch.ones(3))
+        words.append(str(raised.value))
+    assert words[0] == words[1]

@@ -40,6 +40,7 @@ class Level:
     size: int = 0  # of a vmap: the number of lanes
     keyed: bool = False  # random operators draw from JAX's keys, although torch draws elsewhere
     operator: Any = None
+    writer: Any = None  # the operator that wrote last
     outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
     met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
     probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
@@ -73,10 +74,11 @@ class Level:
 
     def before_write(self, node: Node) -> None:
         """Called before a root node changes: refuses a write that is not allowed here, and remembers the earlier value of an outer node."""
+        self.writer = self.operator
         if node.level is self:
             return
         if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func allows out=
-            raise RuntimeError(_CAPTURED_WRITE.format(op=self.operator))
+            raise RuntimeError(_CAPTURED_WRITE.format(op=getattr(self.operator, "name", lambda: self.operator)()))
         self.writes.setdefault(node, node.value)
 
 
@@ -117,6 +119,8 @@ def push(kind: str, randomness: str | None = None, key: Callable[[], jax.Array] 
         for node, value in level.writes.items():
             node.value = value
             node.version += 1
+        if parent is not None and level.writer is not None:
+            parent.operator = level.writer  # the caller repeats its writes
         if parent is not None and (level.outer or level.met):
             parent.outer.update(_still_open(level.outer))
             parent.met.update(_still_open(level.met))

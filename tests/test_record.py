@@ -557,7 +557,8 @@ def test_values_asked_for_again_and_again(name: str, transform: str, unrecorded:
         else:
             expected = of(torch.func, x)
         same(of(torchfunc_jax, v.clone()), expected, rtol=1e-4, atol=1e-5)
-    assert not unrecorded() or name == "dirty" or transform == "functionalize", name
+    again = name == "an argument in place" and transform == "vjp"  # its record would repeat the write
+    assert not unrecorded() or name == "dirty" or again or transform == "functionalize", name
 
 
 def test_an_array_of_numbers_is_read_at_each_call() -> None:

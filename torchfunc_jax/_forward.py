@@ -20,13 +20,13 @@ from bridge.lowering.common import varying
 from bridge.lowering.registry import overload
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import fresh
+from bridge.record.tensor import Recorded, fresh
 from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
 from bridge.trace.random_keys import Place
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.storage import strides_of
-from bridge.trace.tracing import value_of
+from bridge.trace.tracing import Traced, value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 
@@ -172,12 +172,18 @@ def _in_dtypes(dtypes: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 
 def _is_taken(primal: Any, tangent: Any) -> bool:
     """Whether jvp takes a tangent itself and no copy, as in torch.func: it must lie in its memory as the primal lies in the primal's."""
-    both = (primal, tangent)
-    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in both):
-        return False
-    whole = [node.root.value.size if (node := getattr(t, "node", None)) else t.untyped_storage().nbytes() // t.element_size() for t in both]
-    mine, other = [(strides_of(t), t.storage_offset(), t.is_conj(), t.is_neg()) for t in both]
-    return mine == other and whole[0] == whole[1]
+    mine = _place_of(primal)
+    return mine is not None and mine == _place_of(tangent)
+
+
+def _place_of(t: Any) -> Any:
+    """How a tensor lies in its memory, and how large that is, as far as it is known; None for what is no tensor of PyTorch's or ours."""
+    if type(t) not in (torch.Tensor, torch.nn.Parameter, Traced, Recorded) or t.layout is not torch.strided:
+        return None
+    if state.recorder is not None:  # a record does not know how large the memory is
+        return strides_of(t), t.storage_offset()
+    size = t.node.root.value.size if type(t) is Traced else t.untyped_storage().nbytes() // t.element_size()
+    return strides_of(t), t.storage_offset(), t.is_conj(), t.is_neg(), size
 
 
 def _with_tangents(result: Result, values: list[Any], pushed: list[Any], n: int, tangents: dict[Any, tuple[int, Any, bool]]) -> Result:

@@ -169,7 +169,7 @@ def test_asserts_of_a_program() -> None:
 @pytest.mark.parametrize("way", ["grad", "jit", "vmap", "jit(vmap)"])
 def test_arguments_of_distributions_and_whether_all_values_are_true(way: str) -> None:
     def density(scale: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Normal(0.0, scale).log_prob(torch.ones(()))
+        return torch.distributions.Normal(0.0, scale, validate_args=True).log_prob(torch.ones(()))
 
     def positive(x: torch.Tensor) -> torch.Tensor:
         return (x * torch._is_all_true(x > 0) + x * torch._is_any_true(x > 0)).sum()

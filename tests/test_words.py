@@ -28,7 +28,7 @@ WORDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "where": (torch.where, r"can output dynamic shape\. Attempted to vmap over aten::where"),
     "unique": (torch.unique, r"can output dynamic shape\. Attempted to vmap over aten::_unique2"),
     "fill_ of an unmapped tensor": (lambda r: _Z.fill_(r[0]), r"vmap: fill_\(self, \*extra_args\) is not possible"),
-    "masked_fill_": (lambda r: _Z.masked_fill_(_Z > 0, r[0]), r"vmap: aten::masked_fill_\(self, \*extra_args\) is not possible"),
+    "masked_fill_": (lambda r: _Z.masked_fill_(_Z > 0, r[0]), r"vmap: (aten::)?masked_fill_\(self, \*extra_args\) is not possible"),
     "mul_": (lambda r: _Z.mul_(r), r"vmap: inplace arithmetic\(self, \*extra_args\) is not possible"),
     "batch norm": (lambda r: torch.nn.functional.batch_norm(r.expand(3, 2), _Z, _Z, training=True), "running_mean or running_var, which"),
     "mm": (lambda r: torch.mm(r, r), r"Shape mismatch: Got incorrect dims for mm\(a, b\). a has dim 1and b has dim 1but expected them to "

@@ -29,7 +29,7 @@ from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
 from bridge.trace.aliasing import Part, conjugates, views_between
 from bridge.trace.levels import innermost, state
-from bridge.trace.torch_numbers import UNMAPPED_RANDOMNESS
+from bridge.trace.torch_numbers import refuse_unmapped
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, unknown_value, value_of
 
 
@@ -103,9 +103,7 @@ def _fill_diagonal(func: Callable[..., Any], input: torch.Tensor, fill_value: An
 
 
 def _bernoulli_(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    level, given = innermost("vmap"), [t for t in (input, *args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-    if level is not None and level.randomness == "different" and not private_jax.mapped(map(value_of, given)):
-        raise RuntimeError(UNMAPPED_RANDOMNESS)
+    refuse_unmapped(input)
     with having(state, filling=True):
         return func(input, *args, **kwargs)
 

@@ -367,6 +367,12 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
 _EMPTY = frozenset(["aten.empty_like.default", "aten.new_empty.default"])
 
 
+def refuse_unmapped(t: torch.Tensor) -> None:
+    """Raise the error with which torch's vmap refuses to fill a tensor that it does not map with numbers that differ from lane to lane."""
+    if _drawing() is not None:
+        _filled_lanes(_vmaps(), _blank(t, _vmaps()))
+
+
 def _drawing() -> Any:
     """What makes or notes torch's draws here; None if JAX is to draw."""
     return None if state.level is None or any(each.keyed for each in around()) else state.level.root.drawn
@@ -489,6 +495,15 @@ def _writes(name: str) -> bool:
 def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], list[Level]]:
     """The arguments of an in-place operator that fills the tensors of all lanes, and the vmaps whose lanes get numbers of their own."""
     blank, *others = args
+    own = _filled_lanes(vmaps, blank)
+    if own != [*blank.mapped]:  # torch draws for one lane and copies
+        blank = dataclasses.replace(blank, strides=contiguous(blank.shape), mapped=tuple(own), between=None)
+    whole = blank.made([each.size for each in vmaps], "meta")
+    return [Blank(tuple(whole.shape), whole.stride(), whole.dtype, ()), *others], [vmaps[k] for k in own]
+
+
+def _filled_lanes(vmaps: Sequence[Level], blank: Blank) -> list[int]:
+    """The vmaps whose lanes get numbers of their own where an operator fills a tensor."""
     if any(each.randomness == "error" for each in vmaps):
         raise RuntimeError(ERROR)
     own = [k for k, each in enumerate(vmaps) if each.randomness == "different"]
@@ -497,10 +512,7 @@ def _in_place(vmaps: Sequence[Level], args: Sequence[Any]) -> tuple[list[Any], l
             f"{UNMAPPED_RANDOMNESS} Make the tensor from a mapped one (torch.empty_like), or enter "
             'torchfunc_jax.random_numbers("jax"), which permits it.'
         )
-    if own != [*blank.mapped]:  # torch draws for one lane and copies
-        blank = dataclasses.replace(blank, strides=contiguous(blank.shape), mapped=tuple(own), between=None)
-    whole = blank.made([each.size for each in vmaps], "meta")
-    return [Blank(tuple(whole.shape), whole.stride(), whole.dtype, ()), *others], [vmaps[k] for k in own]
+    return own
 
 
 def _blank(t: torch.Tensor, vmaps: Sequence[Level]) -> Blank:

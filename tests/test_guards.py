@@ -1219,6 +1219,7 @@ BY_VALUE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
         x * 2 if torch.equal(times, times.sort()[0]) else x), "a size": lambda x, mask, _: x.repeat(int(mask.sum()) + 1).sum() * x,
     "a while": lambda x, _, times: functools.reduce(lambda y, _: y.sin(), range(int((times * 2).sum())), x),
     "a list of numbers": lambda x, _, times: x * torch.tensor([times[0], 2.0, times[1]]) + x.new_tensor([times[0]]),
+    "a list of numbers, in old ways": lambda x, _, times: x * torch.Tensor([times[0], 2.0, times[1]]) + x.new([times[0]]),
     "linspace": lambda x, _, times: x * torch.linspace(0, float(times[-1]), 3), "unique": lambda x, mask, _: x * mask.unique().numel(),
 }  # fmt: skip
 #: How the tensors change: (a new mask, new times), given the old ones.

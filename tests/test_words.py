@@ -53,7 +53,8 @@ def test_the_words_of_an_error_under_vmap(name: str, way: str) -> None:
 OF_A_LIST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tensor": lambda x: torch.tensor([x, 1.0]), "of a tuple": lambda x: torch.tensor((x,)), "nested": lambda x: torch.tensor([[x], [2.0]]),
     "as_tensor": lambda x: torch.as_tensor([x]), "asarray": lambda x: torch.asarray([x]), "Tensor": lambda x: torch.Tensor([x]),
-    "new_tensor": lambda x: x.new_tensor([x, 2]), "new_tensor of integers": lambda x: x.long().new_tensor([[x.long()]]),
+    "new_tensor": lambda x: x.new_tensor([x, 2]), "new_tensor of integers": lambda x: x.long().new_tensor(data=[[x.long()]]),
+    "new": lambda x: x.new([x, 2]), "FloatTensor": lambda x: torch.FloatTensor([[x], [x]]),
     "of booleans and complex numbers": lambda x: torch.tensor([x > 0, x * 1j]).abs(),
 }  # fmt: skip
 

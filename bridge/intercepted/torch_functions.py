@@ -187,11 +187,13 @@ def _number(func: Callable[..., Any], input: torch.Tensor) -> Any:
         return func(tensors.to_torch(jnp.array(concrete(input, "item()")), input.device))
 
 
-def _new_tensor(func: Callable[..., Any], input: torch.Tensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """x.new_tensor([y]): the values of tensors in a list are read before PyTorch's C++ reads their memory."""
-    if not isinstance(data, torch.Tensor):
-        data = pytree.tree_map_only(Traced, lambda t: t.item(), data)
-    return func(input, data, *args, **kwargs)
+def _new_tensor(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """x.new_tensor([y]), x.new([y]): the values of tensors in a list are read before PyTorch's C++ reads their memory."""
+
+    def with_values(data: Any) -> Any:
+        return pytree.tree_map_only(Traced, lambda t: t.item(), data) if type(data) in (list, tuple) else data
+
+    return func(input, *map(with_values, args), **{name: with_values(x) for name, x in kwargs.items()})
 
 
 def _where(func: Callable[..., Any], condition: torch.Tensor, *values: Any, **options: Any) -> Any:
@@ -361,7 +363,7 @@ PYTHON_RULES |= {
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
-    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
 }
 private.IN_TRACES.update({

@@ -354,6 +354,9 @@ class _ValuesFromOutside(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
+        if func in _AS_NUMBER and type(args[0]) is not tracing.Traced and args[0].numel() == 1:
+            if func != torch.Tensor.__index__ or not args[0].is_floating_point():  # torch.Tensor([x]) asks where no dispatch mode is called
+                return self._read(func, args, kwargs or {})
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
@@ -384,7 +387,8 @@ _GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__
 _BY_NUMBER = frozenset([
     torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,
 ])  # fmt: skip
-_OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor])
+_AS_NUMBER = frozenset([torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__, torch.Tensor.__index__])
+_OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new])
 
 
 # -- outputs: those of one shape, or of one stack, are packed together --------------------------------------------------------------

@@ -366,6 +366,23 @@ def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
         assert torch.equal(mine, 2 * torch.arange(float(mine.numel())).reshape(mine.shape))
 
 
+RESIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # x [3, 4]; resize_ keeps elements at their places in memory
+    "in order": lambda x: (x * 2).resize_(2, 3), "transposed": lambda x: (x.T * 2).resize_(5), "of a clone": lambda x: x.T.clone().resize_(2, 4),
+    "channels last": lambda x: (x.view(1, 3, 2, 2).to(memory_format=torch.channels_last) * 2).resize_(12), "of dimensions of size 1": lambda x: (
+        x[:, None].transpose(0, 2) * 2).resize_(3, 2), "written to afterwards": lambda x: (x.T * 2).resize_(2, 2).add_(1),
+    "resize_as_": lambda x: (x.T * 2).resize_as_(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESIZED)
+@pytest.mark.parametrize("compiled", [False, True], ids=["un-jitted", "jit"])
+def test_resize_of_any_layout(case: str, compiled: bool) -> None:
+    f, x = RESIZED[case], torch.arange(12.0).reshape(3, 4)
+    wrap = jit if compiled else lambda f: f
+    same(wrap(functionalize(f))(x), f(x))
+    same(wrap(vmap(f))(torch.stack([x, x + 1])), torch.stack([f(x), f(x + 1)]))
+
+
 def test_version_counters_move_so_that_autograd_notices() -> None:
     x = torch.randn(3, requires_grad=True)
     y = x * 1

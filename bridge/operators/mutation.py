@@ -216,11 +216,12 @@ def _resize(target: torch.Tensor, shape: Sequence[int]) -> None:
             f"{at_line()}"
         )
 
-    def resized(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        flat, size = value.reshape(-1), math.prod(shape)
+    def resized(value: jax.Array, shape: tuple[int, ...], outermost_first: tuple[int, ...]) -> jax.Array:
+        flat, size = value.transpose(outermost_first).reshape(-1), math.prod(shape)
         return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
 
-    value = pieces.run("resize", resized, (value_of(target), shape), {})
+    outermost_first = tuple(sorted(range(target.dim()), key=target.stride, reverse=True))
+    value = pieces.run("resize", resized, (value_of(target), shape, outermost_first), {})
     with private.below_python():
         # resize_ on a wrapper checks no bounds, except for a shape without elements, which as_strided_ sets instead
         target.as_strided_(shape, contiguous(shape), 0) if 0 in shape else target.resize_(shape)

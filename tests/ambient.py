@@ -788,8 +788,7 @@ for _name, _change in {
         )
     state(f"a layer with {_name}", _swapped, Program.linear, *others, make=_keep(_change))
 _WRAPS = "It gives the captured weight other memory, or looks at its memory, which inside of what runs in JAX it does not have."
-state("register_parametrization, and removed", _parametrized, Program.linear,
-      Other("refused", _WRAPS, when="inside", ways="functionalize, jit, vmap", match="cannot be given other memory"))
+state("register_parametrization, and removed", _parametrized, Program.linear)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)
 state("DistributedDataParallel made there", lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
       Program.linear, Other("refused", _WRAPS, when="inside", ways="functionalize, jit, vmap", match="not allocated"))

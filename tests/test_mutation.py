@@ -367,9 +367,10 @@ def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
 
 
 RESIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # x [3, 4]; resize_ keeps elements at their places in memory
-    "in order": lambda x: (x * 2).resize_(2, 3), "transposed": lambda x: (x.T * 2).resize_(5), "of a clone": lambda x: x.T.clone().resize_(2, 4),
-    "channels last": lambda x: (x.view(1, 3, 2, 2).to(memory_format=torch.channels_last) * 2).resize_(12), "of dimensions of size 1": lambda x: (
-        x[:, None].transpose(0, 2) * 2).resize_(3, 2), "written to afterwards": lambda x: (x.T * 2).resize_(2, 2).add_(1),
+    "in order": lambda x: (x * 2).resize_(2, 3), "transposed": lambda x: (x.T * 2).resize_(5),
+    "of a clone": lambda x: x.T.clone().resize_(2, 4), "of dimensions of size 1": lambda x: (x[:, None].transpose(0, 2) * 2).resize_(3, 2),
+    "channels last": lambda x: (x.view(1, 3, 2, 2).to(memory_format=torch.channels_last) * 2).resize_(12),
+    "written to afterwards": lambda x: (x.T * 2).resize_(2, 2).add_(1),
     "resize_as_": lambda x: (x.T * 2).resize_as_(x),
 }  # fmt: skip
 

@@ -363,8 +363,8 @@ PYTHON_RULES |= {
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
-    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor, torch.Tensor.bernoulli_: _bernoulli_,
-    torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
+    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor,
+    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

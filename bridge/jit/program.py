@@ -354,9 +354,11 @@ class _ValuesFromOutside(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
-        if func in _AS_NUMBER and type(args[0]) is not tracing.Traced and args[0].numel() == 1:
-            if func != torch.Tensor.__index__ or not args[0].is_floating_point():  # torch.Tensor([x]) asks where no dispatch mode is called
-                return self._read(func, args, kwargs or {})
+        if (
+            func in _AS_NUMBER and type(args[0]) is not tracing.Traced and args[0].numel() == 1
+            and id(args[0]) not in state.level.root.constant and not (func == torch.Tensor.__index__ and args[0].is_floating_point())
+        ):  # torch.Tensor([x]) asks where no dispatch mode is called
+            raise tracing.unknown_value("item()")
         if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):

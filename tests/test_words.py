@@ -114,13 +114,55 @@ def test_printed_tensors(name: str) -> None:
         found: list[str] = []
 
         def f(x: torch.Tensor) -> torch.Tensor:
+            found.append("the function runs")
             found.extend([repr(x), str(x.sin()), repr(torch.ones(2)), repr(x + _X[0, 0]), repr(_X), f"{x}" if x.dim() else ""])
-            return x.double().sum()
+            y = x.sin()
+            y += 1
+            found.append(repr(y))
+            return y.double().sum()
 
         PRINTED[name](T, f)
         return found
 
     assert printed(torchfunc_jax) == printed(torch.func)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["vmap", "functionalize"])
+def test_a_tensor_from_outside_is_shown_as_written(name: str, recorded: bool) -> None:
+    def printed(T: Any) -> list[str]:
+        found: list[str] = []
+        vector, number = torch.zeros(2), torch.tensor(0.0)
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            found.extend([f"{number}", repr(vector)])
+            vector.add_(1)
+            number.add_(2)
+            found.extend([repr(vector), str(vector), f"{vector}", f"{vector!s:>30}", repr(number)])
+            return x.sum()
+
+        for x in (_X, _X + 1):
+            with torch.autocast("cpu", enabled=not recorded):  # under autocast nothing is recorded
+                getattr(T, name)(f)(x)
+        return found
+
+    assert printed(torchfunc_jax) == printed(torch.func)
+
+
+def test_many_tensors_are_shown() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = x.sin()
+            shown.append(repr(x))
+        return x
+
+    shown: list[str] = []
+    torch.func.vmap(f)(_X)
+    expected = list(shown)
+    for _ in range(2):
+        shown.clear()
+        vmap(f)(_X)
+        assert shown[-12:] == expected
 
 
 def test_printed_tensors_without_values() -> None:

@@ -6,6 +6,7 @@ shapes share one object ``what``, so that equal records are found by comparing o
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from bridge import private
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
-from bridge.process import process
+from bridge.process import having, process
 from bridge.programs.cache_keys import identical
+from bridge.record import replay
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
@@ -57,6 +59,7 @@ private.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 _WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
+_SHOWN = 8  # how many tensors a record shows; each time all that there is runs operator by operator
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
@@ -90,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
         self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
         self.asked = 0  # how often Python has asked for values
+        self.shows = 0  # how many tensors it has shown
         self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
         self.ambient = _ambient()
@@ -309,6 +313,29 @@ class Recorder(TorchFunctionMode):
             return list(self.execute(*part, False))
         self.asked += 1
         return self.known.now(self, refs) if self.asked > _WHOLE else list(self.execute(self, refs, False))
+
+    def shown(self, t: torch.Tensor) -> str:
+        """The text of a tensor, with its values and the transforms around it: what there is runs in these, operator by operator."""
+        self.shows += 1
+        if self.shows > _SHOWN or self.watch is not None:
+            raise Unrecordable("tensors that are shown")
+        ref = self.ref(t)
+        whole, inputs = replay.parsed(self.trace, [ref])
+        again = replay.Run(self.numbers, ref)
+        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
+        try:
+            given = [x.detach() for x in self.inputs]
+            again.env.update(zip(inputs, copy.deepcopy(given) if self.writes else given, strict=True))
+            with having(state, recorder=None, unrecorded=True):
+                again.run(whole.entries)
+        except replay.Shown as found:
+            return str(found)
+        except Exception as error:
+            raise Unrecordable(f"a tensor that is shown: {error}") from None
+        finally:
+            for mode in reversed(modes):
+                private.enter_function_mode(mode)
+        raise Unrecordable("a tensor that is shown outside of the transforms")
 
     # -- transforms --------------------------------------------------------------------------------------------------------------------
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:

@@ -76,10 +76,20 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int])
     return whole, inputs
 
 
-class Run:
-    """One run of a record: the values by their numbers."""
+class Shown(BaseException):
+    """Ends a run at the tensor that was to be shown, with its text."""
 
-    def __init__(self, numbers: Sequence[Any]) -> None:
+
+class Run:
+    """One run of a record: the values by their numbers.
+
+    Args:
+        numbers: the Python numbers of the record.
+        shown: the number of a value to be shown; the run ends where the record does, inside of the transforms that have not ended.
+    """
+
+    def __init__(self, numbers: Sequence[Any], shown: int | None = None) -> None:
+        self.shown = shown
         self.env: dict[int, Any] = {}
         self.numbers, self.used = numbers, 0
         self.pulls: dict[int, Callable[..., Any]] = {}
@@ -150,7 +160,7 @@ class Run:
 
     def enter(self, block: Block) -> None:
         operands = [self.env[r] for r in block.operands]
-        if block.end is None:  # its function is still running: its arguments are those of all lanes
+        if block.end is None and self.shown is None:  # its function is still running: its arguments are those of all lanes
             self.open = True
             self.store(operands[: block.begin.made], block.arguments)
             return self.run(block.entries)
@@ -159,11 +169,14 @@ class Run:
             before, self.used = self.used, block.used
             self.store(arguments, block.arguments)
             self.run(block.entries)
+            if block.end is None:
+                raise Shown(repr(self.env[self.shown]))
             self.used = before
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
-            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
+            ended = () if block.end is None else block.end.params
+            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, ended)
         self.used = block.used_after  # however often body has run: a Function's own vmap may run another forward, and never this one
         if pull is not None:
             self.pulls[block.first] = pull

@@ -41,10 +41,15 @@ def _iterated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kw
     return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
 
 
+def _shown(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The text of a tensor from outside, to which the record may have written."""
+    return recorder.shown(args[0]) if recorder.writes and recorder.known.writes_outside(recorder) else func(*args, **kwargs)
+
+
 def _formatted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     t, spec = args
     if t.dim() or (type(t) is Recorded and recorder.mapped()):
-        return repr(t) if not spec else format(repr(t), spec)
+        return format(repr(t) if type(t) is Recorded else _shown(recorder, torch.Tensor.__repr__, (t,), {}), spec)
     return format(recorder.now([t])[0].item(), spec)
 
 
@@ -134,7 +139,7 @@ _PASSED = [
     *functions_of(
         torch.Tensor,
         "size dim stride numel storage_offset is_contiguous is_floating_point is_complex element_size nelement ndimension get_device "
-        "is_signed is_inference is_same_size is_neg is_shared is_pinned has_names __len__ __hash__ __repr__ __dir__",
+        "is_signed is_inference is_same_size is_neg is_shared is_pinned has_names __len__ __hash__ __dir__",
     ),
     *functions_of(
         torch,
@@ -173,7 +178,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
-    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
+    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.type: _type,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),

@@ -132,7 +132,7 @@ class Recorded(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.level.open and self.level.owner is state.recorder:
-            raise Unrecordable("a tensor that is shown, with its values")
+            return self.level.owner.shown(self)
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 
 

@@ -238,14 +238,19 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 #: Functions that read a tensor's memory without an operator that a dispatch mode sees.
 READS_MEMORY = frozenset([torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 _SETS_MEMORY = frozenset([torch.Tensor.data.__set__, torch.Tensor.grad.__set__])  # type: ignore[attr-defined]
-#: Functions of a tensor from outside that PyTorch's C++ would carry out on its memory, which is none of the trace's.
-AT_MEMORY = READS_MEMORY | _SETS_MEMORY
+#: Functions of a tensor from outside that PyTorch would carry out on its memory, which is none of the trace's.
+AT_MEMORY = READS_MEMORY | _SETS_MEMORY | {torch.Tensor.__repr__, torch.Tensor.__format__}
 
 
 def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Callable[..., Any]) -> Any:
     """Call such a function, which may set data or grad of a tensor from outside; read: what is done instead if it reads the memory."""
     if func in READS_MEMORY:
         return read(func, args, kwargs)
+    if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+        _, node = state.level.root.captured.get(id(args[0]), (None, None))
+        if node is None or not node.version or (func == torch.Tensor.__format__ and not args[0].dim()):
+            return func(*args, **kwargs)
+        return format(_shown(value_of(args[0]), args[0].device, None), *args[1:])
     if func == torch.Tensor.grad.__set__ and type(args[1]) is not Traced:  # type: ignore[attr-defined]
         return func(*args, **kwargs)
     raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
+from bridge.trace.tracing import in_level
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,6 +61,7 @@ private.asked_outside.append(_refuse)
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 _WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
 _SHOWN = 8  # how many tensors a record shows; each time all that there is runs operator by operator
+_DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
@@ -285,10 +287,7 @@ class Recorder(TorchFunctionMode):
     # -- values ------------------------------------------------------------------------------------------------------------------------
     def mapped(self) -> int:
         """How many vmaps are entered."""
-        level, depth = self.level, 0
-        while level is not None:
-            level, depth = level.parent, depth + (level.kind == "vmap")
-        return depth
+        return sum(level.kind == "vmap" for level in _around(self.level))
 
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
@@ -315,26 +314,37 @@ class Recorder(TorchFunctionMode):
         return self.known.now(self, refs) if self.asked > _WHOLE else list(self.execute(self, refs, False))
 
     def shown(self, t: torch.Tensor) -> str:
-        """The text of a tensor, with its values and the transforms around it: what there is runs in these, operator by operator."""
+        """The text of a tensor, with its values and the transforms around it."""
+        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
+        try:
+            kinds = [level.kind for level in _around(t.level if type(t) is Recorded else None)]
+            if self.writes or self.mapped() or not set(kinds) <= _DIFFERENTIATING:
+                return self._shown_in_transforms(t)
+            text = repr(self.now([t])[0])
+            for number in range(1, len(kinds) + 1):
+                text = in_level(text, number)
+            return text
+        finally:
+            for mode in reversed(modes):
+                private.enter_function_mode(mode)
+
+    def _shown_in_transforms(self, t: torch.Tensor) -> str:
+        """That text, from a run of what there is, operator by operator in the transforms that are entered."""
         self.shows += 1
         if self.shows > _SHOWN or self.watch is not None:
             raise Unrecordable("tensors that are shown")
         ref = self.ref(t)
         whole, inputs = replay.parsed(self.trace, [ref])
         again = replay.Run(self.numbers, ref)
-        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
+        given = [x.detach() for x in self.inputs]
+        again.env.update(zip(inputs, copy.deepcopy(given) if self.writes else given, strict=True))
         try:
-            given = [x.detach() for x in self.inputs]
-            again.env.update(zip(inputs, copy.deepcopy(given) if self.writes else given, strict=True))
             with having(state, recorder=None, unrecorded=True):
                 again.run(whole.entries)
         except replay.Shown as found:
             return str(found)
         except Exception as error:
             raise Unrecordable(f"a tensor that is shown: {error}") from None
-        finally:
-            for mode in reversed(modes):
-                private.enter_function_mode(mode)
         raise Unrecordable("a tensor that is shown outside of the transforms")
 
     # -- transforms --------------------------------------------------------------------------------------------------------------------
@@ -395,6 +405,13 @@ class Recorder(TorchFunctionMode):
         del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
         self.count, self.known = values, Known()
+
+
+def _around(level: Level | None) -> Iterator[Level]:
+    """A transform and those around it."""
+    while level is not None:
+        yield level
+        level = level.parent
 
 
 def _differs(t: torch.Tensor) -> bool:

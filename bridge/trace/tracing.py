@@ -125,8 +125,7 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
             dim = None
         if level.kind in ("grad", "jvp") or dim is not None:
             number = sum(each.kind in ("vmap", "grad", "jvp") for each in around(level))
-            kind = f"GradTrackingTensor(lvl={number}" if dim is None else f"BatchedTensor(lvl={number}, bdim={dim}"
-            return f"{kind}, value=\n{textwrap.indent(_shown(value, device, level.parent), '    ')}\n)"
+            return in_level(_shown(value, device, level.parent), number, dim)
         level = level.parent
     while (layer := next(private_jax.peeled(value), None)) is not None:  # torch's autograd around the call
         value = layer[2]
@@ -134,6 +133,12 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
         return f"Traced(shape={value.shape}, dtype={dtypes.to_torch(value.dtype)})"
     with private.below_python():  # a tensor to look at, which is not part of the trace
         return repr(tensors.to_torch(value, device))
+
+
+def in_level(text: str, number: int, dim: int | None = None) -> str:
+    """The text of a tensor of the transform with this number, counted from the outermost; dim: the one that this vmap maps."""
+    kind = f"GradTrackingTensor(lvl={number}" if dim is None else f"BatchedTensor(lvl={number}, bdim={dim}"
+    return f"{kind}, value=\n{textwrap.indent(text, '    ')}\n)"
 
 
 def wrap(

@@ -200,3 +200,26 @@ class _Dropped:
             return y.sum(), y
 
         self.grad_mask, self.value = grad(f, has_aux=True)(a)
+
+
+@pytest.mark.parametrize("source", ["torch", "jax"])
+def test_values_that_python_asks_for_have_the_numbers_of_the_result(source):
+    asked, runs = [], []
+
+    def f(x):
+        runs.append(x)
+        y = F.dropout(x + 1, 0.5)
+        asked.append(y.sum().item())
+        z = F.dropout(y, 0.5)
+        asked.append(float(f"{(z + torch.rand(5)).sum():.6f}") if z.sum() > -1 else 0.0)
+        asked.append(y.max().item())
+        return y.sum(), (y.sum(), z, y.max())
+
+    with random_numbers(source):
+        torch.manual_seed(0)
+        for k in range(3):
+            asked.clear(), runs.clear()
+            _, (first, z, last) = grad(f, has_aux=True)(torch.arange(5.0) + k)
+            assert len(runs) == 1
+            assert asked[0] == first and asked[2] == last
+            assert z.sum() < asked[1] < z.sum() + 5

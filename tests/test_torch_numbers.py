@@ -724,3 +724,63 @@ def test_moments_and_densities_of_distributions_under_vmap(name):
     for way in (lambda lib, f: lib.vmap(f)(X.double()), lambda lib, f: lib.vmap(lib.grad(lambda a: f(a).sum()))(X.double())):
         expected = way(torch.func, MOMENTS[name])
         torch.testing.assert_close(way(torchfunc_jax, MOMENTS[name]), expected, rtol=1e-7, atol=1e-9)
+
+
+# A value of a tensor that depends on random numbers, which Python asks for before the call's program runs.
+ASKED = {
+    "item": lambda y: y.sum().item(),
+    "condition": lambda y: bool(y.sum() > 0),
+    "text of a number": lambda y: f"{y.sum():.3f}",
+    "several": lambda y: [round((y * k).sum().item(), 2) for k in range(1, 5)],
+    "list": lambda y: torch.tensor(y.tolist()),
+    "text": lambda y: repr(y).split("grad_fn")[0],
+}
+ASKING = {
+    "grad": lambda T, f, x: T.grad(f)(x),
+    "jacrev": lambda T, f, x: T.jacrev(f)(x),
+    "jvp": lambda T, f, x: T.jvp(f, (x,), (x.cos(),)),
+    "grad of grad": lambda T, f, x: T.grad(lambda x: T.grad(f)(x).pow(2).sum())(x),
+    "vmap": lambda T, f, x: T.vmap(f, **DIFFERENT)(x),
+    "vmap, the same numbers": lambda T, f, x: T.vmap(f, randomness="same")(x),
+    "vmap of grad": lambda T, f, x: T.vmap(T.grad(f), **DIFFERENT)(x),
+    "grad of vmap": lambda T, f, x: T.grad(lambda x: T.vmap(f, **DIFFERENT)(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("way", ASKING)
+def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs_once(way, asked, written):
+    def calls(lib):
+        seen, outs = [], []
+
+        def f(x):
+            seen.append("runs")
+            y = F.dropout(x * torch.arange(1.0, 5.0), 0.5)
+            if written:
+                y.mul_(2)[0].add_(1)
+            seen.append(ASKED[asked](y))
+            z = F.dropout(y, 0.5)
+            seen.append(ASKED[asked](z))
+            u = torch.rand_like(z) + z + torch.rand(4)
+            seen.extend([ASKED[asked](u), ASKED[asked](y)])
+            return (u * y * x).sum()
+
+        torch.manual_seed(0)
+        for k in range(3):
+            outs.append(ASKING[way](lib, f, torch.linspace(-1, 1, 12).reshape(3, 4) + k / 10))
+            outs.append(torch.rand(2))
+        return seen, outs
+
+    if "vmap" in way and asked != "text":
+        with pytest.raises(RuntimeError, match="vmap"):
+            calls(torchfunc_jax)
+        return
+    found, expected = calls(torchfunc_jax), calls(torch.func)
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
+    assert len(found[0]) == len(expected[0])
+    for a, e in zip(found[0], expected[0], strict=True):
+        if isinstance(e, str | bool):
+            assert a == e
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=0.02)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bridge.record.entries import Begin, End, Input, Op, Pull, interned
+from bridge.trace.torch_numbers import by_torch
 
 
 def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:
@@ -33,6 +34,7 @@ class Known:
         latest: by that number, the number of such a result of a Function, which may have written to the value.
         owners: by its number, the number of the value whose memory a value shares, maybe its own; None for memory from outside.
         written: whether memory from outside may have been written to; then every run starts at the beginning.
+        drawn: the state of torch's generator after the random numbers so far.
         noted: how many entries, values and inputs these say something of.
         entries, count, numbers, tensors: how many the record had.
     """
@@ -44,6 +46,7 @@ class Known:
         self.latest: dict[int, int] = {}
         self.owners: dict[int, int | None] = {}
         self.written = False
+        self.drawn: torch.Tensor | None = None
         self.noted = 0, 0, 0
         self.entries = self.count = self.numbers = self.tensors = 0
 
@@ -84,8 +87,9 @@ class Known:
             part, number, written = found
             wanted = {r: None for r in [*written, *wanted] if r in number and (r not in self.values or r in written)}
             numbers = [number[r] for r in wanted]
-        if numbers:
-            self.values.update(zip(wanted, recorder.execute(part, numbers, False), strict=True))
+        if numbers or part.watch is not None:
+            outs, self.drawn = recorder.computed(part, numbers, None if part is recorder else self.drawn)
+            self.values.update(zip(wanted, outs, strict=True))
         answer = [self.values[r] for r in refs]
         self.kept += new
         del new
@@ -120,6 +124,10 @@ class Known:
             begun += (kind is Begin) - (kind is End)
             if begun < 0 or (kind is Pull and what.node not in found) or any(r not in found and r not in self.values for r in of):
                 return None
+            if kind is Op and what.draws:
+                if not by_torch():  # JAX's numbers depend on how many were drawn before
+                    return None
+                part.watch = recorder.watch
             for owner in [self.owners[of[k]] for k, _ in what.changed] if kind is Op else ():
                 if owner < self.count and not self._alone(owner):
                     return None

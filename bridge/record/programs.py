@@ -220,7 +220,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
                 given[k] = given[k].detach().clone()
         if compiled.unfit([*given, *extra], []):
             raise Unrecordable("inputs that share memory")
-    if (recorder.lasting or not final) and compiled.program.is_random:
+    if recorder.lasting and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
     inputs = [] if compiled.idle() else [tensors.crossing(t)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)

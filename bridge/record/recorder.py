@@ -60,7 +60,8 @@ private.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 _WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
-_SHOWN = 8  # how many tensors a record shows; each time all that there is runs operator by operator
+_SHOWN = 8  # a function that shows more tensors in this way runs operator by operator from its next call on
+_REPLAYED = 50_000  # how many entries run for that in one call, a matter of seconds; then the function starts again
 _DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
@@ -95,7 +96,7 @@ class Recorder(TorchFunctionMode):
         self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
         self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
         self.asked = 0  # how often Python has asked for values
-        self.shows = 0  # how many tensors it has shown
+        self.shows = self.replayed = 0  # how many tensors it has shown in the transforms around them, and how many entries ran for that
         self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
         self.ambient = _ambient()
@@ -311,7 +312,25 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable("values inside vmap")
             return list(self.execute(*part, False))
         self.asked += 1
-        return self.known.now(self, refs) if self.asked > _WHOLE else list(self.execute(self, refs, False))
+        return self.known.now(self, refs) if self.asked > _WHOLE else list(self.computed(self, refs)[0])
+
+    @property
+    def shows_many(self) -> bool:
+        """Whether running operator by operator is quicker, because that computes each tensor that is shown once."""
+        return self.shows > _SHOWN
+
+    def computed(
+        self, part: Recorder, refs: list[int], start: torch.Tensor | None = None
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """The values with these numbers in this record or a part of it, and the state in which that leaves torch's generator.
+
+        Args:
+            start: the state of torch's generator at the part's beginning; None: that at the record's.
+        """
+        if self.watch is None:
+            return self.execute(part, refs, False), None
+        with self.watch.again(start):
+            return self.execute(part, refs, False), torch.default_generator.get_state()
 
     def shown(self, t: torch.Tensor) -> str:
         """The text of a tensor, with its values and the transforms around it."""
@@ -331,15 +350,16 @@ class Recorder(TorchFunctionMode):
     def _shown_in_transforms(self, t: torch.Tensor) -> str:
         """That text, from a run of what there is, operator by operator in the transforms that are entered."""
         self.shows += 1
-        if self.shows > _SHOWN or self.watch is not None:
-            raise Unrecordable("tensors that are shown")
+        self.replayed += len(self.trace)
+        if self.replayed > _REPLAYED:
+            raise Unrecordable("many tensors that are shown")
         ref = self.ref(t)
         whole, inputs = replay.parsed(self.trace, [ref])
         again = replay.Run(self.numbers, ref)
         given = [x.detach() for x in self.inputs]
         again.env.update(zip(inputs, copy.deepcopy(given) if self.writes else given, strict=True))
         try:
-            with having(state, recorder=None, unrecorded=True):
+            with having(state, recorder=None, unrecorded=True), self.watch.again() if self.watch else contextlib.nullcontext():
                 again.run(whole.entries)
         except replay.Shown as found:
             return str(found)

@@ -48,9 +48,9 @@ def _shown(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def _formatted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     t, spec = args
-    if t.dim() or (type(t) is Recorded and recorder.mapped()):
+    if t.dim() or (not spec and type(t) is Recorded and t.aval.lanes):
         return format(repr(t) if type(t) is Recorded else _shown(recorder, torch.Tensor.__repr__, (t,), {}), spec)
-    return format(recorder.now([t])[0].item(), spec)
+    return format(recorder.by_value(torch.Tensor.item, (t,), {}), spec)
 
 
 def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,8 +178,8 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
-    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
-    torch.Tensor.type: _type,
+    torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
+    torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),
 }

@@ -71,6 +71,8 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         state.recorder = None
         fill_in(recorder, outs)
         found = run(recorder, [t.ref for t in outs], True)
+        if recorder.shows_many:
+            process.unrecordable.add(key)
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found)

@@ -85,11 +85,30 @@ class Watch:
         finally:
             self.restore()
 
+    @contextlib.contextmanager
+    def again(self, start: torch.Tensor | None = None) -> Iterator[None]:
+        """While entered, the generators have their earlier states, for a program that draws its numbers before the one that will draw them.
+
+        Args:
+            start: the state of torch's default generator from which it draws, if it does not begin with the first number.
+        """
+        self.restore()
+        try:
+            if start is not None:
+                torch.default_generator.set_state(start)
+            yield
+        finally:
+            _set_states(self.now)
+
     def restore(self) -> None:
         """Give the generators their earlier states back."""
-        with private.below_python():
-            for g, state in self.before.values():
-                g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        _set_states(self.before)
+
+
+def _set_states(states: dict[Any, tuple[torch.Generator, bytes]]) -> None:
+    with private.below_python():
+        for g, state in states.values():
+            g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _state_of(generator: torch.Generator) -> bytes:

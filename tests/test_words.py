@@ -1,6 +1,7 @@
 """What a user reads is what torch.func says: errors under vmap, and tensors that are printed inside of a transform."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,30 @@ def test_many_tensors_are_shown() -> None:
         shown.clear()
         vmap(f)(_X)
         assert shown == expected
+
+
+def test_a_tensor_is_shown_in_the_forward_of_a_function() -> None:
+    found: list[str] = []
+
+    class Shows(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            found.append(repr(x * 2))
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g * ctx.saved_tensors[0].cos()
+
+    for k in range(2):
+        torch.testing.assert_close(vmap(grad(lambda x: Shows.apply(x).sum()))(_X + k), (_X + k).cos())
+        assert len(found) == k + 1 and textwrap.indent(repr((_X + k) * 2), " " * 8) in found[k]
 
 
 def test_printed_tensors_without_values() -> None:

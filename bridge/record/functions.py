@@ -121,13 +121,13 @@ def _function_again(
     body: Callable[..., Any], operands: list[torch.Tensor], params: tuple[Any, ...], end: _Ended
 ) -> tuple[list[torch.Tensor], None]:
     cls, given = params
-    n = len(end.constant)
 
     def forward(ctx: Any, *args: Any) -> Any:
         # body comes from the class: as a closure variable it would be searched for tensors, and those of the whole record found
         found = vars(again)["body"](*_tensors(args))
+        n = len(end.constant)  # only here: a run that shows a tensor of the forward has no end, and does not come here
         if end.needs is not None:
-            if any(n and not known for n, known in zip(ctx.needs_input_grad, end.needs, strict=True)):
+            if any(needed and not known for needed, known in zip(ctx.needs_input_grad, end.needs, strict=True)):
                 raise Unrecordable("a Function that asks which arguments need a gradient, in nested transforms")
             ctx.needs_input_grad = end.needs
         saved, saved_forward, attributes = put_together(found[n:], end.kept.value)

@@ -357,9 +357,22 @@ def _recurrent(kind: str, gates: int) -> None:
 
 for _kind, _gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)):
     _recurrent(_kind, _gates)
+_LSTM = (
+    floats(6, 3, 4), floats(20, 4, seed=1), floats(20, 5, seed=2), floats(20, seed=3), floats(20, seed=4), floats(1, 3, 5, seed=5),
+    floats(1, 3, 5, seed=6),
+)  # fmt: skip
+
+
+def _of_its_forward(k: int) -> Callable[[], torch.Tensor]:
+    """The output, the last states or the kernel's own memory of an LSTM's layer that is trained."""
+    options = True, [], 2, 5, 1, True, False, False, True
+    return lambda: torch.ops.aten.mkldnn_rnn_layer.default(*[make() for make in _LSTM], *options)[k]
+
+
+case("aten.mkldnn_rnn_layer", *_LSTM, True, [], 2, 5, 1, True, False, False, False)
 case(
-    "aten.mkldnn_rnn_layer", floats(6, 3, 4), floats(20, 4, seed=1), floats(20, 5, seed=2), floats(20, seed=3), floats(20, seed=4),
-    floats(1, 3, 5, seed=5), floats(1, 3, 5, seed=6), True, [], 2, 5, 1, True, False, False, False,
+    "aten.mkldnn_rnn_layer_backward", *_LSTM, *map(_of_its_forward, range(3)), floats(6, 3, 5, seed=7), floats(1, 3, 5, seed=8),
+    floats(1, 3, 5, seed=9), True, 2, 5, 1, True, True, False, [], False, _of_its_forward(3),
 )  # fmt: skip
 
 

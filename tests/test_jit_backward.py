@@ -1,6 +1,8 @@
 """backward(), zero_grad and optimizers inside of a jitted function, compared with the function itself; transforms refuse backward()."""
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,30 @@ def test_training_inside_leaves_what_the_function_leaves(name, optimizer, argume
                 between(m, o)
         found.append(left)
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+RECURRENT = {
+    "lstm": nn.LSTM(4, 5), "lstm, two layers both ways": nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True),
+    "lstm without biases": nn.LSTM(4, 5, bias=False), "projected lstm": nn.LSTM(4, 5, proj_size=3), "gru": nn.GRU(4, 5, 2), "rnn": nn.RNN(4, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recurrent_layers_are_trained_inside(name, dtype):
+    module = copy.deepcopy(RECURRENT[name]).to(dtype)
+
+    def step(x):
+        outputs, last = module(x)
+        (outputs.sin().sum() + sum(h.pow(2).sum() for h in (last if isinstance(last, tuple) else [last]))).backward()
+        return outputs.detach()
+
+    found = []
+    for f in (jit(step), step):
+        module.zero_grad()
+        outs = [f(torch.linspace(-1, 1, n * 12, dtype=dtype).reshape(3, n, 4)) for n in (2, 3, 2)]
+        found.append((outs, [p.grad.clone() for p in module.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_a_training_step_is_compiled_once_and_its_optimizer_may_go_on_outside():

@@ -198,10 +198,52 @@ def aten_mkldnn_rnn_layer(
     bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)
 
     Time is always the first dimension, because PyTorch has transposed the input if batch_first is set."""
+    weights = _weights(mode, has_biases, weight0, weight1, weight2, weight3)
+    return (*_one_lstm(x, hx_, cx_, weights, bool(reverse)), jnp.zeros((0,), x.dtype))
+
+
+@lowering("aten.mkldnn_rnn_layer_backward")
+def aten_mkldnn_rnn_layer_backward(
+    x: Array,
+    weight1: Array,
+    weight2: Array,
+    weight3: Array,
+    weight4: Array,
+    hx_: Array,
+    cx_tmp: Array,
+    output: Array,
+    hy_: Array,
+    cy_: Array,
+    grad_output: Array | None,
+    grad_hy: Array | None,
+    grad_cy: Array | None,
+    reverse: bool,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Sequence[int],
+    batch_first: bool,
+    workspace: Array,
+) -> tuple[Array, ...]:
+    """mkldnn_rnn_layer_backward(Tensor input, Tensor weight1, Tensor weight2, Tensor weight3, Tensor weight4, Tensor hx_, Tensor cx_tmp,
+    Tensor output, Tensor hy_, Tensor cy_, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, bool reverse, int mode, int hidden_size,
+    int num_layers, bool has_biases, bool train, bool bidirectional, int[] batch_sizes, bool batch_first, Tensor workspace)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
+    weights = _weights(mode, has_biases, weight1, weight2, weight3, weight4)
+    outs, pull = jax.vjp(lambda *primals: _one_lstm(*primals, bool(reverse)), x, hx_, cx_tmp, weights)
+    cotangents = [jnp.zeros_like(y) if g is None else g.reshape(y.shape) for y, g in zip(outs, (grad_output, grad_hy, grad_cy), strict=True)]
+    grad_x, grad_h, grad_c, grads = pull(tuple(cotangents))
+    bias = grads[2] if has_biases else jnp.zeros_like(weight3)
+    return grad_x, grads[0], grads[1], bias, bias, grad_h, grad_c
+
+
+def _weights(mode: int, has_biases: bool, *weights: Array) -> list[Array]:
     if mode != 2:
         raise NotImplementedError(f"mode: mkldnn_rnn_layer is lowered for an LSTM (2) only, got {mode}")
-    weights = [weight0, weight1, *((weight2, weight3) if has_biases else ())]
-    return (*_one_lstm(x, hx_, cx_, weights, bool(reverse)), jnp.zeros((0,), x.dtype))
+    return list(weights if has_biases else weights[:2])
 
 
 @fused("reverse")

@@ -54,6 +54,8 @@ forbid_reading = _named("torch._C._set_throw_on_mutable_data_ptr")
 alive = _named("torch._C._functorch.unwrap_if_dead")
 #: While entered, torch functions do not ask the subclass of their arguments first (inside a ``__torch_function__`` of our own).
 without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
+#: While entered, a view is noted with the operator that makes it, because autograd is not to find it by its place in memory.
+replaying_views = _named("torch.autograd.grad_mode._force_original_view_tracking")
 #: While entered, no dispatch mode is active, so operators on plain tensors run as usual inside a trace.
 without_modes = _named("torch.utils._python_dispatch._disable_current_modes")
 #: The number of torch dispatch modes that are entered, PyTorch's own among them, and of torch function modes (a default device is one).

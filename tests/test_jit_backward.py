@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from torchfunc_jax import jit
@@ -113,9 +114,159 @@ def test_training_inside_leaves_what_the_function_leaves(name, optimizer, argume
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 
 
+# -- gradients that torch.autograd takes inside of a jitted function ----------------------------------------------------------------------
+class _Squared(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def _cond(T, true_fn, false_fn, operands):
+    return torch.cond(_YES, true_fn, false_fn, operands) if T is torchfunc_jax else true_fn(*operands)
+
+
+def _scan(T, f, carry, xs):
+    if T is torchfunc_jax:
+        return torch._higher_order_ops.scan(f, carry, xs)
+    ys = []
+    for x in xs:
+        carry, y = f(carry, x)
+        ys.append(y)
+    return carry, torch.stack(ys)
+
+
+def _map(T, f, xs):
+    return torch._higher_order_ops.map(f, xs) if T is torchfunc_jax else torch.stack([f(x) for x in xs])
+
+
+_YES, _AT = torch.tensor(True), torch.tensor(2)
+_V = torch.linspace(0.1, 0.4, 4).double()
+_SQUARE = torch.linspace(0.5, 1.5, 16).double().reshape(4, 4).sin()
+_WEIGHT = nn.Parameter(torch.linspace(1, 2, 16).double().reshape(4, 4).cos())
+_LAYER = nn.Linear(4, 4).double()
+# name -> (what is computed of y [4], which the function inside captures; whether y is a tensor, and not only a factor)
+THROUGH = {
+    "vmap": (lambda T, y: T.vmap(lambda v: (v * y).sin())(_V), False),
+    "vmap of vmap": (lambda T, y: T.vmap(T.vmap(lambda v: v * y * y))(_SQUARE), False),
+    "grad": (lambda T, y: T.grad(lambda v: (v**3 * y).sum())(_V), False),
+    "vmap of grad": (lambda T, y: T.vmap(T.grad(lambda v: (v**3 * y).sum()))(_V), False),
+    "grad of vmap": (lambda T, y: T.grad(lambda v: T.vmap(lambda u: (u * y) ** 2)(v).sum())(_V), False),
+    "jvp": (lambda T, y: T.jvp(lambda v: v**2 * y, (_V,), (_V,))[1], False),
+    "tangent": (lambda T, y: T.jvp(lambda v: v**2, (_V,), (y,))[1], True),
+    "vjp": (lambda T, y: T.vjp(lambda v: v**2 * y, _V)[1](_V)[0], False),
+    "jacrev": (lambda T, y: T.jacrev(lambda v: v**2 * y)(_V), False),
+    "jacfwd": (lambda T, y: T.jacfwd(lambda v: v**2 * y)(_V), False),
+    "hessian": (lambda T, y: T.hessian(lambda v: (v**3 * y).sum())(_V), False),
+    "cond": (lambda T, y: _cond(T, lambda v: v * y**2, lambda v: v * y, (_V,)), False),
+    "operand of cond": (lambda T, y: _cond(T, lambda v: v**2, lambda v: v, (y,)), True),
+    "scan": (lambda T, y: _scan(T, lambda c, v: (c + v * y, c * y), _V, _V)[1], False),
+    "map": (lambda T, y: _map(T, lambda v: v * y**2, _V), False),
+    "vmap of cond": (lambda T, y: T.vmap(lambda v: _cond(T, lambda u: u * y**2, lambda u: u * y, (v,)))(_V), False),
+    "cond of vmap": (lambda T, y: _cond(T, lambda v: T.vmap(lambda u: u * y**2)(v), lambda v: T.vmap(lambda u: u * y)(v), (_V,)), False),
+    "checkpoint": (lambda T, y: checkpoint(lambda v: v * y**2, _V, use_reentrant=False), False),
+    "vmap of a Function": (lambda T, y: T.vmap(lambda v: _Squared.apply(v * y))(_V), True),
+    "jit": (lambda T, y: (jit if T is torchfunc_jax else lambda f: f)(lambda v: v * y**2)(_V), False),
+    "functional_call": (lambda T, y: T.functional_call(_LAYER, {"weight": _WEIGHT, "bias": y}, (_SQUARE,)), True),
+    "write in vmap": (lambda T, y: T.vmap(lambda v: (v * y).mul_(y))(_V), True),
+}
+# name -> how y is a part of x [4, 4], or of a captured parameter
+PARTS = {
+    "row": lambda x: x[0], "computed": lambda x: x.sin()[1], "at a place": lambda x: x[_AT], "column": lambda x: x.select(1, _AT),
+    "parameter": lambda x: _WEIGHT[1] * x.sum(), "parameter at a place": lambda x: _WEIGHT[_AT],
+    "written": lambda x: (y := x * 1, y[_AT].mul_(x[1]))[0][_AT],
+}  # fmt: skip
+
+
+class _Late:
+    """A factor that is computed of x anew wherever it is used."""
+
+    def __init__(self, of, x):
+        self.of, self.x = of, x
+
+    def __rmul__(self, other):
+        return other * self.of(self.x)
+
+    def __mul__(self, other):
+        return self.of(self.x) * other
+
+    def __pow__(self, k):
+        return self.of(self.x) ** k
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_gradient_goes_back_through(name, part, inside):
+    through, as_tensor = THROUGH[name]
+    if inside and as_tensor:
+        return
+
+    def gradients(T, x):
+        x = x.detach().requires_grad_()
+        out = through(T, _Late(PARTS[part], x) if inside else PARTS[part](x))
+        total = (out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)).sum() + (x**2).sum()
+        first = torch.autograd.grad(total, [x, _WEIGHT], create_graph=True, materialize_grads=True)
+        return *first, *torch.autograd.grad((first[0] ** 2).sum(), x)
+
+    for k in range(2):
+        x = _SQUARE + k
+        torch.testing.assert_close(jit(lambda x: gradients(torchfunc_jax, x))(x), gradients(torch.func, x), rtol=1e-7, atol=1e-9)
+
+
+AT_A_PLACE = {
+    "index": lambda x, i: x[i], "index of columns": lambda x, i: x[:, i], "from the end": lambda x, i: x[-i],
+    "write": lambda x, i: (y := x * 1, y.__setitem__(i, y[0] * 3))[0],
+    "write to columns": lambda x, i: (y := x * 1, y.__setitem__((slice(None), i), x[:, 0] * 3))[0],
+    "select": lambda x, i: torch.select(x, 1, i), "narrow": lambda x, i: torch.narrow(x, 0, i, 2),
+    "narrow columns": lambda x, i: x.narrow(1, i, 2),
+    "write to a part": lambda x, i: (y := x * 1, y.narrow(0, i, 2).mul_(x[0]))[0],
+    "write to a row": lambda x, i: (y := x * 1, y[i].mul_(x[0]))[0],
+    "add to a row": lambda x, i: (y := x * 1, y[i].add_(x[0]), y[i].mul_(2))[0],
+    "part of a part": lambda x, i: (y := x * 1, y.narrow(0, i, 2)[0].narrow(0, i, 2).mul_(x[0, 0]))[0],
+    "read before and after": lambda x, i: (y := x * 1, r := y[i], y.mul_(2), r * y)[3],
+    "read before and after of a row": lambda x, i: (y := x * 1, r := y[i], r.mul_(x[0]), r * y)[3],
+}
+
+
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("name", AT_A_PLACE)
+def test_the_gradient_goes_back_through_a_part_at_a_place(name, argument):
+    def gradients(x, i):
+        x = x.detach().requires_grad_()
+        out = AT_A_PLACE[name](x, i) ** 2
+        total = (out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)).sum() + x.sum()
+        (first,) = torch.autograd.grad(total, x, create_graph=True)
+        return first, *torch.autograd.grad((first**2).sum(), x)
+
+    fast = jit(gradients)
+    for k in (1, 0, 2):
+        i = torch.tensor(k)
+        found = fast(_SQUARE, i) if argument else jit(lambda x, i=i: gradients(x, i))(_SQUARE)
+        torch.testing.assert_close(found, gradients(_SQUARE, i), rtol=1e-7, atol=1e-9)
+
+
+def test_the_gradient_goes_back_through_a_product_with_a_complex_number():
+    def gradients(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((x + 2j * x.sin()).abs().sum(), x)
+
+    torch.testing.assert_close(jit(gradients)(_SQUARE), gradients(_SQUARE))
+
+
 RECURRENT = {
     "lstm": nn.LSTM(4, 5), "lstm, two layers both ways": nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True),
-    "lstm without biases": nn.LSTM(4, 5, bias=False), "projected lstm": nn.LSTM(4, 5, proj_size=3), "gru": nn.GRU(4, 5, 2), "rnn": nn.RNN(4, 5),
+    "lstm without biases": nn.LSTM(4, 5, bias=False), "projected lstm": nn.LSTM(4, 5, proj_size=3), "gru": nn.GRU(4, 5, 2),
+    "rnn": nn.RNN(4, 5),
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ import torch
 from jax import lax
 
 from bridge import private
-from bridge.boundary.results import put_together, take_apart
+from bridge.boundary.calls import apply
+from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
 from bridge.lowering.common import varying
@@ -35,9 +36,15 @@ class _Body:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
         self.fn, self.what = fn, what
         self.out_spec: trees.Spec | None = None
-        given, self.rest = take_apart(args)
-        self.values = [value_of(t) for t in given]
-        self.device = given[0].device if given else torch.device("cpu")
+        self.given, self.rest = take_apart(args)
+        self.device = self.given[0].device if self.given else torch.device("cpu")
+
+    def run(self, compute: Callable[[list[Any]], list[Any]]) -> list[torch.Tensor]:
+        """The tensors that compute makes of the values of the arguments; torch's autograd may go back to these and to captured tensors.
+
+        Each call of compute must give JAX other functions, because JAX would not trace the same ones again with other captured values.
+        """
+        return apply(lambda values: Result(compute(values)), self.given)[0]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         with push("plain") as level:
@@ -54,10 +61,6 @@ class _Body:
 
 def _tensor(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
-
-
-def _wrapped(values: Sequence[Any], spec: Any, device: torch.device) -> Any:
-    return trees.unflatten(spec, [wrap(v, device) for v in values])
 
 
 @contextlib.contextmanager
@@ -93,10 +96,10 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
         raise RuntimeError(f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of shape {list(pred.shape)}")
     yes, no = _Body(true_fn, tuple(operands), "cond: true_fn"), _Body(false_fn, tuple(operands), "cond: false_fn")
     with _explained("cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes"):
-        outs = varying.cond(value.reshape(()), yes, no, yes.values)
+        outs = yes.run(lambda values: varying.cond(value.reshape(()), lambda vs: yes(vs), lambda vs: no(vs), values))
     if yes.out_spec != no.out_spec:
         raise RuntimeError(f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the same structure")
-    return _wrapped(outs, yes.out_spec, yes.device)
+    return trees.unflatten(yes.out_spec, outs)
 
 
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, additional_inputs: Any = ()) -> Any:
@@ -113,8 +116,8 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
     test = _Body(lambda *xs: cond_fn(*xs, *additional_inputs), carry, "while_loop: cond_fn")
     body = _Body(lambda *xs: body_fn(*xs, *additional_inputs), carry, "while_loop: body_fn")
     with _explained("while_loop: body_fn must return tensors of the shapes and dtypes that it is given"):
-        outs = varying.while_loop(lambda vs: test(vs)[0].reshape(()), body, body.values)
-    return tuple(_wrapped(outs, trees.flatten(carry)[1], body.device))
+        outs = body.run(lambda values: varying.while_loop(lambda vs: test(vs)[0].reshape(()), lambda vs: body(vs), values))
+    return tuple(trees.unflatten(trees.flatten(carry)[1], outs))
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
@@ -139,14 +142,18 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     n = len(trees.flatten(init)[0])
     body = _Body(combine_fn, (init, xs), "scan: combine_fn")
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body([*carry, *x])
-        return outs[:n], outs[n:]
+    def compute(values: list[Any]) -> list[Any]:
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = body([*carry, *x])
+            return outs[:n], outs[n:]
 
-    moved = [jnp.moveaxis(v, dim, 0) for v in body.values[-len(flat_xs) :]]
+        moved = [jnp.moveaxis(v, dim, 0) for v in values[-len(flat_xs) :]]
+        carry, ys = varying.scan(step, values[: -len(flat_xs)], moved, reverse=reverse)
+        return [*carry, *[jnp.moveaxis(y, 0, dim) for y in ys]]
+
     with _explained("scan: combine_fn must return a carry of the structure, shapes and dtypes of init"):
-        carry, ys = varying.scan(step, body.values[: -len(flat_xs)], moved, reverse=reverse)
-    out = _wrapped([*carry, *[jnp.moveaxis(y, 0, dim) for y in ys]], body.out_spec, body.device)
+        outs = body.run(compute)
+    out = trees.unflatten(body.out_spec, outs)
     return out[0], out[1]
 
 
@@ -165,11 +172,14 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     if not traced(xs):
         return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
     body = _Body(combine_fn, (xs, xs), "associative_scan: combine_fn")
-    # combine_fn gets slices without dim, as in torch, while JAX combines many slices at once
-    combine = jax.vmap(lambda a, b: body([*a, *b]))
-    moved = [jnp.moveaxis(v, dim, 0) for v in body.values[: len(body.values) // 2]]
-    outs = lax.associative_scan(combine, moved, reverse=reverse)
-    return _wrapped([jnp.moveaxis(o, 0, dim) for o in outs], trees.flatten(xs)[1], body.device)
+
+    def compute(values: list[Any]) -> list[Any]:
+        # combine_fn gets slices without dim, as in torch, while JAX combines many slices at once
+        combine = jax.vmap(lambda a, b: body([*a, *b]))
+        moved = [jnp.moveaxis(v, dim, 0) for v in values[: len(values) // 2]]
+        return [jnp.moveaxis(o, 0, dim) for o in lax.associative_scan(combine, moved, reverse=reverse)]
+
+    return trees.unflatten(trees.flatten(xs)[1], body.run(compute))
 
 
 private.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})

@@ -27,7 +27,7 @@ from bridge.operators import views
 from bridge.operators.packed_sequences import FUNCTIONS
 from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
-from bridge.trace.aliasing import Part, conjugates, views_between
+from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import innermost, state
 from bridge.trace.torch_numbers import refuse_unmapped
 from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, unknown_value, value_of
@@ -122,7 +122,7 @@ def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: st
     place = jnp.where(value < 0, value + size, value)
     if length > 1:
         place = check(place, Range(0, size - length + 1, words.format(dim=dim, size=size)))
-    return views.part(t, Part(dim, place, length))
+    return views.part(t, dim, place, length)
 
 
 def _ctc_loss(

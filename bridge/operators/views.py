@@ -4,6 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 from bridge import private, private_jax
@@ -15,7 +17,7 @@ from bridge.operators.operands import constant, pure, stop
 from bridge.trace.aliasing import Inner, Part, View, read, repeated
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Geometry, Node, OutsideOfView, contiguous
-from bridge.trace.tracing import Traced, node_of, over, own_rule, plan_of, value_of
+from bridge.trace.tracing import Traced, node_of, note_outer, over, own_rule, plan_of, unknown_value, value_of, wrap
 
 aten = torch.ops.aten
 
@@ -35,6 +37,8 @@ def view_plan(func: torch._ops.OpOverload, row: Operator) -> Plan:
 
     def run_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base, rest = args[0], args[1:]
+        if isinstance(base, complex):  # autograd takes the conjugate of a number too
+            base = wrap(jnp.asarray(base, jnp.complex128))
         meta = func(meta_of(base), *rest, **kwargs)
         if parts is None:
             return _viewed(base, meta, View(func, rest, kwargs), base.device)
@@ -48,14 +52,68 @@ def _viewed(base: torch.Tensor | Node, meta: torch.Tensor, view: View, device: t
     """The view of a tensor or node; meta: a tensor on the device meta with the view's geometry."""
     parent = base if isinstance(base, Node) else node_of(base)
     parent.used = True
+    if isinstance(base, torch.Tensor):
+        note_outer(base, parent)
     node = Node(None, state.level, parent, view)
     if not torch.is_grad_enabled():  # the same memory, no derivative through it
         node.value, node.seen = stop(view.forward(read(base, state.level) if isinstance(base, Node) else value_of(base))), node.root.version
     return over(node, meta, device)
 
 
-def part(base: torch.Tensor, view: Part) -> Traced:
-    """A part of a tensor that begins at a place which only the program knows."""
+class _Place:
+    """The node of a SymInt for the beginning of a part, which only the program knows; torch's autograd keeps it for its backward."""
+
+    is_int = is_symbolic = lambda self: True
+    is_float = is_bool = is_nested_int = lambda self: False
+    maybe_as_int = constant_int = lambda self: None
+    clone = lambda self: self
+
+    def __init__(self, start: jax.Array, length: int) -> None:
+        self.start, self.length = start, length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unknown_value("item()")
+
+
+def part(base: torch.Tensor, dim: int, start: jax.Array, length: int) -> torch.Tensor:
+    """The part of a dimension that begins at a place which only the program knows; start: a 0-dim integer.
+
+    torch's autograd may go back through it: for its C++ the place is a SymInt.
+    """
+    if not (base.requires_grad and torch.is_grad_enabled()):
+        return _part(base, Part(dim, start, length))
+    place = torch.SymInt(_Place(start, length))
+    with private.replaying_views(True):  # PyTorch knows no offset in memory
+        return aten.slice.Tensor(base, dim, place, place, 1)
+
+
+def _place(args: tuple[Any, ...], at: int) -> _Place | None:
+    """The place that an operator was given as this argument, if it is one."""
+    node = args[at].node if len(args) > at and type(args[at]) is torch.SymInt else None
+    return node if type(node) is _Place else None
+
+
+@own_rule("aten.slice.Tensor")
+def _slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place = _place(args, 2)
+    if place is None:
+        return view_plan(aten.slice.Tensor, LOWERINGS[aten.slice.Tensor])(args, kwargs)
+    return _part(args[0], Part(args[1], place.start, place.length))
+
+
+@own_rule("aten.slice_backward")
+def _slice_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place = _place(args, 3)
+    if place is None:
+        return pure(aten.slice_backward.default, LOWERINGS[aten.slice_backward.default])(args, kwargs)
+    grad, sizes, dim = args[:3]
+    value = value_of(grad)
+    return wrap(Part(dim, place.start, place.length).inverse(jnp.zeros(sizes, value.dtype), value), grad.device)
+
+
+def _part(base: torch.Tensor, view: Part) -> Traced:
     dim, _, length = view.args
     with private.without_modes():
         meta = meta_of(base).narrow(dim, 0, length)

@@ -171,8 +171,7 @@ def value_of(t: torch.Tensor) -> Any:
             raise escaped(node.level)
         if node.root.level is not level:
             level.met[id(t)] = t
-        if node.level is not level and t.requires_grad:
-            level.outer[id(t)] = t
+        note_outer(t, node)
         if node.parent is None:
             return node.value
         return read(node, level)
@@ -181,9 +180,15 @@ def value_of(t: torch.Tensor) -> Any:
     node = lift(t)
     if level is not level.root:
         level.met[id(t)] = t
-        if t.requires_grad and torch.is_grad_enabled():
-            level.outer[id(t)] = t
+        note_outer(t, node)
     return node.value
+
+
+def note_outer(t: torch.Tensor, node: Node) -> None:
+    """Note that the level in progress uses a tensor from outside of it through which torch's autograd goes back."""
+    level = state.level
+    if node.level is not level and t.requires_grad and (type(t) is Traced or (level is not level.root and torch.is_grad_enabled())):
+        level.outer[id(t)] = t
 
 
 def lift(t: torch.Tensor) -> Node:

@@ -234,8 +234,8 @@ def aten_mkldnn_rnn_layer_backward(
     -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
     weights = _weights(mode, has_biases, weight1, weight2, weight3, weight4)
     outs, pull = jax.vjp(lambda *primals: _one_lstm(*primals, bool(reverse)), x, hx_, cx_tmp, weights)
-    cotangents = [jnp.zeros_like(y) if g is None else g.reshape(y.shape) for y, g in zip(outs, (grad_output, grad_hy, grad_cy), strict=True)]
-    grad_x, grad_h, grad_c, grads = pull(tuple(cotangents))
+    given = zip(outs, (grad_output, grad_hy, grad_cy), strict=True)
+    grad_x, grad_h, grad_c, grads = pull(tuple([jnp.zeros_like(y) if g is None else g.reshape(y.shape) for y, g in given]))
     bias = grads[2] if has_biases else jnp.zeros_like(weight3)
     return grad_x, grads[0], grads[1], bias, bias, grad_h, grad_c
 

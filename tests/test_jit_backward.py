@@ -204,7 +204,7 @@ class _Late:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [p if p in ("row", "parameter at a place") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS])
 @pytest.mark.parametrize("name", THROUGH)
 def test_the_gradient_goes_back_through(name, part, inside):
     through, as_tensor = THROUGH[name]

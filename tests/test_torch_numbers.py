@@ -747,7 +747,7 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("written", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("way", ASKING)
 def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs_once(way, asked, written):

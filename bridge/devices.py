@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,12 +93,35 @@ def free_memory(device: jax.Device) -> int:
     return max(min(free), 0)
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors name theirs: torch.device("cuda") is the current one of the CUDA devices."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+@functools.cache
+def _beside_accelerator() -> jax.Device | None:
+    """The CPU if JAX's default device is another one; else None."""
+    return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+
+
+def has_accelerator() -> bool:
+    """Whether tensors may be on another device than the CPU, or JAX computes on one."""
+    return _beside_accelerator() is not None
+
+
+def of(device: torch.device) -> jax.Device:
+    """The JAX device that computes with tensors on that torch device."""
+    if device.type == "cuda":
+        return jax.local_devices(backend="gpu")[device.index or 0]
+    return jax_device(device) or jax.local_devices(backend="cpu")[0]
+
+
 def jax_device(device: torch.device) -> jax.Device | None:
     """The JAX device that computes with tensors on that torch device; None: the device that has the memory, without a copy."""
     if device.type == "cpu":
         if process.default_device is not None:
             return process.default_device
-        return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+        return _beside_accelerator()
     if device.type == "cuda":
         return None
     raise TypeError(f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()")

@@ -433,6 +433,7 @@ _REDIRECTED = {
     "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss"),
     "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention"),
     "causal_hint": ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
+    "multi_head_attention": ("torch.nn.functional", "multi_head_attention_forward"),
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
     "is_compiling": ("torch.compiler", "is_compiling"),
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),

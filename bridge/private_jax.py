@@ -27,6 +27,36 @@ def _nested(value: Any) -> Iterator[Any]:
         value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
 
 
+# The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones take ten times as long.
+@functools.cache
+def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    try:
+        from jax._src.lib import _jax
+
+        return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
+    except (ImportError, AttributeError):
+        return None
+
+
+def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array | None:
+    """The array whose memory is in a DLPack capsule; None if this version of JAX has no such function.
+
+    Args:
+        capsule: not used before; afterwards it is JAX's.
+        device: the one with the memory.
+        stream: JAX's own stream that waits for what writes to the memory.
+        kind: DLPack's number for the kind of device.
+    """
+    functions = _dlpack()
+    return None if functions is None else functions[0](capsule, device, stream, None, kind)
+
+
+def to_capsule(array: Any, stream: int) -> Any:
+    """A DLPack capsule with an array's memory; stream: another library's, which waits until the array is computed."""
+    functions = _dlpack()
+    return array.__dlpack__(stream=stream) if functions is None else functions[1](array, stream=stream)
+
+
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:
     """The value without its derivative at one level of nesting, whose trace is ``probe``; JAX's stop_gradient cuts every level."""
     inside = 0

@@ -14,7 +14,7 @@ import torch
 
 from bridge import private, private_jax
 from bridge.boundary import shared_memory
-from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, is_local, pick, replaced
+from bridge.boundary.results import Computation, Result, SharedOutput, conj, inexact, inexact_dtype, pick, replaced
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.lowering.common import varying
@@ -45,7 +45,7 @@ class _Recorded:
 
     def __call__(self, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
         """Run the computation inside an open trace; returns (values with derivatives, values without)."""
-        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in self.leaves])
         values = replaced(values, self.active, actives[: len(self.active)])
         root = tracing.state.level.root
         self.drawn.draws_in(root)
@@ -248,7 +248,7 @@ def ended(pull: Callable[..., Any]) -> bool:
 
 def addresses(pull: Callable[..., Any]) -> set[int]:
     """The addresses, in this process's memory, of the arrays that a pullback reads."""
-    return {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if is_local(a)}
+    return {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if tensors.is_local(a)}
 
 
 def _double(recorded: _Recorded, inputs: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[Any]:

@@ -18,7 +18,7 @@ from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
-from bridge.boundary.results import Computation, Output, Result, SharedOutput, is_local, placed, split_arrays, write_back
+from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed, split_arrays, write_back
 from bridge.convert import tensors, trees
 from bridge.convert.sparse import opened
 from bridge.errors import NeedsTorch, rewording
@@ -74,6 +74,7 @@ class Traceable:
             finish: takes what the function returned (torch tensors in any tree), checks it, and gives its tensors and a meta.
         """
         leaves = list(self.leaves)
+        level.root.device = level.root.device or next((d for d in self.devices if d.type != "cpu"), None)
         arguments = [wrap(v, d, level, g.strides) for v, d, g in zip(values, self.devices, self.geometries, strict=True)]
         nodes: dict[Node, int] = {}
         for k, (i, t, geometry) in enumerate(zip(self.where, arguments, self.geometries, strict=True)):
@@ -186,7 +187,7 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
         raise RuntimeError(str(reason)) from None
     result, written = found
     count = len(outs) - len(written)
-    write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if is_local(v)])
+    write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if tensors.is_local(v)])
     compiling.warn_of_jit(outs)
     return outs[:count], result.meta
 
@@ -223,7 +224,7 @@ def direct(
     with tracing.root() as root:
         root.lasting = lasting
         drawn.draws_in(root)
-        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
         shared_memory.refuse(result, leaves, [*root.captured.values()])
@@ -232,7 +233,7 @@ def direct(
         writes = [(t, node.value) for t, node in root.captured.values() if node.version]
         met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
     # a result whose values are computed never shares memory with an argument, a captured tensor or another result
-    avoid = {v.unsafe_buffer_pointer() for v in values if is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
+    avoid = {v.unsafe_buffer_pointer() for v in values if tensors.is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = tensors.common_device(leaves)
     given = {i: t for i, t, _ in shared if isinstance(t, torch.Tensor)}
     outs = [given[i] if i in given else tensors.to_torch(v, device, avoid) for i, v in enumerate(_outputs(result))]

@@ -64,9 +64,9 @@ def split_arrays(leaves: Sequence[Any]) -> list[int]:
 
 
 def take_apart(out: Any) -> tuple[list[Any], Any]:
-    """The tensors in a function's output, and the rest for ``put_together``: (spec, the other leaves, which leaves are tensors)."""
+    """The tensors in a function's output, and the rest for ``put_together``: (spec, the other leaves, each tensor's device or False)."""
     leaves, spec = trees.flatten(out)
-    is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+    is_tensor = [isinstance(x, torch.Tensor) and x.device for x in leaves]
     static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
     return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)
 
@@ -75,18 +75,14 @@ def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
     """The tree that ``take_apart`` took apart, with the given values in the tensors' places."""
     spec, static, is_tensor = meta
     source = iter(tensors_)
-    return trees.unflatten(spec, [next(source) if t else x for x, t in zip(static, is_tensor, strict=True)])
+    return trees.unflatten(spec, [_on(next(source), t) if t else x for x, t in zip(static, is_tensor, strict=True)])
 
 
-_ONE_DEVICE = jax.sharding.SingleDeviceSharding
-
-
-def is_local(v: Any) -> bool:
-    """Whether a value is an array that has one address in this process's memory."""
-    if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
-        return False
-    sharding = v.sharding
-    return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
+def _on(value: Any, device: Any) -> Any:
+    """The value; a tensor is on the device where PyTorch's function leaves it."""
+    if isinstance(value, torch.Tensor) and isinstance(device, torch.device) and value.device.type != device.type:
+        return value.to(device)
+    return value
 
 
 def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import devices, private
+from bridge import devices, private, private_jax
 from bridge.convert import dtypes
 from bridge.convert.sparse import SparseOperand
 from bridge.process import process
@@ -28,6 +28,8 @@ _AS_INT = {
 }
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
+_DLPACK_CUDA, _DLPACK_ROCM = 2, 10  # DLPack's numbers for the kinds of devices
+_ALIGNMENT = 16  # bytes: XLA's programs for accelerators take no input that begins elsewhere
 
 
 @private.opaque
@@ -63,8 +65,7 @@ def _cross(t: torch.Tensor) -> jax.Array:
     source = plain(t)
     device = devices.jax_device(t.device)
     if source.device.type != "cpu":
-        array = jax.dlpack.from_dlpack(source)
-        return array if device is None else jax.device_put(array, device)
+        return _from_accelerator(source)
     array = jax.device_put(as_numpy(source), device)
     address = t.data_ptr()
     if device is None and t.numel() and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
@@ -73,6 +74,34 @@ def _cross(t: torch.Tensor) -> jax.Array:
     elif device is None:
         array.block_until_ready()
     return array
+
+
+def _from_accelerator(t: torch.Tensor) -> jax.Array:
+    if not t.numel():
+        return jax.device_put(np.zeros(t.shape, dtypes.to_jax(t.dtype)), devices.of(t.device))
+    if t.data_ptr() % _ALIGNMENT:
+        t = t.clone()
+    as_int, dtype = _AS_INT.get(t.dtype, (None, None))
+    if as_int is not None and t.dtype != torch.bfloat16:  # DLPack has no such type
+        return jax.lax.bitcast_convert_type(_from_accelerator(t.view(as_int)), dtype)
+    ready = _ready(devices.indexed(t.device))
+    if ready is None:
+        return jax.dlpack.from_dlpack(t)
+    device, pointer, stream = ready
+    stream.wait_stream(torch.cuda.current_stream(t.device))
+    array = private_jax.from_capsule(torch.utils.dlpack.to_dlpack(t), device, pointer, _DLPACK_ROCM if torch.version.hip else _DLPACK_CUDA)
+    return jax.dlpack.from_dlpack(t) if array is None else array
+
+
+@functools.cache
+def _ready(device: torch.device) -> tuple[jax.Device, int, torch.cuda.ExternalStream] | None:
+    """JAX's device, and its stream that waits for torch's: its address, and as torch's stream; None if JAX has no such stream."""
+    found = devices.of(device)
+    try:
+        pointer = int(found.get_stream_for_external_ready_events())
+    except (AttributeError, jax.errors.JaxRuntimeError):
+        return None
+    return found, pointer, torch.cuda.ExternalStream(pointer, device=device)
 
 
 def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
@@ -85,7 +114,7 @@ def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
         return entry[1], entry[3][1]
     signature = _signature(t)
-    if t.device.type == "cpu" and devices.default() is None and t.numel() <= 4096:
+    if t.numel() <= 4096 and t.device.type == "cpu" and devices.jax_device(t.device) is None:
         met = process.met.get(key)
         if met is None or met() is not t:
             process.met[key] = weakref.ref(t, functools.partial(process.met.pop, key))
@@ -108,6 +137,23 @@ def common_device(leaves: Sequence[Any]) -> torch.device | None:
                 return x.device
             found = found or x.device
     return found
+
+
+def on_one_device(values: list[Any]) -> list[Any]:
+    """Values to compute with together: if one is on an accelerator, those on the CPU are copied there, as PyTorch does with numbers."""
+    if devices.has_accelerator():
+        found = next((d for v in values if is_local(v) and (d := v.device).platform != "cpu"), None)
+        if found is not None:
+            return [jax.device_put(v, found) if is_local(v) and v.device.platform == "cpu" else v for v in values]
+    return values
+
+
+def is_local(v: Any) -> bool:
+    """Whether a value is an array that has one address in this process's memory."""
+    if not isinstance(v, jax.Array) or isinstance(v, jax.core.Tracer):
+        return False
+    sharding = v.sharding
+    return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
 
 
 def crosses(t: torch.Tensor) -> bool:
@@ -234,7 +280,16 @@ def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
     if not array.is_fully_addressable:
         raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
     if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
-        t = torch.from_dlpack(array)
+        if not array.size:
+            return torch.empty(array.shape, dtype=dtypes.to_torch(array.dtype), device=device or "cuda")
+        dtype = dtypes.to_torch(array.dtype)
+        as_int, _ = _AS_INT.get(dtype, (None, None))
+        if as_int is not None and dtype != torch.bfloat16:
+            array = jax.lax.bitcast_convert_type(array, dtypes.to_jax(as_int))
+        # the current stream waits until the array is computed; 1 is CUDA's own name for the stream 0
+        capsule = private_jax.to_capsule(array, torch.cuda.current_stream(next(iter(array.devices())).local_hardware_id).cuda_stream or 1)
+        t = torch.from_dlpack(capsule)
+        t = t if as_int is None or dtype == torch.bfloat16 else t.view(dtype)
         return t if device is None else t.to(device)
     copy = np.array(array)
     dtype = dtypes.to_torch(array.dtype)

@@ -5,10 +5,12 @@ trace has closed; ``LeafGradients`` takes it back, and bridge/jit/attributes.py 
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private
 from bridge.errors import at_line
@@ -86,7 +88,9 @@ def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = Fal
                 "backward(): it would set the .grad of a tensor from outside, which only a jitted function that is called with torch "
                 f"tensors can do, and not from the body of a cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
             )
-    found = private.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+    # PyTorch's engine has a thread for each CUDA device, in which no trace is open
+    with contextlib.nullcontext() if level is None else set_multithreading_enabled(False):
+        found = private.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
     for t in leaves:
         with private.below_python():
             grad = t.grad if t.is_leaf else None

@@ -20,11 +20,10 @@ from torch.utils import _pytree as pytree
 from bridge import private, private_jax
 from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
-from bridge.intercepted import gradient_hooks
+from bridge.intercepted import cuda_functions, gradient_hooks
 from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
-from bridge.operators import views
-from bridge.operators.packed_sequences import FUNCTIONS
+from bridge.operators import packed_sequences, views
 from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
 from bridge.trace.aliasing import conjugates, views_between
@@ -364,7 +363,7 @@ PYTHON_RULES |= {
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
     torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor,
-    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_, **FUNCTIONS,
+    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_, **packed_sequences.FUNCTIONS, **cuda_functions.FUNCTIONS,
 }
 private.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

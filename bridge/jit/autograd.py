@@ -10,7 +10,7 @@ import torch
 from bridge import compiling
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
-from bridge.boundary.results import Result, is_local, replaced
+from bridge.boundary.results import Result, replaced
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.jit.program import differentiated, pull_back, unpacked
@@ -25,14 +25,14 @@ class ProgramNode(torch.autograd.Function):
     @opaque
     def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run, _, kinds, copied = compiled.pair(active)
-        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs])
         random = compiled.program.random(values)
         with jax.enable_x64(True), compiling.at_call():
             outs, rest, pull = run(values, random)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
         held = autograd.addresses(pull)
-        avoid = held | {a.unsafe_buffer_pointer() for a in values if is_local(a)}
+        avoid = held | {a.unsafe_buffer_pointer() for a in values if tensors.is_local(a)}
         ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.pull, ctx.kinds = compiled, inputs, active, random, pull, kinds
         written = {id(inputs[i]) for i in compiled.program.written}
         read = [t for t in inputs if id(t) not in written]

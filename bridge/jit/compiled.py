@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import compiling
+from bridge import compiling, devices
 from bridge.boundary import meshes
 from bridge.boundary.calls import Call
-from bridge.boundary.results import inexact_dtype, is_local, put_together, write_back
+from bridge.boundary.results import inexact_dtype, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.jit import products
@@ -28,6 +28,8 @@ from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs
 from bridge.trace.storage import Geometry
+
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +73,12 @@ class Compiled:
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
         numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
+        given: Sequence[Any] | None = None,
     ) -> None:
+        """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers."""
+        tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
+        self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
+        self.runs_on = next((x.device for x in tensors_in if isinstance(x, torch.Tensor) and x.device.type != "cpu"), self.device)
         self.tiered, self.pure = tiered, pure  # pure: to differentiate it runs no Python of the user's
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
@@ -92,12 +99,13 @@ class Compiled:
         self.forward = self._jit(forward(self.checked, self.packing))
         self.recorded: dict[Any, Pair] = {}
         self.active: dict[Any, Any] = {}
-        self.device = tensors.common_device(call.arrays) if torch_out else None
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
+        #: whether every output is a tensor on the device of the results
+        self.alike = all(program.is_tensor) and not (torch_out and any(d.type != self.device.type for d in program.is_tensor))
         self.one_out = (  # the only output is a tensor on the CPU
-            all(program.is_tensor) and program.out_spec is None and not program.written and not program.shared and self.packing is None
-            and self.device is not None and self.device.type == "cpu" and not donated
+            self.alike and program.out_spec is None and not program.written and not program.shared and self.packing is None
+            and torch_out and self.device.type == "cpu" and not donated
         )
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +118,7 @@ class Compiled:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
         jitted: Any
         if self.tiered:
-            jitted = Tiered(function, self.changed, **options)
+            jitted = Tiered(function, self.changed, device=devices.of(self.runs_on), **options)
         else:
             jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
@@ -207,6 +215,7 @@ class Compiled:
             active = self._active(every)
             if any(self.pair(active).kinds):
                 return self._recorded(leaves, captured, every, active)
+        values = tensors.on_one_device(values) if self.torch_out else values
         random = program.random(values)
         donation = None
         if self.donated and self.torch_out:
@@ -242,6 +251,8 @@ class Compiled:
             return tensors.view(outs[0], self.layouts[0])
         if self.packing:
             results = self.packing.unpack(outs, self.device, len(program.jaxpr.jaxpr.outvars))
+        elif self.runs_on.type != "cpu":  # torch's stream waits for them
+            results = tensors.views(outs, self.layouts, self.device)
         else:
             for v in outs:  # converting them while the program runs takes a core from it, and costs more than it saves
                 v.block_until_ready()
@@ -253,8 +264,9 @@ class Compiled:
             jax.block_until_ready(outs)
             return self._finish(results, leaves, captured)
         tree = self._finish(results, leaves, captured)  # while the program still runs
-        for v in outs:
-            v.block_until_ready()
+        if self.runs_on.type == "cpu":
+            for v in outs:
+                v.block_until_ready()
         return tree
 
     def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
@@ -267,7 +279,7 @@ class Compiled:
         outs = results[: program.count]
         if program.shared:
             outs = program.outputs(outs, inputs)
-        if not program.static or all(program.is_tensor):
+        if not program.static or self.alike:
             return trees.unflatten(program.out_spec, outs)
         return self._tree(outs, leaves)
 
@@ -280,7 +292,7 @@ class Compiled:
         program = self.program
         first = len(self.where)
         pairs = [(captured[i - first], v) for i, v in zip(program.written, outs[program.count :], strict=True) if i >= first]
-        write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if is_local(v)])
+        write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if tensors.is_local(v)])
         return self._tree(outs, leaves)
 
     def _active(self, inputs: list[Any]) -> tuple[int, ...]:

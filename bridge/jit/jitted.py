@@ -272,7 +272,7 @@ class Jitted:
             traced = functools.wraps(self._func, updated=())(with_numbers)
             program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
-            entry = Compiled(program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing)
+            entry = Compiled(program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing, given=call.arrays)
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with

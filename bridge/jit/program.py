@@ -56,7 +56,7 @@ class Program:
         jaxpr: (inputs, seeds, numbers that torch draws) -> outputs, then written values.
         places: where each call looks for the captured tensors.
         guards: the other conditions under which the program is right.
-        out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and which of its leaves are tensors.
+        out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and for each leaf its device if it is a tensor.
         count: the number of outputs of the jaxpr, without the written values.
         written: for each written value, the input that it is written to.
         generators: the explicit torch generators that the program draws from, by seed slot.
@@ -79,7 +79,7 @@ class Program:
     guards: Guards
     out_spec: Any
     static: list[Any]
-    is_tensor: list[bool]
+    is_tensor: list[Any]
     count: int
     written: list[int]
     generators: list[torch.Generator]
@@ -359,7 +359,7 @@ class _ValuesFromOutside(TorchFunctionMode):
             and id(args[0]) not in state.level.root.constant and not (func == torch.Tensor.__index__ and args[0].is_floating_point())
         ):  # torch.Tensor([x]) asks where no dispatch mode is called
             raise tracing.unknown_value("item()")
-        if func in _BY_NUMBER and not any(issubclass(kind, tracing.Traced) for kind in types):
+        if func in _BY_RULE and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
@@ -385,9 +385,11 @@ class _ValuesFromOutside(TorchFunctionMode):
 
 
 _GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")]
-#: Functions that read the values of a tensor from outside if no operand is traced; their rules do not.
-_BY_NUMBER = frozenset([
+#: Functions that read the values of a tensor from outside, or call CUDA's own kernels, if no operand is traced; their rules do not.
+_BY_RULE = frozenset([
     torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,
+    F.scaled_dot_product_attention, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu, torch._VF.lstm_cell,
+    torch._VF.gru_cell,
 ])  # fmt: skip
 _AS_NUMBER = frozenset([torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__, torch.Tensor.__index__])
 _OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge import private, private_jax
+from bridge import devices, private, private_jax
 from bridge.convert import tensors
 from bridge.errors import at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
@@ -46,7 +46,7 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
                 "meta: a function that runs in JAX asked for a tensor on the device meta, by device= or by the default device; tensors "
                 f"there have no data, and JAX computes with data; give another device{at_line()}"
             )
-        return device
+        return devices.indexed(device)
     return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 
@@ -153,7 +153,7 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
 
     def run_drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_of(args, kwargs)
-        value = torch_numbers.numbers(name, args, kwargs) if device.type == "cpu" else None
+        value = torch_numbers.numbers(name, args, kwargs, device)
         return otherwise(args, kwargs) if value is None else wrap_all(value, device, _layout(func, args, kwargs))
 
     return run_drawn

@@ -48,7 +48,7 @@ def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return t
     # a tensor just made from Python data is a constant: it is not read again at the next call
     with private.below_python(), jax.ensure_compile_time_eval():
-        return wrap(jnp.array(tensors.as_numpy(tensors.plain(t))), t.device)
+        return wrap(jnp.array(tensors.as_numpy(tensors.plain(t).cpu())), t.device)
 
 
 def checks_arguments(t: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import jax
 import torch
 from torch.utils import _pytree as pytree
 
-from bridge import compiling, private
+from bridge import compiling, devices, private
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
@@ -118,7 +118,7 @@ def _on_meta(
     metas = [a.meta() for a in avals]
     positional, named = filled(args, metas, numbers), filled(kwargs, metas, numbers)
     where = named.get("device")
-    if where is not None and torch.device(where).type != "cpu":
+    if where is not None and torch.device(where).type not in ("cpu", "cuda"):
         raise Unrecordable("a tensor on another device")
     if (metas and where is not None) or (not metas and func in _FACTORIES):
         named["device"] = torch.device("meta")  # draws nothing and takes no memory
@@ -129,7 +129,8 @@ def _on_meta(
     for m, (shape, stride) in zip(metas, before, strict=True):
         if m.shape != shape or m.stride() != stride:
             raise Unrecordable(f"{func}: changes its argument's shape")
-    device = next((a.device for a in avals if a.shape), avals[0].device if avals else torch.device(where or "cpu"))
+    device = next((a.device for a in avals if a.shape), avals[0].device if avals else torch.device("cpu"))
+    device = device if where is None else devices.indexed(torch.device(where))
     changed = tuple([  # Aval.meta writes once to a tensor that requires grad; an in-place operator may make its target require grad
         (k, a.with_grad(m.requires_grad or a.requires_grad)) for k, (m, a) in enumerate(zip(metas, avals, strict=True))
         if m._version != a.requires_grad or m.requires_grad is not a.requires_grad

@@ -102,6 +102,8 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, {}
         compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
+        compiled.runs_on = compiled.device
+        compiled.alike = all(d.type == compiled.device.type for d in program.is_tensor)
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
         for k, (kinds, copied) in found["pairs"].items():
@@ -272,7 +274,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
-    compiled = Compiled(program, call, True, (), tiered=True, pure=not rules)
+    compiled = Compiled(program, call, True, (), tiered=True, pure=not rules, given=recorder.inputs)
     return _Program(compiled, numbers_in, asked, guards=[g for g in watched if g.needed])
 
 

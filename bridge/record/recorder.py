@@ -115,7 +115,7 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable(str(type(t)))
             if t.layout is not torch.strided:
                 raise SparseOperand(t)
-            if t.device.type != "cpu" or t.is_quantized or t.is_nested:
+            if t.device.type not in ("cpu", "cuda") or t.is_quantized or t.is_nested:
                 raise Unrecordable("an input of another kind")
             found = self.by_id[id(t)] = self.count
             self.count += 1

@@ -35,14 +35,17 @@ _IDLE = 0.3  # seconds without a program to compile, after which programs are st
 class Tiered:
     """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
 
-    __slots__ = ("_again", "_changed", "_function", "_lock", "_ran", "_took", "_traced", "executable")
+    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_ran", "_took", "_traced", "executable")
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
-        traced: Callable[[jax.stages.Traced], None] = lambda traced: None,
+        traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None,
     ) -> None:
-        """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles."""
-        self._function, self._changed, self._traced = function, changed, traced
+        """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles.
+
+        device: where it runs; None: JAX's default device.
+        """
+        self._function, self._changed, self._traced, self._device = function, changed, traced, device or jax.devices()[0]
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
         self.executable = run  # the current one; None: it is not compiled yet
         self._lock = threading.Lock()
@@ -56,12 +59,12 @@ class Tiered:
         with self._lock:
             if self.executable is None:
                 start = time.perf_counter()
-                with compiling.correctly():
+                with compiling.correctly(), jax.default_device(self._device):
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it
                     traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
-                    if jax.default_backend() == "cpu":
+                    if self._device.platform == "cpu":
                         self.executable, self._again = _quickly(lowered, _longest_sum(traced.jaxpr.jaxpr)), _lowering(traced, args)
                     else:
                         self.executable = lowered.compile()
@@ -86,7 +89,7 @@ class Tiered:
             process.compiler.later(lambda: self._compile(again))
 
     def _compile(self, lower: Callable[[], Any]) -> None:
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.correctly(), jax.default_device(self._device):
             self.executable = lower().compile()
         process.compiler.idle.append(self._tell)  # this is its thread
 

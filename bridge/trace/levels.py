@@ -67,6 +67,7 @@ class Level:
     grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
     read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
+    device: Any = None  # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None: they are on the CPU
     lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
     def __post_init__(self) -> None:

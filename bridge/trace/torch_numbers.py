@@ -39,6 +39,25 @@ UNMAPPED_RANDOMNESS = (
 )
 
 
+_CPU = torch.device("cpu")
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """torch's default generator of a device."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+
+
+def _states() -> list[torch.Tensor]:
+    """The states of torch's default generators: the CPU's, and those of the CUDA devices if they are in use."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _set_states(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
 def by_torch(source: str | None = None) -> bool:
     """Whether torch draws the random numbers of a call with torch tensors that begins now; source: the call's own choice, if it has one."""
     sent = process.default_device
@@ -93,7 +112,7 @@ class Blank:
     between: tuple[int, ...] | None = None
     places: tuple[int, ...] = ()
 
-    def made(self, sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
+    def made(self, sizes: Sequence[int], device: torch.device | str) -> torch.Tensor:
         """A tensor of this shape, with a dimension in front for each vmap that maps it."""
         sized, between = [sizes[k] for k in self.mapped], self.between
         if between is None:
@@ -104,7 +123,7 @@ class Blank:
 
 
 def _in_vmaps(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int], device: str
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int], device: torch.device | str
 ) -> Callable[[Sequence[int]], Any]:
     """Calls an operator inside torch's vmaps of these sizes, whose levels it takes, with a tensor in the place of each Blank."""
     made = {id(x): x.made(sizes, device) for x in _all_of(Blank, [*args, *kwargs.values()])}
@@ -130,7 +149,8 @@ class Draw:
         name: the operator's.
         args, kwargs: its arguments, with a Blank in the place of each tensor, and without the generator.
         vmaps: the size and the randomness of each vmap around it, the outermost first.
-        generator: None for torch's default one.
+        generator: None for torch's default one of the device.
+        device: where torch draws.
     """
 
     name: str
@@ -138,11 +158,12 @@ class Draw:
     kwargs: tuple[tuple[str, Any], ...]
     vmaps: tuple[tuple[int, str], ...]
     generator: torch.Generator | None
+    device: torch.device = _CPU
 
-    def made(self, device: str = "cpu") -> tuple[torch.Tensor, tuple[bool, ...]]:
+    def made(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
         kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
-        run = _in_vmaps(overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], device)
+        run = _in_vmaps(overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], self.device)
 
         def numbers(levels: Sequence[int]) -> torch.Tensor:
             found = run(levels)
@@ -153,7 +174,7 @@ class Draw:
 
     def tried(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """What ``made`` gives, for its shapes and its errors: the generator keeps its state."""
-        generator = torch.default_generator if self.generator is None else self.generator
+        generator = default_generator(self.device) if self.generator is None else self.generator
         with private.below_python():
             before = generator.get_state()
             try:
@@ -220,13 +241,13 @@ def made(draws: Sequence[Draw | ByValue | Rewind], inputs: Sequence[Any], number
         inputs: the inputs of the program before the numbers.
         numbers: which of the draws give the numbers.
     """
-    states = {draw.before: torch.Tensor() for draw in draws if isinstance(draw, Rewind)}
+    states = {draw.before: list[torch.Tensor]() for draw in draws if isinstance(draw, Rewind)}
     found: list[torch.Tensor | None] = []
     for k, draw in enumerate(draws):
         if k in states:
-            states[k] = torch.get_rng_state()
+            states[k] = _states()
         if isinstance(draw, Rewind):
-            torch.set_rng_state(states[draw.before])
+            _set_states(states[draw.before])
             found.append(None)
         elif isinstance(draw, Draw):
             found.append(draw.made()[0])
@@ -268,14 +289,14 @@ class AtOnce:
         self.at += 1
         return self.at
 
-    def mark(self) -> torch.Tensor:
+    def mark(self) -> list[torch.Tensor]:
         """A point of the program, for ``rewind``."""
-        return torch.get_rng_state()
+        return _states()
 
-    def rewind(self, mark: torch.Tensor) -> None:
-        """Let torch's default generator draw the same numbers again as from that point on."""
+    def rewind(self, mark: Sequence[torch.Tensor]) -> None:
+        """Let torch's default generators draw the same numbers again as from that point on."""
         if self.runs == 1:
-            torch.set_rng_state(mark)
+            _set_states(mark)
 
 
 class AtEachCall:
@@ -348,12 +369,13 @@ _draw_p = Primitive("drawn_by_torch")  # the numbers of a draw, in a program tha
 _draw_p.def_abstract_eval(lambda _, draw, shape, dtype: jax.core.ShapedArray(shape, dtype))
 
 
-def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Array | None:
+def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> jax.Array | None:
     """The numbers that torch draws for the lanes of the vmaps in progress; None if JAX is to draw.
 
     Args:
         name: the operator that draws; it may be an in-place operator.
         args, kwargs: its arguments; of tensors, only the geometry matters.
+        device: of its result.
     """
     if _drawing() is None:
         return None
@@ -361,7 +383,7 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.Ar
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
     if type(args[0]) is Traced and str(args[0].node.maker) in _EMPTY and not state.filling:  # it is dropout's own
         name, blanks = _in_dropout(name, blanks)
-    return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"))
+    return _drawn(vmaps, name, blanks, tuple([(k, v) for k, v in kwargs.items() if k != "generator"]), kwargs.get("generator"), device)
 
 
 _EMPTY = frozenset(["aten.empty_like.default", "aten.new_empty.default"])
@@ -403,7 +425,7 @@ def of_arrays(
         blanks[0] = _in_order(name, blanks[0], order, vmaps)
     else:
         name, blanks = _in_dropout(name, blanks)
-    return _drawn(vmaps, name, blanks, (), generator)
+    return _drawn(vmaps, name, blanks, (), generator, _device())
 
 
 def by_value(
@@ -461,26 +483,34 @@ def _in_order(name: str, blank: Blank, order: Callable[[torch.Tensor], torch.Ten
 
 def _refuse(vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: torch.Generator | None) -> None:
     """Raise the error with which torch's vmap refuses an operator."""
-    _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator).tried()
+    _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator, _device()).tried()
+
+
+def _device() -> torch.device:
+    """Where an operator whose operands are JAX arrays draws."""
+    assert state.level is not None
+    return state.level.root.device or _CPU
 
 
 def _draw(
-    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
+    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None,
+    device: torch.device,
 ) -> Draw:
     args = [x.node.asked() if python_numbers.is_input(x) else x for x in args]  # a number that a draw needs is static
-    return Draw(name, tuple(args), kwargs, tuple([(each.size, str(each.randomness)) for each in vmaps]), generator)
+    return Draw(name, tuple(args), kwargs, tuple([(each.size, str(each.randomness)) for each in vmaps]), generator, device)
 
 
 def _drawn(
-    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None
+    vmaps: Sequence[Level], name: str, args: Sequence[Any], kwargs: tuple[tuple[str, Any], ...], generator: torch.Generator | None,
+    device: torch.device,
 ) -> jax.Array:
     assert state.level is not None
     if _writes(name) and vmaps:
         args, vmaps = _in_place(vmaps, args)
-        value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator))
+        value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator, device))
         mapped = (True,) * len(vmaps)
     else:
-        value, mapped = state.level.root.drawn(_draw(vmaps, name, args, kwargs, generator))
+        value, mapped = state.level.root.drawn(_draw(vmaps, name, args, kwargs, generator, device))
     for each, own in zip(vmaps, mapped, strict=True):
         if own:
             value = _at_lane_p.bind(value, each.lane)

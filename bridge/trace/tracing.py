@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import compiling, private, private_jax
+from bridge import compiling, devices, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import DataDependentError, NeedsTorch, NoLoweringError, at_line, escaped
@@ -201,6 +201,8 @@ def lift(t: torch.Tensor) -> Node:
         value = root.overrides.get(id(t))
         if value is None:
             value = tensors.to_jax(t)
+            if root.device is not None and t.device.type == "cpu":
+                value = jax.device_put(value, devices.of(root.device))
             if root.lasting:
                 with jax.ensure_compile_time_eval():  # even if a checkpoint or a rule meets the tensor first
                     value = jax.numpy.copy(value)

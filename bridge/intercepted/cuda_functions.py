@@ -1,0 +1,105 @@
+"""Functions for which PyTorch calls kernels that CUDA alone has; in a trace they are lowered operators, or formulas."""
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bridge import private
+from bridge.boundary.calls import plain
+from bridge.operators import packed_sequences
+from bridge.trace.levels import state
+from bridge.trace.tracing import concrete, own_rule, plan_of
+
+
+def _attention(
+    func: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention: CUDA's fused kernels draw dropout's numbers themselves, and have derivatives of their own."""
+    if query.device.type != "cuda":
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
+    if enable_gqa and query.dim() == key.dim() == value.dim() and query.dim() >= 3:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """torch.nn.functional.multi_head_attention_forward; in a trace it calls the function above, which it would not ask for a rule."""
+    own = private.original("multi_head_attention") if state.level is None else _with_rule()
+    return own(*args, **kwargs)
+
+
+@functools.cache
+def _with_rule() -> Callable[..., Any]:
+    function: Any = private.original("multi_head_attention")
+    space = {**function.__globals__, "scaled_dot_product_attention": functools.partial(_attention, F.scaled_dot_product_attention)}
+    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
+
+
+def _recurrent(kind: str) -> Callable[..., Any]:
+    on_cpu, operators = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)], getattr(torch.ops.aten, kind)
+
+    def rule(func: Callable[..., Any], *args: Any) -> Any:
+        """A recurrent layer: cuDNN wants all weights in one piece of memory."""
+        if args[0].device.type != "cuda":
+            return on_cpu(func, *args)
+        if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):  # of a packed sequence
+            data, sizes, state, weights, *options = args
+            known = concrete(sizes, "a recurrent layer of a packed sequence")
+            return plain(lambda x, hx, params: plan_of(operators.data)((x, known, hx, params, *options), {}))(data, state, weights)
+        data, state, weights, *options = args
+        return plain(lambda x, hx, params: plan_of(operators.input)((x, hx, params, *options), {}))(data, state, weights)
+
+    return rule
+
+
+def _gates(
+    x: torch.Tensor, h: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor, b_ih: torch.Tensor | None, b_hh: torch.Tensor | None,
+    count: int,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    return F.linear(x, w_ih, b_ih).chunk(count, -1), F.linear(h, w_hh, b_hh).chunk(count, -1)
+
+
+def _lstm_cell(
+    func: Callable[..., Any], x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], w_ih: torch.Tensor, w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None, b_hh: torch.Tensor | None = None,
+) -> Any:
+    """lstm_cell: CUDA computes the gates in one kernel."""
+    if x.device.type != "cuda":
+        return func(x, state, w_ih, w_hh, b_ih, b_hh)
+    i, f, g, o = (a + b for a, b in zip(*_gates(x, state[0], w_ih, w_hh, b_ih, b_hh, 4), strict=True))
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_cell(
+    func: Callable[..., Any], x: torch.Tensor, h: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None, b_hh: torch.Tensor | None = None,
+) -> Any:
+    """gru_cell: CUDA computes the gates in one kernel."""
+    if x.device.type != "cuda":
+        return func(x, h, w_ih, w_hh, b_ih, b_hh)
+    (ir, iz, i_n), (hr, hz, hn) = _gates(x, h, w_ih, w_hh, b_ih, b_hh, 3)
+    n = (i_n + (ir + hr).sigmoid() * hn).tanh()
+    return n + (iz + hz).sigmoid() * (h - n)
+
+
+@own_rule("aten._use_cudnn_ctc_loss", "aten._use_cudnn_ctc_loss.Tensor", "aten._use_miopen_ctc_loss", "aten._use_miopen_ctc_loss.Tensor")
+def _by_library(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether PyTorch's ctc_loss calls a library."""
+    return False
+
+
+#: torch function -> the function that is called in its place.
+FUNCTIONS: dict[Any, Any] = {
+    F.scaled_dot_product_attention: _attention, torch._VF.lstm_cell: _lstm_cell, torch._VF.gru_cell: _gru_cell,
+    **{getattr(torch._VF, kind): _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}
+private.IN_TRACES["multi_head_attention"] = multi_head_attention

@@ -26,6 +26,7 @@ from bridge.trace.storage import strides_of
 _AS_INT = {
     t: (torch.int16 if j.itemsize == 2 else torch.int8, j) for t, j in dtypes._TO_JAX.items() if j.type.__module__ == "ml_dtypes"
 }
+_BY_BITS = frozenset(_AS_INT) - {torch.bfloat16}  # DLPack has no such types
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
 _DLPACK_CUDA, _DLPACK_ROCM = 2, 10  # DLPack's numbers for the kinds of devices
@@ -33,11 +34,12 @@ _ALIGNMENT = 16  # bytes: XLA's programs for accelerators take no input that beg
 
 
 @private.opaque
-def to_jax(t: torch.Tensor) -> jax.Array:
+def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Array:
     """The tensor's values as a jax.Array; shares memory if strides, alignment and device allow it, else a copy.
 
     Args:
         t: strided tensor of any shape, on cpu or cuda; conj and neg bits are resolved; may require grad.
+        waited: the CUDA devices on which JAX waits already for what torch computes, if several tensors are converted at once.
 
     Returns:
         jax.Array: same shape and dtype (64-bit types need ``jax.enable_x64``), on the device ``bridge.devices`` maps to.
@@ -56,16 +58,19 @@ def to_jax(t: torch.Tensor) -> jax.Array:
         if seen[0] == t._version or (array.shape == t.shape and t.is_contiguous()):
             seen[0] = t._version
             return array
+    waited = [] if waited is None else waited
+    if t.is_cuda and _is_plain(t):
+        return _shared(t, waited)
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
-        return _cross(t)
+        return _cross(t, waited)
 
 
-def _cross(t: torch.Tensor) -> jax.Array:
+def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
     source = plain(t)
     device = devices.jax_device(t.device)
     if source.device.type != "cpu":
-        return _from_accelerator(source)
+        return _from_accelerator(source, waited)
     array = jax.device_put(as_numpy(source), device)
     address = t.data_ptr()
     if device is None and t.numel() and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
@@ -76,21 +81,38 @@ def _cross(t: torch.Tensor) -> jax.Array:
     return array
 
 
-def _from_accelerator(t: torch.Tensor) -> jax.Array:
+def _is_plain(t: torch.Tensor) -> bool:
+    """Whether an array can share the memory of a CUDA tensor as it is."""
+    return (
+        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
+        and not private.without_memory(t) and not private.count_of_dispatch_modes() and t.is_contiguous() and not t.is_conj()
+        and not t.is_neg() and t.numel() > 0 and not t.data_ptr() % _ALIGNMENT and t.dtype not in _BY_BITS and not t.is_quantized
+    )
+
+
+def _from_accelerator(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
     if not t.numel():
         return jax.device_put(np.zeros(t.shape, dtypes.to_jax(t.dtype)), devices.of(t.device))
-    if t.data_ptr() % _ALIGNMENT:
-        t = t.clone()
-    as_int, dtype = _AS_INT.get(t.dtype, (None, None))
-    if as_int is not None and t.dtype != torch.bfloat16:  # DLPack has no such type
-        return jax.lax.bitcast_convert_type(_from_accelerator(t.view(as_int)), dtype)
-    ready = _ready(devices.indexed(t.device))
+    if t.dtype in _BY_BITS:
+        as_int, dtype = _AS_INT[t.dtype]
+        return jax.lax.bitcast_convert_type(_from_accelerator(t.view(as_int), waited), dtype)
+    dtypes.to_jax(t.dtype)
+    waited.clear()  # plain may have copied it
+    return _shared(t.clone() if t.data_ptr() % _ALIGNMENT else t, waited)
+
+
+def _shared(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
+    """The array with a CUDA tensor's memory.  Whatever reads it waits until torch has computed the tensor."""
+    ready = _ready(t.device)
     if ready is None:
-        return jax.dlpack.from_dlpack(t)
+        return jax.dlpack.from_dlpack(t.detach())
     device, pointer, stream = ready
-    stream.wait_stream(torch.cuda.current_stream(t.device))
-    array = private_jax.from_capsule(torch.utils.dlpack.to_dlpack(t), device, pointer, _DLPACK_ROCM if torch.version.hip else _DLPACK_CUDA)
-    return jax.dlpack.from_dlpack(t) if array is None else array
+    if t.device not in waited:
+        stream.wait_stream(torch.cuda.current_stream(t.device))
+        waited.append(t.device)
+    kind = _DLPACK_ROCM if torch.version.hip else _DLPACK_CUDA
+    array = private_jax.from_capsule(torch.utils.dlpack.to_dlpack(t), device, pointer, kind)
+    return jax.dlpack.from_dlpack(t.detach()) if array is None else array
 
 
 @functools.cache
@@ -104,7 +126,7 @@ def _ready(device: torch.device) -> tuple[jax.Device, int, torch.cuda.ExternalSt
     return found, pointer, torch.cuda.ExternalStream(pointer, device=device)
 
 
-def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
+def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array | np.ndarray, int]:
     """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, strides, dtype and device.
 
     The array is what ``to_jax`` returns; for a small tensor that is met for the first time it is numpy's view of the tensor.
@@ -119,7 +141,7 @@ def crossing(t: torch.Tensor) -> tuple[jax.Array | np.ndarray, int]:
         if met is None or met() is not t:
             process.met[key] = weakref.ref(t, functools.partial(process.met.pop, key))
             return as_numpy(plain(t)), signature
-    return to_jax(t), signature
+    return to_jax(t, waited), signature
 
 
 def _signature(t: torch.Tensor) -> int:
@@ -143,7 +165,9 @@ def on_one_device(values: list[Any]) -> list[Any]:
     """Values to compute with together: if one is on an accelerator, those on the CPU are copied there, as PyTorch does with numbers."""
     if devices.has_accelerator():
         found = next((d for v in values if is_local(v) and (d := v.device).platform != "cpu"), None)
-        if found is not None:
+        if found is None:
+            return values
+        with jax.enable_x64(True):
             return [jax.device_put(v, found) if is_local(v) and v.device.platform == "cpu" else v for v in values]
     return values
 
@@ -256,6 +280,10 @@ def to_torch(
 @private.opaque
 def views(arrays: Sequence[jax.Array], layouts: Sequence[Layout], device: torch.device | None) -> list[torch.Tensor]:
     """``to_torch`` of a program's results, whose layouts are known from its avals; the caller waits for the arrays."""
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        stream = torch.cuda.current_stream(device).cuda_stream
+        alone = [len(a.devices()) == 1 and a.platform() != "cpu" and a.size > 0 for a in arrays]
+        return [_from_cuda(a, device, stream) if one else to_torch(a, device) for a, one in zip(arrays, alone, strict=True)]
     if device is None or device.type != "cpu":
         return [to_torch(a, device, wait=False) for a in arrays]
     return [view(array, found) for array, found in zip(arrays, layouts, strict=True)]
@@ -276,21 +304,21 @@ def view(array: jax.Array, found: Layout) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype) if len(shape) == 1 else torch.from_numpy(np.ndarray(shape, kind, buffer))
 
 
+def _from_cuda(array: jax.Array, device: torch.device | None, stream: int) -> torch.Tensor:
+    """The tensor with the memory of an array on a GPU.  The stream, torch's current one, waits until the array is computed."""
+    dtype = dtypes.to_torch(array.dtype)
+    if dtype in _BY_BITS:
+        array = jax.lax.bitcast_convert_type(array, dtypes.to_jax(_AS_INT[dtype][0]))
+    t = torch.from_dlpack(private_jax.to_capsule(array, stream or 1))  # 1 is CUDA's own name for the stream 0
+    t = t.view(dtype) if dtype in _BY_BITS else t
+    return t if device is None or t.device == device else t.to(device)
+
+
 def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
     if not array.is_fully_addressable:
         raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
     if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
-        if not array.size:
-            return torch.empty(array.shape, dtype=dtypes.to_torch(array.dtype), device=device or "cuda")
-        dtype = dtypes.to_torch(array.dtype)
-        as_int, _ = _AS_INT.get(dtype, (None, None))
-        if as_int is not None and dtype != torch.bfloat16:
-            array = jax.lax.bitcast_convert_type(array, dtypes.to_jax(as_int))
-        # the current stream waits until the array is computed; 1 is CUDA's own name for the stream 0
-        capsule = private_jax.to_capsule(array, torch.cuda.current_stream(next(iter(array.devices())).local_hardware_id).cuda_stream or 1)
-        t = torch.from_dlpack(capsule)
-        t = t if as_int is None or dtype == torch.bfloat16 else t.view(dtype)
-        return t if device is None else t.to(device)
+        return _from_cuda(array, device, torch.cuda.current_stream(next(iter(array.devices())).local_hardware_id).cuda_stream)
     copy = np.array(array)
     dtype = dtypes.to_torch(array.dtype)
     if dtype in _AS_INT:

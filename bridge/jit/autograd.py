@@ -25,7 +25,9 @@ class ProgramNode(torch.autograd.Function):
     @opaque
     def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run, _, kinds, copied = compiled.pair(active)
-        values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs])
+        waited: list[torch.device] = []
+        values = [tensors.to_jax(x, waited) if isinstance(x, torch.Tensor) else x for x in inputs]
+        values = tensors.on_one_device(values) if compiled.mixed else values
         random = compiled.program.random(values)
         with jax.enable_x64(True), compiling.at_call():
             outs, rest, pull = run(values, random)
@@ -58,7 +60,8 @@ class ProgramNode(torch.autograd.Function):
         else:
             back = ctx.compiled.pair(ctx.active).back
             with rewording(), jax.enable_x64(True), compiling.at_call():
-                found = back(ctx.pull, [tensors.to_jax(c) for c in cts])
+                waited: list[torch.device] = []
+                found = back(ctx.pull, [tensors.to_jax(c, waited) for c in cts])
             need = [n and d for n, d in zip(ctx.needs_input_grad[3:], direct, strict=True)]
             made = unpacked(found, need)
             grads = [made[k].to(t.device) if n else None for k, (t, n) in enumerate(zip(diff, need, strict=True))]

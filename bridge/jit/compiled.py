@@ -79,6 +79,9 @@ class Compiled:
         tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
         self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
         self.runs_on = next((x.device for x in tensors_in if isinstance(x, torch.Tensor) and x.device.type != "cpu"), self.device)
+        #: whether some of its inputs are on the CPU and others on an accelerator
+        types = {x.device.type for x in tensors_in if isinstance(x, torch.Tensor)}
+        self.mixed = torch_out and self.runs_on.type != "cpu" and "cpu" in types
         self.tiered, self.pure = tiered, pure  # pure: to differentiate it runs no Python of the user's
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
@@ -150,11 +153,11 @@ class Compiled:
             found = [p.get() for p in program.places]
         except GONE_ERRORS:
             return None
-        arrays = []
+        arrays, waited = [], list[torch.device]()
         for t, signature in zip(found, self.signatures, strict=True):
             if not isinstance(t, torch.Tensor):
                 return None
-            array, now = tensors.crossing(t)
+            array, now = tensors.crossing(t, waited)
             if now != signature:
                 return None
             arrays.append(array)
@@ -215,7 +218,7 @@ class Compiled:
             active = self._active(every)
             if any(self.pair(active).kinds):
                 return self._recorded(leaves, captured, every, active)
-        values = tensors.on_one_device(values) if self.torch_out else values
+        values = tensors.on_one_device(values) if self.mixed else values
         random = program.random(values)
         donation = None
         if self.donated and self.torch_out:

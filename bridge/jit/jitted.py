@@ -138,9 +138,10 @@ class Jitted:
         recording = torch.is_grad_enabled()
         torch_out = True
         grads = False
+        waited: list[torch.device] = []
         for x in leaves:
             if isinstance(x, torch.Tensor):
-                array, signature = tensors.crossing(x)
+                array, signature = tensors.crossing(x, waited)
                 inputs.append(array)
                 key.append(signature)
                 if recording and x.requires_grad:

@@ -164,7 +164,7 @@ class Program:
             seeds[0] = random_keys.seed_from(None)
         for i, g in enumerate(self.generators, 1):
             seeds[i] = random_keys.seed_from(g)
-        return seeds, [tensors.to_jax(drawn[k]) for k in self.numbers]
+        return seeds, tensors.on_one_device([*inputs, *[tensors.to_jax(drawn[k]) for k in self.numbers]])[len(inputs) :]
 
     def any_random(self) -> Any:
         """What ``random`` gives, with zeros for the seeds and for the numbers."""

@@ -102,7 +102,7 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
         compiled.active, compiled.recorded = {}, {}
         compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
-        compiled.runs_on = compiled.device
+        compiled.runs_on, compiled.mixed = compiled.device, False
         compiled.alike = all(d.type == compiled.device.type for d in program.is_tensor)
         made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
         compiled.forward = made.get("forward", Tiered(_not_there))
@@ -224,7 +224,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
             raise Unrecordable("inputs that share memory")
     if recorder.lasting and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
-    inputs = [] if compiled.idle() else [tensors.crossing(t)[0] for t in given]
+    waited: list[torch.device] = []
+    inputs = [] if compiled.idle() else [tensors.crossing(t, waited)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     executables = [tiered.executable for tiered in compiled.jitted]
     start = time.perf_counter()

@@ -27,7 +27,7 @@ from bridge.process import having, process
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import Level, around, innermost, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Node, contiguous, span
-from bridge.trace.tracing import Traced
+from bridge.trace.tracing import Traced, beside
 
 ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
@@ -281,7 +281,7 @@ class AtOnce:
         at = self.place()
         if at not in self.drawn:
             numbers, mapped = draw.made()
-            self.drawn[at] = tensors.to_jax(numbers), mapped
+            self.drawn[at] = beside(tensors.to_jax(numbers), numbers), mapped
         return self.drawn[at]
 
     def place(self, draw: Any = None) -> int:

@@ -200,9 +200,7 @@ def lift(t: torch.Tensor) -> Node:
     if entry is None:
         value = root.overrides.get(id(t))
         if value is None:
-            value = tensors.to_jax(t)
-            if root.device is not None and t.device.type == "cpu":
-                value = jax.device_put(value, devices.of(root.device))
+            value = beside(tensors.to_jax(t), t)
             if root.lasting:
                 with jax.ensure_compile_time_eval():  # even if a checkpoint or a rule meets the tensor first
                     value = jax.numpy.copy(value)
@@ -211,6 +209,12 @@ def lift(t: torch.Tensor) -> Node:
         node = Node(value, root)
         root.captured[id(t)] = entry = (t, node)
     return entry[1]
+
+
+def beside(value: jax.Array, t: torch.Tensor) -> jax.Array:
+    """A tensor's value where the trace computes: that of a tensor on the CPU is copied to the accelerator, if one is in use."""
+    device = state.level.root.device
+    return value if device is None or t.device.type != "cpu" else jax.device_put(value, devices.of(device))
 
 
 def node_of(t: torch.Tensor) -> Node:

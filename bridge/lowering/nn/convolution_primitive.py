@@ -69,8 +69,6 @@ def _native(left: Array, right: Array, *, face: str, geometry: Geometry, precisi
     shape = jax.ShapeDtypeStruct(_shape(face, left.shape, right.shape, geometry), left.dtype)
     if face == "x":
         return jax.linear_transpose(lambda x: _native_forward(x, right, geometry, precision), shape)(left)[0]
-    if left.shape[0] * left.shape[2] > 1:
-        return _native_kernels(left, right, geometry, precision)
     return jax.linear_transpose(lambda w: _native_forward(left, w, geometry, precision), shape)(right)[0]
 
 
@@ -86,25 +84,6 @@ def _native_forward(x: Array, w: Array, geometry: Geometry, precision: lax.Preci
         precision=precision,
     )
     return jnp.moveaxis(y.reshape(n, b, g, o, *geometry.out), 1, 0)
-
-
-def _native_kernels(x: Array, y: Array, geometry: Geometry, precision: lax.Precision | None) -> Array:
-    """The face "w" for several kernels or groups: the images are convolved with y.
-
-    The transpose of a convolution with groups is one that groups its images, which XLA computes wrongly on GPUs.
-    """
-    (b, n, g, c), o = x.shape[:4], y.shape[3]
-    w = lax.conv_general_dilated(
-        jnp.moveaxis(jnp.moveaxis(x, 3, 0), 2, 3).reshape(c, b * g * n, *geometry.image),
-        jnp.moveaxis(y, 1, 3).reshape(b * g * o, n, *geometry.out),
-        geometry.dilation,
-        geometry.paddings(),
-        rhs_dilation=geometry.stride,
-        feature_group_count=b * g,
-        precision=precision,
-    )
-    w = lax.slice(w, (0,) * w.ndim, (*w.shape[:2], *geometry.kernel))
-    return jnp.moveaxis(w.reshape(c, b, g, o, *geometry.kernel), 0, 3)
 
 
 # -- as matrix products -------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
-        update("benchmarks", markdown_table(results))
+        update("benchmarks" if where["device"] == "cpu" else "benchmarks-gpu", markdown_table(results))
     if options.json:
         json.dump(results, sys.stdout)
     else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,10 @@ def _nested(value: Any) -> Iterator[Any]:
 # The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones take ten times as long.
 @functools.cache
 def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    found: Any = sys.modules.get("jaxlib._jax")
     try:
-        from jax._src.lib import _jax
-
-        return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
-    except (ImportError, AttributeError):
+        return found.dlpack_managed_tensor_to_buffer, found.buffer_to_dlpack_managed_tensor
+    except AttributeError:
         return None
 
 

@@ -220,7 +220,10 @@ KNOWN: tuple[tuple[Callable[[Report], bool], Known], ...] = (
     ),
     (
         lambda facts: _has(facts, "torch cuda") and not _has(facts, "jax gpu"),
-        Known("JAX without the GPU", "setting", 'torch sees a GPU and JAX does not, so programs run on the CPU: pip install "jax[cuda12]"'),
+        Known(
+            "JAX without the GPU", "setting",
+            'torch sees a GPU and JAX does not, so programs run on the CPU: pip install "jax[cuda13]", or jax[cuda12] for CUDA 12',
+        ),
     ),
     (
         lambda facts: facts.settings["jax_enable_x64"],

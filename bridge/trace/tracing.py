@@ -92,6 +92,10 @@ class Traced(torch.Tensor):
         found = concrete(_without_derivative(self), "numpy.asarray()")
         return found if dtype is None else found.astype(dtype)
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise AttributeError("__cuda_array_interface__")  # it has no memory: JAX, which asks for this first, calls __array__
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.clone()
 

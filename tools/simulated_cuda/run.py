@@ -26,8 +26,10 @@ BUILD = HERE.parents[1] / "build" / "simulated_cuda"
 SIMULATED = "TORCHFUNC_JAX_SIMULATED_CUDA"  # in the environment of the process that runs with the library
 #: Operators that move data, or look at it, without a kernel.
 _WITHOUT_KERNEL = frozenset([
-    "empty", "empty_strided", "set_", "resize_", "resize_as_", "_resize_output_", "_local_scalar_dense", "_to_copy", "is_set_to", "is_pinned",
-    "_pin_memory", "record_stream", "view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "alias", "detach",
+    "empty", "empty_strided", "set_", "resize_", "resize_as_", "_resize_output_", "_local_scalar_dense", "_to_copy", "is_set_to",
+    "is_pinned",
+    "_pin_memory", "record_stream", "view",
+    "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "alias", "detach",
     "_fused_sdp_choice", "cudnn_is_acceptable", "_cudnn_rnn_flatten_weight",
 ])
 

@@ -200,9 +200,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     warnings.filterwarnings("ignore", "There is a performance drop")  # torch.func without a batching rule: that is what is measured
     device = torch.device("cuda" if jax.devices()[0].platform == "gpu" and torch.cuda.is_available() else "cpu")
-    # on a GPU JAX's own default is TF32, PyTorch's and ours is float32: all compute in the same precision
-    jax.config.update("jax_default_matmul_precision", torch.get_float32_matmul_precision())
-    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    if device.type == "cuda":  # JAX's own default is TF32, and that of PyTorch's convolutions: all compute in the same precision
+        jax.config.update("jax_default_matmul_precision", torch.get_float32_matmul_precision())
+        torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
     where = machine()
     path = options.output / f"{slug(where)}.json"
     shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name

@@ -624,6 +624,12 @@ def default_device_of(mode: TorchFunctionMode) -> torch.device | None:
     return mode.device if module is not None and isinstance(mode, module.DeviceContext) else None
 
 
+def takes_default_device(function: Callable[..., Any]) -> bool:
+    """Whether a function makes a tensor on the default device if none is given."""
+    module: Any = sys.modules.get("torch.utils._device")
+    return module is not None and function in module._device_constructors()
+
+
 def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
     """torch's flex_attention with another function instead of its higher-order operator, called without torch.compile.
 

@@ -212,6 +212,15 @@ def test_devices_of_results(name: str, around: str) -> None:
     close(AROUND[around](f)(x), expected)
 
 
+@pytest.mark.parametrize("around", AROUND)
+def test_default_device(around: str) -> None:
+    f = lambda x: (x + torch.zeros(4)) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.arange(4.0) * torch.tensor(2.0)
+    x = cuda(4)
+    with torch.device("cuda"):
+        expected = torch.func.grad(lambda x: f(x).double().sum())(x) if "grad" in around else f(x)
+        close(AROUND[around](f)(x), expected)
+
+
 @pytest.mark.parametrize("around", ["jit", "vmap"])
 def test_random_numbers_are_those_of_torchs_generator(around: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:

@@ -1124,6 +1124,34 @@ def test_masks_without_dimensions(name, shape):
         torch.testing.assert_close(torchfunc_jax.grad(lambda x: torch.masked_select(x, index).sum())(x), out)
 
 
+#: Functions that make tensors on the default device, or give a device.
+MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": lambda t: t + torch.zeros(3), "number": lambda t: t * torch.tensor(2.0), "data": lambda t: t * torch.tensor([1.0, 2.0, 3.0]),
+    "like": lambda t: t * torch.full_like(t, 3.0), "range": lambda t: t * torch.arange(3.0), "given": lambda t: t + torch.ones(3, device="cpu"),
+    "integers": lambda t: t[torch.arange(3) * 2 % 3], "as_tensor": lambda t: t + torch.as_tensor(0.5), "new": lambda t: t + t.new_ones(3),
+    "random": lambda t: t + 0 * torch.rand(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("enter", ["with", "set"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_calls_are_recorded_under_a_default_device(name: str, enter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = transforms.run
+    monkeypatch.setattr(transforms, "run", lambda *args: ran.append(1) or run(*args))
+    f = MAKERS[name]
+    around = lambda T: (T.grad(lambda t: f(t).sin().sum())(X[0]), T.vmap(f, randomness="same")(X))
+    expected = around(torch.func)
+    with contextlib.ExitStack() as stack:
+        if enter == "with":
+            stack.enter_context(torch.device("cpu"))
+        else:
+            stack.callback(torch.set_default_device, None)
+            torch.set_default_device("cpu")
+        same(around(torchfunc_jax), expected)
+    assert len(ran) >= 2
+
+
 def test_a_default_device_that_is_set_inside_is_obeyed() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         torch.set_default_device("meta")

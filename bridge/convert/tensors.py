@@ -59,7 +59,7 @@ def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Arr
             seen[0] = t._version
             return array
     waited = [] if waited is None else waited
-    if t.is_cuda and _is_plain(t):
+    if _is_plain(t):
         return _shared(t, waited)
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
@@ -84,7 +84,7 @@ def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
 def _is_plain(t: torch.Tensor) -> bool:
     """Whether an array can share the memory of a CUDA tensor as it is."""
     return (
-        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
+        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.is_cuda and t.layout is torch.strided and not t.is_nested
         and not private.without_memory(t) and not private.count_of_dispatch_modes() and t.is_contiguous() and not t.is_conj()
         and not t.is_neg() and t.numel() > 0 and not t.data_ptr() % _ALIGNMENT and t.dtype not in _BY_BITS and not t.is_quantized
     )

@@ -44,12 +44,13 @@ def _with_rule() -> Callable[..., Any]:
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
-    on_cpu, operators = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)], getattr(torch.ops.aten, kind)
+    on_cpu = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)]
 
     def rule(func: Callable[..., Any], *args: Any) -> Any:
         """A recurrent layer: cuDNN wants all weights in one piece of memory."""
         if args[0].device.type != "cuda":
             return on_cpu(func, *args)
+        operators = getattr(torch.ops.aten, kind)
         if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):  # of a packed sequence
             data, sizes, state, weights, *options = args
             known = concrete(sizes, "a recurrent layer of a packed sequence")

@@ -81,9 +81,11 @@ def _ambient() -> tuple[torch.dtype, bool, bool, bool, int, int]:
 class Recorder(TorchFunctionMode):
     """The record of one call."""
 
-    def __init__(self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]], default_device: torch.device | None = None
+    ) -> None:
         super().__init__()
-        self.execute = execute
+        self.execute, self.default_device = execute, default_device
         self.trace: list[tuple[Any, tuple[int, ...]]] = []
         self.inputs: list[torch.Tensor] = []
         self.by_id: dict[int, int] = {}
@@ -136,6 +138,8 @@ class Recorder(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs or {})
+        if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
+            kwargs = {**(kwargs or {}), "device": self.default_device}
         refs: list[int] = []
         key: list[Any] = [func]
         numbers = len(self.numbers)

@@ -63,7 +63,7 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
     key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
     if key in process.unrecordable or _ambient():
         return NOT_RECORDED
-    recorder = state.recorder = Recorder(run)
+    recorder = state.recorder = Recorder(run, default_device() if private.function_modes() else None)
     recorder.lasting = lasting
     try:
         with intercepted.intercepted(), recorder.drawing():
@@ -85,11 +85,17 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         recorder.tensors.clear()
 
 
+def default_device() -> torch.device | None:
+    """The default device, if torch function modes are entered and each sets one that tensors of records can be on; else None."""
+    found = [private.default_device_of(mode) for mode in private.function_mode_stack()]
+    return found[-1] if found and all(d is not None and d.type in ("cpu", "cuda") for d in found) else None
+
+
 def _ambient() -> bool:
     """Whether a mode is entered that changes what torch functions do."""
     return bool(
-        private.any_autocast() or private.function_modes() or torch.is_inference_mode_enabled()
-        or private.saved_tensor_pack() is not None
+        private.any_autocast() or torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
+        or (private.function_modes() and default_device() is None)
     )
 
 

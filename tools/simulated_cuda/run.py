@@ -90,7 +90,8 @@ def computed_on_cpu(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         wanted = [str(a.type) for a in operator._schema.arguments]
         pairs = zip(args, wanted, strict=False)
-        args = tuple(torch.tensor(x) if kind == "Tensor" and isinstance(x, int | float) else x for x, kind in pairs)
+        number = {float: torch.float64, int: torch.int64, bool: torch.bool}
+        args = tuple(torch.tensor(x, dtype=number[type(x)]) if kind == "Tensor" and type(x) in number else x for x, kind in pairs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [given(x) for x in leaves]
         args, kwargs = pytree.tree_unflatten(values, spec)

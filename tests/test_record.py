@@ -1128,7 +1128,8 @@ def test_masks_without_dimensions(name, shape):
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": lambda t: t + torch.zeros(3), "number": lambda t: t * torch.tensor(2.0), "data": lambda t: t * torch.tensor([1.0, 2.0, 3.0]),
     "like": lambda t: t * torch.full_like(t, 3.0), "range": lambda t: t * torch.arange(3.0),
-    "given": lambda t: t + torch.ones(3, device="cpu"), "integers": lambda t: t[torch.arange(3) * 2 % 3], "as_tensor": lambda t: t + torch.as_tensor(0.5),
+    "given": lambda t: t + torch.ones(3, device="cpu"), "integers": lambda t: t[torch.arange(3) * 2 % 3],
+    "as_tensor": lambda t: t + torch.as_tensor(0.5),
     "new": lambda t: t + t.new_ones(3), "random": lambda t: t + 0 * torch.rand(3),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import math
 import queue
 import threading
@@ -35,7 +36,7 @@ _IDLE = 0.3  # seconds without a program to compile, after which programs are st
 class Tiered:
     """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
 
-    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_ran", "_took", "_traced", "executable")
+    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_placed", "_ran", "_took", "_traced", "executable")
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
@@ -45,7 +46,10 @@ class Tiered:
 
         device: where it runs; None: JAX's default device.
         """
-        self._function, self._changed, self._traced, self._device = function, changed, traced, device or jax.devices()[0]
+        default = jax.devices()[0]
+        self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
+        # JAX keeps what it traces with another default device apart
+        self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
         self.executable = run  # the current one; None: it is not compiled yet
         self._lock = threading.Lock()
@@ -59,7 +63,7 @@ class Tiered:
         with self._lock:
             if self.executable is None:
                 start = time.perf_counter()
-                with compiling.correctly(), jax.default_device(self._device):
+                with compiling.correctly(), self._placed():
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it
                     traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
@@ -89,7 +93,7 @@ class Tiered:
             process.compiler.later(lambda: self._compile(again))
 
     def _compile(self, lower: Callable[[], Any]) -> None:
-        with jax.enable_x64(True), compiling.correctly(), jax.default_device(self._device):
+        with jax.enable_x64(True), compiling.correctly(), self._placed():
             self.executable = lower().compile()
         process.compiler.idle.append(self._tell)  # this is its thread
 

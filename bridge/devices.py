@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,15 +97,9 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
-@functools.cache
-def _beside_accelerator() -> jax.Device | None:
-    """The CPU if JAX's default device is another one; else None."""
-    return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
-
-
 def has_accelerator() -> bool:
-    """Whether tensors may be on another device than the CPU, or JAX computes on one."""
-    return _beside_accelerator() is not None
+    """Whether JAX's default device is another one than the CPU."""
+    return jax.default_backend() != "cpu"
 
 
 def of(device: torch.device) -> jax.Device:
@@ -121,7 +114,7 @@ def jax_device(device: torch.device) -> jax.Device | None:
     if device.type == "cpu":
         if process.default_device is not None:
             return process.default_device
-        return _beside_accelerator()
+        return jax.local_devices(backend="cpu")[0] if has_accelerator() else None
     if device.type == "cuda":
         return None
     raise TypeError(f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()")

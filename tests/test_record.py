@@ -1124,6 +1124,30 @@ def test_masks_without_dimensions(name, shape):
         torch.testing.assert_close(torchfunc_jax.grad(lambda x: torch.masked_select(x, index).sum())(x), out)
 
 
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: nn.MultiheadAttention(4, 2), "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    "lstm": lambda: nn.LSTM(4, 3), "gru": lambda: nn.GRU(4, 3), "lstm cell": lambda: nn.LSTMCell(4, 3),
+    "conv": lambda: nn.Conv1d(5, 2, 1), "norms": lambda: nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(1, 5), nn.RMSNorm(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = transforms.run
+    monkeypatch.setattr(transforms, "run", lambda *args: ran.append(1) or run(*args))
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), torch.randn(6, 5, 4)
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        out = layer(t, t, t, need_weights=False) if name == "attention" else layer(t)
+        return (out[0] if isinstance(out, tuple) else out).sin().sum()
+
+    x = x[0] if name == "lstm cell" else x
+    same(torchfunc_jax.grad(f)(x), torch.func.grad(f)(x), rtol=1e-4, atol=1e-5)
+    assert ran
+
+
 #: Functions that make tensors on the default device, or give a device.
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": lambda t: t + torch.zeros(3), "number": lambda t: t * torch.tensor(2.0), "data": lambda t: t * torch.tensor([1.0, 2.0, 3.0]),

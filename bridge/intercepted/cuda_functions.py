@@ -16,13 +16,17 @@ from bridge.trace.levels import state
 from bridge.trace.tracing import concrete, own_rule, plan_of
 
 
-def _attention(
-    func: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:
+def _attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """scaled_dot_product_attention: CUDA's fused kernels draw dropout's numbers themselves, and have derivatives of their own."""
-    if query.device.type != "cuda":
-        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    query = args[0] if args else kwargs.get("query")
+    on_cuda = isinstance(query, torch.Tensor) and query.device.type == "cuda"
+    return _attention_on_cuda(*args, **kwargs) if on_cuda else func(*args, **kwargs)
+
+
+def _attention_on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
     if enable_gqa and query.dim() == key.dim() == value.dim() and query.dim() >= 3:

@@ -47,7 +47,7 @@ class Level:
 #: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
 _RECORDED = frozenset({
     "gaussian_nll_loss", "causal_hint", "is_compiling", "batch_norm_forward", "deepcopy", "compile", "compiler_of_frames",
-    "register_parameter",
+    "register_parameter", "multi_head_attention",
 })  # fmt: skip
 
 

@@ -79,7 +79,7 @@ THINNED = {
     "test_autograd_boundary.py::test_what_a_transform_returns_requires_grad_where_torch_funcs_does": 2,
     "test_shared_memory.py::test_memory_is_torch_funcs_under_vmap": 2,
     "test_shared_memory.py::test_memory_is_torch_funcs_under_the_other_transforms": 2,
-    "test_beside_torch.py::test_a_transform_of_a_compiled_function": 2, "test_torch_script.py::test_it_computes_what_python_does": 2,
+    "test_beside_torch.py::test_a_transform_of_a_compiled_function": 2,
     "test_ambient.py::test_the_table": 2, "test_record.py::test_steps_that_repeat": 2,
 }  # fmt: skip
 

@@ -389,8 +389,8 @@ def script_itself(callee: Any) -> Callable[..., Any]:
 
 
 def script_of_graph(callee: Any) -> Any:
-    """A new TorchScript function with the operators of this function or method; that of a method takes its module first."""
-    return torch._C._create_function_from_graph(callee.name, callee.graph.copy())
+    """A new TorchScript function with the operators of this one, and of what it calls; that of a method takes its module first."""
+    return torch._C._create_function_from_graph(callee.name, callee.inlined_graph.copy())
 
 
 def script_arguments(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

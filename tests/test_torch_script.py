@@ -118,6 +118,30 @@ def test_what_pytorch_has_optimized_for_earlier_calls_has_derivatives_too(case: 
     check(case, "vmap of grad", jitted, used=4)
 
 
+class Outer(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sin() * products(x).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
+@pytest.mark.parametrize("way", ["grad", "vmap of grad", "hessian"])
+@pytest.mark.parametrize("of", ["functions", "a module"])
+def test_what_a_script_calls_may_have_been_optimized_before(of: str, way: str, jitted: bool) -> None:
+    x = X[0].clone().requires_grad_()
+    inner = torch.jit.script(copy.deepcopy(NET))
+    for _ in range(4):
+        torch.jit.script(products)(x, 0.5), torch.jit.script(products)(x), torch.jit.script(branch)(x, True), inner(x)
+    script, plain = (torch.jit.script(nested), nested) if of == "functions" else (torch.jit.script(Outer(inner)), Outer(NET))
+    function = WAYS[way](script)
+    function = tf.jit(function) if jitted else function
+    for given in (X, 2 * X):
+        torch.testing.assert_close(function(given), TRUE[way](plain)(given), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 def test_the_parameters_of_a_scripted_module_are_read_at_each_call(jitted: bool) -> None:
     net = torch.jit.script(copy.deepcopy(NET))

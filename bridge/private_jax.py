@@ -5,6 +5,7 @@ Where no other reason is given, JAX has no public way to do or to ask the same. 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,6 +221,16 @@ def perturbed(values: Iterable[Any], level: Any) -> bool:
 def has_started() -> bool:
     """Whether this process has used a device of JAX's; to ask for a device would start JAX."""
     return bool(jax._src.xla_bridge.backends_are_initialized())
+
+
+def keep_threads() -> None:
+    """Never free, in a forked process, what has threads: its end would wait for the threads, which only the parent has.
+
+    JAX has no function for the end of a forked process; Python frees what JAX's modules hold after all functions of ``atexit``.
+    """
+    lowering = sys.modules.get("jax._src.interpreters.mlir")
+    for owner in (getattr(lowering, "global_thread_pool", None), *getattr(jax._src.xla_bridge, "_backends", {}).values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def coordinator() -> Any:

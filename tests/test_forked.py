@@ -45,6 +45,15 @@ class Rows(Dataset):
         return ours["grad"](x + k)
 """
 USED = "torchfunc_jax.grad(torch.sum)(x); torchfunc_jax.jit(torch.neg)(x)\n"
+# JAX works through the functions of a program in parallel: its threads wait for more work from then on
+THREADS = USED + """
+import jax
+def many(x, functions=[jax.jit(lambda x, k=k: jax.numpy.sin(x) * k) for k in range(100)]):
+    for function in functions:
+        x = function(x)
+    return x
+jax.jit(many)(1.0)
+"""
 LOADER = """
 for batch in DataLoader(Rows(), batch_size=2, num_workers=2, timeout=60):
     assert batch.shape == (2, 4)
@@ -75,7 +84,7 @@ UNUSED = FORK.replace("    check()\n", """    check()
 
 @pytest.mark.parametrize("program", [
     pytest.param(USED + LOADER, id="DataLoader"), pytest.param(USED + FORK, id="fork"), pytest.param(USED + GRANDCHILD, id="grandchild"),
-    pytest.param(UNUSED, id="JAX not used before"),
+    pytest.param(THREADS + FORK, id="fork beside waiting threads"), pytest.param(UNUSED, id="JAX not used before"),
 ])  # fmt: skip
 def test_a_forked_process(program: str) -> None:
     """The parent goes on with JAX afterwards."""

@@ -116,6 +116,8 @@ def _before_fork() -> None:
 
 def _in_child() -> None:
     process.forked = process.forked or process.uses_jax
+    if process.forked:
+        private_jax.keep_threads()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -63,7 +63,7 @@ SWEEPS = frozenset(
 
 #: The longest tables: of about so many cases one is in `make test`, the others are slow tests.
 THINNED = {
-    "test_operators.py::test_what_was_right_is_right": 4, "test_modules_db.py::test_first_inputs": 4,
+    "test_operators.py::test_what_was_right_is_right": 5, "test_modules_db.py::test_first_inputs": 5,
     "test_programs.py::test_agrees_with_torch_func": 3, "test_autograd_programs.py::test_first_and_second_derivatives": 2,
     "test_randomness.py::test_three_kinds": 2, "test_checks.py::test_refused_as_by_pytorch": 2,
     "test_segments.py::test_values_and_gradients_are_pytorchs": 3,
@@ -72,8 +72,8 @@ THINNED = {
     "test_convolutions.py::test_value_and_derivatives": 2, "test_special_values.py::test_the_values_and_signs_of_zero_are_pytorchs": 2,
     "test_flex_attention.py::test_values_and_gradients": 2, "test_grouped_matmul.py::test_products": 2,
     "test_numbers.py::test_as_in_pytorch": 2, "test_special_slopes.py::test_in_every_mode": 5,
-    "test_guards.py::test_a_python_value_that_changes": 2, "test_guards.py::test_tensors_of_a_trace_that_share_memory": 2,
-    "test_guards.py::test_inputs_of_a_transform_that_share_memory": 2, "test_function_states.py::test_backward_from_outside": 2,
+    "test_guards.py::test_a_python_value_that_changes": 3, "test_guards.py::test_tensors_of_a_trace_that_share_memory": 3,
+    "test_guards.py::test_inputs_of_a_transform_that_share_memory": 2, "test_function_states.py::test_backward_from_outside": 3,
     "test_autograd_boundary.py::test_each_output_requires_grad_where_torchs_does": 2,
     "test_autograd_boundary.py::test_nothing_goes_back_through_integers": 2,
     "test_autograd_boundary.py::test_what_a_transform_returns_requires_grad_where_torch_funcs_does": 2,
@@ -81,6 +81,15 @@ THINNED = {
     "test_shared_memory.py::test_memory_is_torch_funcs_under_the_other_transforms": 2,
     "test_beside_torch.py::test_a_transform_of_a_compiled_function": 2,
     "test_ambient.py::test_the_table": 2, "test_record.py::test_steps_that_repeat": 2,
+    "test_record.py::test_values_of_a_captured_tensor": 2, "test_record.py::test_masks_and_indices_from_outside_are_recorded": 2,
+    "test_record.py::test_values_asked_for_again_and_again": 2, "test_guards.py::test_inputs_that_share_memory": 2,
+    "test_guards.py::test_values_of_captured_tensors_that_the_function_asks_for": 2,
+    "test_mutation.py::test_an_integer_tensor_as_index": 2, "test_edges.py::test_writes_to_memory_that_is_read": 2,
+    "test_mutation.py::test_writes_to_memory_that_several_tensors_share": 2,
+    "test_mutation.py::test_writes_to_part_of_a_view_in_which_elements_are_several": 2,
+    "test_torch_script.py::test_it_computes_what_python_does": 2, "test_hooks.py::test_as_torch_func": 2,
+    "test_jit_backward.py::test_the_gradient_goes_back_through": 2, "test_autograd_through_vmap.py::test_backward_of_a_vmap": 2,
+    "test_function_rules.py::test_needs_input_grad": 2, "test_modules.py::test_load_changes_no_value_but_by_rounding": 2,
 }  # fmt: skip
 
 

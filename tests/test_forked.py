@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 CASES = """
-import os, sys, torch, torchfunc_jax
+import bridge, numpy, os, sys, torch, torchfunc_jax
 from torch.utils.data import DataLoader, Dataset
 
 layer = torch.nn.Linear(4, 2)
@@ -29,6 +29,8 @@ def cases(tf):
 
 theirs, ours = cases(torch.func), cases(torchfunc_jax)
 ours["jit"] = torchfunc_jax.jit(theirs["grad"])
+theirs["params"] = lambda x: layer.weight.detach() + x
+ours["params"] = lambda x: torch.from_numpy(numpy.array(bridge.params(layer)["weight"])) + x
 ours["made before"] = torchfunc_jax.vmap(torchfunc_jax.grad(lambda v: torch.exp(v) * v))
 theirs["jit"], theirs["made before"] = theirs["grad"], torch.func.vmap(torch.func.grad(lambda v: torch.exp(v) * v))
 x = torch.arange(4.0)

@@ -30,12 +30,24 @@ def test_params_and_buffers(make: Callable[[], nn.Module]) -> None:
             close(array, expected[name])
 
 
-def test_they_are_copies() -> None:
-    model = nn.Linear(64, 64)
-    params = bridge.params(model)
-    before = np.array(params["weight"])
-    nn.init.zeros_(model.weight)
-    close(params["weight"], before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    "take",
+    [lambda t: t, lambda t: t.T, lambda t: t[::2], lambda t: t[0, 1:], lambda t: t[0, 0], lambda t: t[:0], torch.conj],
+    ids=["whole", "transposed", "every other row", "unaligned", "number", "empty", "conj"],
+)  # fmt: skip
+def test_params_share_no_memory_with_the_module(take: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("state", take(torch.ones(64, 64).to(dtype)))
+    if dtype.is_floating_point or dtype.is_complex:
+        model.param = nn.Parameter(take(torch.ones(64, 64).to(dtype)))
+    copies = bridge.params(model) | bridge.buffers(model)
+    before = {name: np.array(array) for name, array in copies.items()}
+    for t in (*model.parameters(), *model.buffers()):
+        t.detach().zero_()
+    for name, array in copies.items():
+        np.testing.assert_array_equal(array, before[name])
+        assert before[name].all()
 
 
 def test_64_bit_types_follow_the_configuration() -> None:

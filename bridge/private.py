@@ -48,7 +48,7 @@ def _named(path: str) -> Any:
 
 #: Makes a tensor without storage, with only a shape, dtype, device and strides.  It is documented for subclass authors but named privately.
 make_wrapper: Callable[..., Any] = _named("torch.Tensor._make_wrapper_subclass")
-#: Makes PyTorch raise if it is to read the memory of a tensor that has none; otherwise it would read whatever is there.
+#: Makes PyTorch raise if a tensor that has no memory is asked for its address; otherwise that is 0, and who reads there ends the process.
 forbid_reading = _named("torch._C._set_throw_on_mutable_data_ptr")
 #: The tensor inside of one that a transform of torch.func, which has returned, has wrapped; any other tensor itself.
 alive = _named("torch._C._functorch.unwrap_if_dead")
@@ -273,7 +273,11 @@ def without_memory(t: torch.Tensor) -> str:
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         if is_fake(t):
             return "a FakeTensor, which has no values"
-        if t.numel() and not t.data_ptr():  # also a tensor of an open trace, whose values only that trace's operators see
+        try:
+            memory = t.numel() == 0 or t.data_ptr()
+        except RuntimeError:  # a tensor of an open trace, whose values only that trace's operators see
+            memory = 0
+        if not memory:
             return f"a {type(t).__name__}, which has no memory of its own"
     return ""
 
@@ -436,6 +440,8 @@ _REDIRECTED = {
     "multi_head_attention": ("torch.nn.functional", "multi_head_attention_forward"),
     "fused_attention": ("torch.backends.mha", "get_fastpath_enabled"),
     "is_compiling": ("torch.compiler", "is_compiling"),
+    "flatten_parameters": ("torch.nn.modules.rnn", "RNNBase.flatten_parameters"),
+    "jiterator": ("torch.cuda.jiterator", "_JittedFunction.__call__"),
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
     "run_backward": ("torch.autograd.graph", "_engine_run_backward"),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.utils.dlpack
 from agreement import same
 from torch import nn
 from torch._higher_order_ops import scan, while_loop
@@ -377,3 +378,45 @@ def test_a_failure_deep_inside_leaves_the_module_as_it_was() -> None:
 def test_unhashable_static_argument() -> None:
     with pytest.raises(TypeError, match="hashable"):
         torchfunc_jax.jit(lambda a, s: a)(x, {1, 2})
+
+
+_KERNEL = torch.cuda.jiterator._create_jit_fn("template <typename T> T same(T a) { return a; }")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torchfunc_jax.vmap, torchfunc_jax.grad, torchfunc_jax.jit, torchfunc_jax.jacfwd, lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f))],
+    ids=["vmap", "grad", "jit", "jacfwd", "vmap of grad"],
+)  # fmt: skip
+@pytest.mark.parametrize("what", [
+    lambda a: a.data_ptr(), lambda a: a.detach().data_ptr(), lambda a: a[..., 1:].data_ptr(), lambda a: nn.Parameter(a).data_ptr(),
+    lambda a: (a * 2).data_ptr(), lambda a: torch.ones_like(a).data_ptr(), lambda a: a.untyped_storage().data_ptr(),
+    lambda a: torch.utils.dlpack.to_dlpack(a.detach()), lambda a: a.detach().__dlpack__(), _KERNEL, lambda a: _KERNEL(x),
+    lambda a: jax.dlpack.from_dlpack(a.detach()),
+], ids=[
+    "argument", "detached", "view", "Parameter", "result", "made", "storage", "to_dlpack", "__dlpack__", "jiterator", "jiterator, captured",
+    "read by JAX",
+])  # fmt: skip
+def test_a_tensor_inside_a_transform_has_no_address(what: Callable[[torch.Tensor], Any], transform: Callable[..., Any]) -> None:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        what(a)
+        return (a * a).sum()
+
+    with pytest.raises(RuntimeError, match=r"no memory|Cannot access data pointer|invalid python storage"):
+        transform(function)(x)
+
+
+@pytest.mark.parametrize("transform", [torchfunc_jax.vmap, torchfunc_jax.grad, torchfunc_jax.jit])
+def test_a_recurrent_layer_does_not_ask_for_addresses_inside_a_transform(transform: Callable[..., Any]) -> None:
+    """On CUDA, it does so outside of one if its weights have changed."""
+    class Weights:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        nn.LSTM.flatten_parameters(Weights())  # type: ignore[arg-type]
+        return (a * a).sum()
+
+    transform(function)(x)
+    with pytest.raises(AssertionError, match="_flat_weights"):
+        nn.LSTM.flatten_parameters(Weights())  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own
 
 own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
 own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() == args[1].numel())
+own_rule("aten.is_pinned")(lambda args, kwargs: False)  # DLPack asks; inside a transform a tensor is in JAX's memory
 
 
 @own_rule("aten.copy_")

@@ -140,5 +140,6 @@ def recorded(ref: int, what: Aval, level: Any) -> Recorded:
     t: Recorded = _make(
         Recorded, what.shape, what.strides, what.offset, dtype=what.dtype, device=what.device, requires_grad=what.requires_grad
     )
+    private.forbid_reading(t)
     t.ref, t.aval, t.level = ref, what, level
     return t

@@ -26,6 +26,11 @@ from bridge.trace.aliasing import read, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
 
+#: Ends the message for code that reads or writes at a tensor's address.
+NO_KERNEL = (
+    "a tensor inside a transform has no memory that a kernel (Triton, jiterator, C++) could read at an address; call the kernel in an "
+    "operator of torch.library that has a lowering (bridge.register_lowering)"
+)
 _make = private.make_wrapper
 _CPU = torch.device("cpu")
 _torch_dtype = dtypes._TO_TORCH
@@ -96,6 +101,9 @@ class Traced(torch.Tensor):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         raise AttributeError("__cuda_array_interface__")  # it has no memory: JAX, which asks for this first, calls __array__
 
+    def data_ptr(self) -> int:
+        raise RuntimeError(f"data_ptr(): {NO_KERNEL}{at_line()}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.clone()
 
@@ -152,6 +160,7 @@ def wrap(
     dtype = _torch_dtype.get(value.dtype) or dtypes.to_torch(value.dtype)
     level = level or state.level
     t: Traced = _make(Traced, value.shape, strides=strides, dtype=dtype, device=device)
+    private.forbid_reading(t)
     t.node = node = Node(value, level)
     node.maker = level.operator
     return t
@@ -162,6 +171,7 @@ def over(node: Node, like: torch.Tensor, device: torch.device | None = None) -> 
     t: Traced = _make(
         Traced, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device or like.device
     )
+    private.forbid_reading(t)
     t.node = node
     return t
 
@@ -346,10 +356,7 @@ class _Mode(private.DispatchMode):
 
     @private.opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = dispatch(func, args, kwargs or {})
-        if func.name() == "aten::detach" and type(out) is Traced is not type(args[0]):  # PyTorch's numpy() calls detach to read the memory
-            private.forbid_reading(out)
-        return out
+        return dispatch(func, args, kwargs or {})
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -228,8 +228,8 @@ def keep_threads() -> None:
 
     JAX has no function for the end of a forked process; Python frees what JAX's modules hold after all functions of ``atexit``.
     """
-    lowering = sys.modules.get("jax._src.interpreters.mlir")
-    for owner in (getattr(lowering, "global_thread_pool", None), *getattr(jax._src.xla_bridge, "_backends", {}).values()):
+    mlir = sys.modules.get("jax._src.interpreters.mlir")
+    for owner in (getattr(mlir, "global_thread_pool", None), *getattr(jax._src.xla_bridge, "_backends", {}).values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 

@@ -94,6 +94,43 @@ def test_a_value_is_no_error_under_grad() -> None:
     assert grad(lambda r: r.sum() if r.sum() > 0 else -r.sum())(_X).equal(torch.ones(2, 2))
 
 
+FORMATTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "number": (lambda x: x.sum(), ""), "number with two digits": (lambda x: x.sum(), ".2f"), "vector": (lambda x: x[0], ""),
+    "vector with two digits": (lambda x: x[0], ".2f"), "integer": (lambda x: x.long().sum(), "05d"), "captured vector": (lambda x: _Z, ".2f"),
+    "captured number": (lambda x: _Z.sum(), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "operator by operator"])
+@pytest.mark.parametrize("name", FORMATTED)
+def test_formatted_tensors(name: str, recorded: bool) -> None:
+    """Without a format, a number that a vmap maps is shown; torch.func has an error for it."""
+    take, spec = FORMATTED[name]
+
+    def formatted(T: Any, mapped: bool) -> Any:
+        found: list[str] = []
+
+        def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if not recorded:
+                x = x.as_strided(x.shape, x.stride())
+            found.append(format(take(x), spec))
+            return (x * y).sum()
+
+        try:
+            if mapped:
+                T.vmap(f)(torch.stack([_X, _X]), torch.ones(2))
+            else:
+                T.grad(f)(_X, torch.tensor(2.0))
+                T.vmap(f, (None, 0))(_X, torch.ones(2))
+        except (RuntimeError, TypeError) as error:
+            return isinstance(error, TypeError), str(error)[:60]
+        return found
+
+    assert formatted(torchfunc_jax, False) == formatted(torch.func, False)
+    if name != "number":
+        assert formatted(torchfunc_jax, True) == formatted(torch.func, True)
+
+
 PRINTED: dict[str, Callable[[Any, Callable[[torch.Tensor], Any]], Any]] = {
     "vmap": lambda T, f: T.vmap(f)(_X),
     "vmap over dim 1": lambda T, f: T.vmap(f, in_dims=1)(_X),

@@ -11,7 +11,7 @@ import torch
 
 from bridge.record.entries import functions_of, tensors_in, with_values
 from bridge.record.tensor import Recorded, Unrecordable, aval_of
-from bridge.trace.tracing import exchanged
+from bridge.trace.tracing import exchanged, refuse_format
 
 
 def _refused(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -48,8 +48,9 @@ def _shown(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def _formatted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     t, spec = args
+    refuse_format(t, spec)
     if t.dim() or (not spec and type(t) is Recorded and t.aval.lanes):
-        return format(repr(t) if type(t) is Recorded else _shown(recorder, torch.Tensor.__repr__, (t,), {}), spec)
+        return repr(t) if type(t) is Recorded else _shown(recorder, torch.Tensor.__repr__, (t,), {})
     return format(recorder.by_value(torch.Tensor.item, (t,), {}), spec)
 
 

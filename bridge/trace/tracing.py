@@ -17,7 +17,7 @@ import torch
 from bridge import compiling, devices, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import DataDependentError, NeedsTorch, NoLoweringError, at_line, escaped
+from bridge.errors import DataDependentError, EscapedTensorError, NeedsTorch, NoLoweringError, at_line, escaped
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
@@ -71,7 +71,10 @@ class Traced(torch.Tensor):
         return _shown(value_of(self), self.device, self.node.level)
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec or self.dim() else format(self.item(), spec)
+        refuse_format(self, spec)
+        with contextlib.nullcontext() if spec else contextlib.suppress(DataDependentError, EscapedTensorError):
+            return repr(self) if self.dim() else format(self.item(), spec)
+        return repr(self)  # of a number that a vmap maps, or whose value is not known
 
     @property
     def data(self) -> torch.Tensor:
@@ -145,6 +148,12 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
         return f"Traced(shape={value.shape}, dtype={dtypes.to_torch(value.dtype)})"
     with private.below_python():  # a tensor to look at, which is not part of the trace
         return repr(tensors.to_torch(value, device))
+
+
+def refuse_format(t: torch.Tensor, spec: str) -> None:
+    """Raise torch's TypeError for a format that only a number can have."""
+    if spec and t.dim():
+        raise TypeError("unsupported format string passed to Tensor.__format__")
 
 
 def in_level(text: str, number: int, dim: int | None = None) -> str:
@@ -280,7 +289,8 @@ def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Ca
         _, node = state.level.root.captured.get(id(args[0]), (None, None))
         if node is None or not node.version or (func == torch.Tensor.__format__ and not args[0].dim()):
             return func(*args, **kwargs)
-        return format(_shown(value_of(args[0]), args[0].device, None), *args[1:])
+        refuse_format(args[0], args[1]) if func == torch.Tensor.__format__ else None
+        return _shown(value_of(args[0]), args[0].device, None)
     if func == torch.Tensor.grad.__set__ and type(args[1]) is not Traced:  # type: ignore[attr-defined]
         return func(*args, **kwargs)
     raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]

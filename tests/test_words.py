@@ -96,8 +96,8 @@ def test_a_value_is_no_error_under_grad() -> None:
 
 FORMATTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "number": (lambda x: x.sum(), ""), "number with two digits": (lambda x: x.sum(), ".2f"), "vector": (lambda x: x[0], ""),
-    "vector with two digits": (lambda x: x[0], ".2f"), "integer": (lambda x: x.long().sum(), "05d"), "captured vector": (lambda x: _Z, ".2f"),
-    "captured number": (lambda x: _Z.sum(), ""),
+    "vector with two digits": (lambda x: x[0], ".2f"), "integer": (lambda x: x.long().sum(), "05d"),
+    "captured vector": (lambda x: _Z, ".2f"), "captured number": (lambda x: _Z.sum(), ""),
 }  # fmt: skip
 
 

@@ -63,15 +63,15 @@ SWEEPS = frozenset(
 
 #: The longest tables: of about so many cases one is in `make test`, the others are slow tests.
 THINNED = {
-    "test_operators.py::test_what_was_right_is_right": 5, "test_modules_db.py::test_first_inputs": 5,
+    "test_operators.py::test_what_was_right_is_right": 10, "test_modules_db.py::test_first_inputs": 5,
     "test_programs.py::test_agrees_with_torch_func": 3, "test_autograd_programs.py::test_first_and_second_derivatives": 2,
     "test_randomness.py::test_three_kinds": 2, "test_checks.py::test_refused_as_by_pytorch": 2,
-    "test_segments.py::test_values_and_gradients_are_pytorchs": 3,
+    "test_segments.py::test_values_and_gradients_are_pytorchs": 6,
     "test_packed_sequences.py::test_packing": 2, "test_packed_sequences.py::test_recurrent_layers": 2,
     "test_packed_sequences.py::test_an_initial_state_in_the_order_of_the_batch": 2,
-    "test_convolutions.py::test_value_and_derivatives": 2, "test_special_values.py::test_the_values_and_signs_of_zero_are_pytorchs": 2,
+    "test_convolutions.py::test_value_and_derivatives": 4, "test_special_values.py::test_the_values_and_signs_of_zero_are_pytorchs": 2,
     "test_flex_attention.py::test_values_and_gradients": 2, "test_grouped_matmul.py::test_products": 2,
-    "test_numbers.py::test_as_in_pytorch": 2, "test_special_slopes.py::test_in_every_mode": 5,
+    "test_numbers.py::test_as_in_pytorch": 4, "test_special_slopes.py::test_in_every_mode": 5,
     "test_guards.py::test_a_python_value_that_changes": 3, "test_guards.py::test_tensors_of_a_trace_that_share_memory": 3,
     "test_guards.py::test_inputs_of_a_transform_that_share_memory": 2, "test_function_states.py::test_backward_from_outside": 3,
     "test_autograd_boundary.py::test_each_output_requires_grad_where_torchs_does": 2,
@@ -87,9 +87,19 @@ THINNED = {
     "test_mutation.py::test_an_integer_tensor_as_index": 2, "test_edges.py::test_writes_to_memory_that_is_read": 2,
     "test_mutation.py::test_writes_to_memory_that_several_tensors_share": 2,
     "test_mutation.py::test_writes_to_part_of_a_view_in_which_elements_are_several": 2,
-    "test_torch_script.py::test_it_computes_what_python_does": 2, "test_hooks.py::test_as_torch_func": 2,
+    "test_torch_script.py::test_it_computes_what_python_does": 4, "test_hooks.py::test_as_torch_func": 2,
     "test_jit_backward.py::test_the_gradient_goes_back_through": 2, "test_autograd_through_vmap.py::test_backward_of_a_vmap": 2,
     "test_function_rules.py::test_needs_input_grad": 2, "test_modules.py::test_load_changes_no_value_but_by_rounding": 2,
+    "test_sparse.py::test_products_in_every_transform": 2, "test_sparse.py::test_products_in_jitted_transforms": 2,
+    "test_jit_backward.py::test_recurrent_layers_are_trained_inside": 2,
+    "test_jit_backward.py::test_training_inside_leaves_what_the_function_leaves": 2,
+    "test_products.py::test_layers_of_torch_with_few_rows": 2, "test_products.py::test_sums_of_products_in_loops": 2,
+    "test_blocks.py::test_gradients": 2, "test_export.py::test_any_batch": 2,
+    "test_gradients.py::test_a_gradient_that_is_no_transpose_is_itself_differentiated": 2,
+    "test_autograd_boundary.py::test_cotangents_that_autograd_maps_over": 2, "test_flax_in_torch.py::test_linen_layers": 2,
+    "test_flax.py::test_without_a_key_nothing_is_drawn": 2, "test_shared_memory.py::test_strides_of_lanes_are_those_of_torch_func": 2,
+    "test_guards.py::test_a_module_that_changes": 2,
+    "test_ensemble_training.py::test_a_frozen_member_keeps_its_parameters_and_the_state_of_its_optimizer": 2,
 }  # fmt: skip
 
 

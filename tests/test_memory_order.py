@@ -153,6 +153,7 @@ def moved(x, last):
     return x.detach().mT.contiguous().mT
 
 
+@pytest.mark.slow
 def test_operators_with_contiguous_results_in_pytorch():
     orders = Orders()
     with warnings.catch_warnings(), torch.no_grad():

@@ -384,3 +384,21 @@ def test_lines_of_a_loop_and_python_state_at_trace_time() -> None:
 
     compiled, x = jit(fn), torch.randn(3)
     same(compiled(x), fn(x))
+
+
+@pytest.mark.parametrize("transform", [
+    torch.func.vmap, vmap, lambda f: jit(vmap(f)), lambda f: vmap(jit(f)),
+    lambda f: jit(lambda x: torch.stack([f(row) for row in x])),
+], ids=["torch.func", "vmap", "jit of vmap", "vmap of jit", "jit"])  # fmt: skip
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_views_of_captured_tensors_in_inference_mode(transform: Any, requires_grad: bool) -> None:
+    captured = torch.arange(6.0).reshape(2, 3).requires_grad_(requires_grad)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        views = captured[1], captured.view(6)[3:], captured.detach()[1], captured.t()[:, 1], captured.narrow(0, 1, 1).squeeze(0)
+        return torch.stack([(x * view).sum() for view in views])
+
+    for size in (1, 2, 3):
+        with torch.inference_mode():
+            result = transform(function)(torch.ones(size, 3))
+        assert result.tolist() == [[12.0] * 5] * size

@@ -177,9 +177,11 @@ def wrap(
 
 def over(node: Node, like: torch.Tensor, device: torch.device | None = None) -> Traced:
     """A traced tensor on a node, with the geometry and the dtype of another tensor, and its device if none is given."""
-    t: Traced = _make(
-        Traced, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device or like.device
-    )
+    # PyTorch cannot make an inference tensor a view of a tensor from outside
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        t: Traced = _make(
+            Traced, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device or like.device
+        )
     private.forbid_reading(t)
     t.node = node
     return t
@@ -287,9 +289,8 @@ def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Ca
         return read(func, args, kwargs)
     if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
         _, node = state.level.root.captured.get(id(args[0]), (None, None))
-        if node is None or not node.version or (func == torch.Tensor.__format__ and not args[0].dim()):
-            return func(*args, **kwargs)
-        refuse_format(args[0], args[1]) if func == torch.Tensor.__format__ else None
+        if node is None or not node.version or (func == torch.Tensor.__format__ and (args[1] or not args[0].dim())):
+            return func(*args, **kwargs)  # the format of a number asks for its value; a vector's raises
         return _shown(value_of(args[0]), args[0].device, None)
     if func == torch.Tensor.grad.__set__ and type(args[1]) is not Traced:  # type: ignore[attr-defined]
         return func(*args, **kwargs)

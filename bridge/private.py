@@ -445,6 +445,8 @@ _REDIRECTED = {
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
     "run_backward": ("torch.autograd.graph", "_engine_run_backward"),
+    "saved_tensor": ("torch.autograd.graph", "_get_tid"),
+    "saved_memory": ("torch.autograd.graph", "_get_sid"),
     "optimizer_zero_grad": ("torch.optim.optimizer", "Optimizer.zero_grad"),
     "optimizer_number": ("torch.optim.optimizer", "_get_value"),
     "module_zero_grad": ("torch.nn", "Module.zero_grad"),

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
@@ -414,3 +415,51 @@ def test_backward_in_a_part_of_the_program_that_jax_traces_itself_is_refused(inn
     with pytest.raises(RuntimeError, match="a tensor from outside"):
         jit(lambda x: inner(lambda x: ((w * x).sum().backward(), x * 1)[1], x))(_X)
     assert w.grad is None
+
+
+# -- tensors that are written after they were saved ----------------------------------------------------------------------------------------
+def _written_after_it_was_saved(x):
+    with allow_mutation_on_saved_tensors():
+        y = x * 2
+        part = y[1:]
+        z = y * y
+        part.mul_(3)
+        y.sin_()
+        return (z * y).sum()
+
+
+def _trained_on_it(x):
+    w = x.detach().clone().requires_grad_()
+    with allow_mutation_on_saved_tensors():
+        y = w * 2
+        part = y[1:]
+        z = y * y
+        part.mul_(3)
+        y.sin_()
+        return torch.autograd.grad((z * y).sum(), w)[0]
+
+
+def _without_a_write(x):
+    """The gradient; PyTorch's own is wrong, because it takes part, which begins at another address, for other memory than y's."""
+    w = x.detach().clone().requires_grad_()
+    y = w * 2
+    return torch.autograd.grad((y * y * torch.cat([y[:1], y[1:] * 3]).sin()).sum(), w)[0]
+
+
+@pytest.mark.parametrize("way", ["as it is", "operator by operator"])
+def test_allow_mutation_on_saved_tensors(way):
+    def with_way(f):
+        return f if way == "as it is" else lambda x: f(x.as_strided(x.shape, x.stride()))
+
+    value, trained = with_way(_written_after_it_was_saved), with_way(_trained_on_it)
+    for x in (torch.tensor([0.3, -0.7, 1.1]), torch.tensor([2.0, 0.1, -0.4])):
+        lanes = torch.stack([x, x + 1])
+        torch.testing.assert_close(jit(value)(x), value(x))
+        torch.testing.assert_close(torchfunc_jax.functionalize(value)(x), value(x))
+        torch.testing.assert_close(torchfunc_jax.vmap(value)(lanes), torch.func.vmap(value)(lanes))
+        torch.testing.assert_close(torchfunc_jax.jvp(value, (x,), (x,)), torch.func.jvp(value, (x,), (x,)))
+        torch.testing.assert_close(jit(trained)(x), _without_a_write(x))
+        torch.testing.assert_close(torchfunc_jax.functionalize(trained)(x), _without_a_write(x))
+        for differentiate in (torchfunc_jax.grad, torchfunc_jax.jacrev):
+            with pytest.raises(RuntimeError, match="saved tensor hooks"):
+                differentiate(value)(x)

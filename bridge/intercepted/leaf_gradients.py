@@ -163,7 +163,17 @@ def _step_number(x: Any) -> Any:
     return x.double()
 
 
+def _saved_as(t: torch.Tensor) -> tuple[int, int, int]:
+    """By what allow_mutation_on_saved_tensors knows a saved tensor: one of a trace has no address, but a node whose root is its memory."""
+    return (id(t), id(t.node.root), t._version) if type(t) is Traced else private.original("saved_tensor")(t)
+
+
+def _memory_saved_as(t: torch.Tensor) -> tuple[int, int]:
+    """By what it knows the memory of a saved tensor, which it clones before that memory is written."""
+    return (id(t.node.root), t._version) if type(t) is Traced else private.original("saved_memory")(t)
+
+
 private.IN_TRACES.update({
-    "run_backward": run_backward, "optimizer_zero_grad": _optimizer_zero_grad, "module_zero_grad": _module_zero_grad,
-    "optimizer_number": _step_number,
+    "saved_tensor": _saved_as, "saved_memory": _memory_saved_as, "run_backward": run_backward,
+    "optimizer_zero_grad": _optimizer_zero_grad, "module_zero_grad": _module_zero_grad, "optimizer_number": _step_number,
 })  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import operator
 import sys
 import threading
@@ -24,7 +25,7 @@ from torch.utils import _pytree
 
 # A dispatch mode is the only hook below autograd that also sees factory functions.  PyTorch's notes on extending torch document it as
 # stable, but a module with an underscore exports it.
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.process import having
 
@@ -89,7 +90,7 @@ _precision = _named("torch._C._get_float32_matmul_precision")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def opaque(function: _Function) -> _Function:
+def opaque(function: _Function, reason: str = "it runs in JAX; leave it outside of what is compiled with fullgraph") -> _Function:
     """Make torch.compile break its graph at a function and not look into it, nor into the functions that it calls.
 
     ``torch.compiler.disable`` does the same with a wrapper around each call and an import of all of dynamo.  These are the marks that
@@ -99,9 +100,43 @@ def opaque(function: _Function) -> _Function:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # the frame, and the frames that it calls
         frames.set_code_exec_strategy(function.__code__, skip)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it runs in JAX; leave it outside of what is compiled with fullgraph"  # type: ignore[attr-defined]
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return function
+
+
+@functools.cache
+def meta_without_dynamo() -> None:
+    """Let PyTorch's Python kernels for the device meta run without an import of dynamo, which takes two seconds.
+
+    PyTorch keeps torch.compile out of them with a wrapper that imports dynamo at its first call, to make what it calls from then on;
+    that stands in an attribute of the function inside, which has the marks of ``opaque`` instead.
+    """
+    torch._check(True)  # imports what every check of theirs needs
+    with contextlib.suppress(AttributeError, ValueError):  # a version without these names imports dynamo
+        wrapper = torch._disable_dynamo(lambda: None).__code__
+        left = [*vars(torch._refs).values(), *itertools.chain(*[t.values() for t in torch._decomp.global_decomposition_table.values()])]
+        seen: set[int] = set()
+        while left:
+            function = left.pop()
+            if isinstance(function, types.FunctionType) and id(function) not in seen:
+                seen.add(id(function))
+                inside = [cell.cell_contents for cell in function.__closure__ or ()]
+                left += inside
+                if function.__code__ is wrapper:
+                    kernel = inside[wrapper.co_freevars.index("fn")]
+                    kernel.__dict__.setdefault("__dynamo_disable", opaque(kernel, "PyTorch's own kernel for the device meta"))
+
+
+class DispatchMode(TorchDispatchMode):
+    """PyTorch's dispatch mode, which torch.compile does not look into; the first call of PyTorch's own imports all of dynamo for that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        opaque(cls.__torch_dispatch__)
 
 
 def _copied(function: Any, space: dict[str, Any]) -> Any:

@@ -248,6 +248,7 @@ def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of PyTorch's kernel for the device meta, which has a geometry and no values."""
+    private.meta_without_dynamo()
     with private.below_python():
         return func(*_meta(args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
 

@@ -115,6 +115,7 @@ def _on_meta(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
 ) -> Op:
     """The entry for an operator that runs on the meta device."""
+    private.meta_without_dynamo()
     metas = [a.meta() for a in avals]
     positional, named = filled(args, metas, numbers), filled(kwargs, metas, numbers)
     where = named.get("device")

@@ -11,7 +11,7 @@ import torch
 from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, at_line
-from bridge.lowering.common.promotion import cast
+from bridge.lowering.common.promotion import cast, constant
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
@@ -48,8 +48,8 @@ def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(t) is Traced or t.is_meta:  # torch 2.15 finds the default device by making a tensor
         return t
     # a tensor just made from Python data is a constant: it is not read again at the next call
-    with private.below_python(), jax.ensure_compile_time_eval():
-        return wrap(jnp.array(tensors.as_numpy(tensors.plain(t).cpu())), t.device)
+    with private.below_python():
+        return wrap(constant(tensors.as_numpy(tensors.plain(t).cpu()).copy()), t.device)
 
 
 def checks_arguments(t: torch.Tensor) -> bool:

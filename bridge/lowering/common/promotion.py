@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from bridge.convert import dtypes
 
@@ -55,6 +55,12 @@ def cast(x: Any, dtype: DTypeLike) -> Array:
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):  # XLA makes False * nan a 0 if the bool has been converted
         return lax.select(x, lax.full_like(x, 1, dtype), lax.full_like(x, 0, dtype))
     return lax.convert_element_type(x, dtype)
+
+
+def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
+    """An array whose values are known even while jit traces; for ``jnp.asarray`` XLA would compile a program for each shape."""
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(np.asarray(values, dtype))
 
 
 def _whole(x: Array, dtype: np.dtype) -> Array:

@@ -12,10 +12,10 @@ from bridge.convert import dtypes
 from bridge.lowering.common import promotion
 from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.loops import searchsorted
+from bridge.lowering.common.promotion import constant
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.indexing.indexing import CHECKED, OUT_OF_RANGE, SAFE, Place, in_range
 from bridge.lowering.registry import lowering
-from bridge.lowering.tensors.creation import constant
 
 
 def _rows(table_shape: tuple[int, ...], index: Array, mode: lax.GatherScatterMode) -> Place:

@@ -16,10 +16,10 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
-from bridge.lowering.common.promotion import fused
+from bridge.lowering.common.promotion import constant, fused
 from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
-from bridge.lowering.tensors.creation import constant, number
+from bridge.lowering.tensors.creation import number
 from bridge.lowering.tensors.shape import aten_expand
 
 SAFE, CHECKED = lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.FILL_OR_DROP

@@ -10,12 +10,12 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion, varying
-from bridge.lowering.common.promotion import fused
+from bridge.lowering.common.promotion import constant, fused
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.common.value_dependent_shapes import by_lane
 from bridge.lowering.indexing.indexing import CHECKED, Place, known, mask_rank
 from bridge.lowering.registry import lowering
-from bridge.lowering.tensors.creation import constant, number
+from bridge.lowering.tensors.creation import number
 from bridge.lowering.tensors.shape import aten_expand
 
 

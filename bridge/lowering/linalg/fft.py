@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-from bridge.lowering.common.promotion import cast, default_float, is_complex, jdtype, real_dtype, wrap_dim
+from bridge.lowering.common.promotion import cast, constant, default_float, is_complex, jdtype, real_dtype, wrap_dim
 from bridge.lowering.registry import lowering
 
 _NONE, _BY_ROOT_N, _BY_N = range(3)
@@ -110,7 +110,7 @@ def aten_fft_fftfreq(
     pin_memory: bool | None = None,
 ) -> Array:  # fmt: skip
     """fft_fftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
-    return jnp.asarray(np.fft.fftfreq(n, d), jdtype(dtype, default_float()))
+    return constant(np.fft.fftfreq(n, d), jdtype(dtype, default_float()))
 
 
 @lowering("aten.fft_rfftfreq")
@@ -119,4 +119,4 @@ def aten_fft_rfftfreq(
     pin_memory: bool | None = None,
 ) -> Array:  # fmt: skip
     """fft_rfftfreq(int n, float d=1., *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, …) -> Tensor"""
-    return jnp.asarray(np.fft.rfftfreq(n, d), jdtype(dtype, default_float()))
+    return constant(np.fft.rfftfreq(n, d), jdtype(dtype, default_float()))

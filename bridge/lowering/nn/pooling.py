@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common import varying
-from bridge.lowering.common.promotion import cast, fused, is_floating, is_integral, opmath
+from bridge.lowering.common.promotion import cast, constant, fused, is_floating, is_integral, opmath
 from bridge.lowering.registry import lowering
 
 
@@ -195,7 +195,7 @@ def _max_taps(x: Array, axes: _Axes) -> tuple[Array, Array]:
         at = axis.coordinates()
         # the place of a window of nothing but -inf is its first element inside the image
         at = np.where(at < 0, np.take_along_axis(at, (at >= 0).argmax(0)[None], 0), at) * inner
-        places = [jnp.asarray(a, jnp.int32).reshape(-1, *(1,) * (n - 1 - i)) for a in at]
+        places = [constant(a.reshape(-1, *(1,) * (n - 1 - i)), jnp.int32) for a in at]
         if place is not None:
             places = [a + b for a, b in zip(places, _taps(place, dim, axis, None), strict=True)]
         taps = _taps(x, dim, axis, _lowest(x.dtype))
@@ -350,7 +350,7 @@ def _avg_pool(x: Array, axes: _Axes, include_pad: bool = False, divisor: Any = N
             padded = np.minimum(start + a.kernel, a.size + a.padding) - start
             counts.append(padded if include_pad else (a.coordinates() >= 0).sum(0))
         count = _outer(counts)
-        divisor = int(count.flat[0]) if count.size and (count == count.flat[0]).all() else jnp.asarray(count, total.dtype)
+        divisor = int(count.flat[0]) if count.size and (count == count.flat[0]).all() else constant(count, total.dtype)
     if is_integral(x):
         return jnp.asarray(lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, total.dtype), total.shape)), x.dtype)
     return cast(total / divisor, x.dtype)

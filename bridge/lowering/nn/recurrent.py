@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common.loops import scan
-from bridge.lowering.common.promotion import cast, concrete, fused
+from bridge.lowering.common.promotion import cast, concrete, constant, fused
 from bridge.lowering.common.provided import next_key, torch_numbers
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering
@@ -162,7 +162,7 @@ def _packed(kind: str) -> Callable[..., Any]:
         row = np.where(active, np.cumsum(sizes)[:, None] - sizes[:, None] + np.arange(sizes[0]), 0)
         states: Any = tuple(hx) if kind == "lstm" else (hx,)
         y, *last = _run(
-            kind, data[row], states, params, num_layers, dropout, train, bidirectional, jnp.asarray(active[..., None])
+            kind, data[row], states, params, num_layers, dropout, train, bidirectional, constant(active[..., None])
         )
         return y[np.nonzero(active)], *last
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common import varying
-from bridge.lowering.common.promotion import cast, fused, is_integral, opmath
+from bridge.lowering.common.promotion import cast, constant, fused, is_integral, opmath
 from bridge.lowering.registry import lowering
 
 _Scales = tuple[float | None, ...]
@@ -121,7 +121,7 @@ def _interpolate_bytes(x: Array, kind: str, output_size: tuple[int, ...], align_
         if size == out and not (kind.endswith("_aa") and given):
             continue
         matrix, precision = _whole(_MATRICES[kind](size, out, align_corners, given, np.float64))
-        product = jnp.moveaxis(lax.dot_general(cast(x, np.int32), jnp.asarray(matrix), (((dim,), (1,)), ((), ()))), -1, dim)
+        product = jnp.moveaxis(lax.dot_general(cast(x, np.int32), constant(matrix), (((dim,), (1,)), ((), ()))), -1, dim)
         x = cast(jnp.clip(lax.shift_right_arithmetic(product + 2 ** (precision - 1), np.int32(precision)), 0, 255), np.uint8)
     return x
 
@@ -135,7 +135,7 @@ def _interpolate(x: Array, kind: str, output_size: tuple[int, ...], align_corner
         dim, size = x.ndim - n + i, x.shape[x.ndim - n + i]
         if size == out and not (kind.endswith("_aa") and given):
             continue
-        matrix = jnp.asarray(_MATRICES[kind](size, out, align_corners, given, np.dtype(dtype).type))
+        matrix = constant(_MATRICES[kind](size, out, align_corners, given, np.dtype(dtype).type))
         y = jnp.moveaxis(lax.dot_general(y, matrix, (((dim,), (1,)), ((), ())), precision="highest"), -1, dim)
     if is_integral(x):
         info = jnp.iinfo(x.dtype)

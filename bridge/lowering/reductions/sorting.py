@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from bridge.lowering.common.loops import searchsorted
-from bridge.lowering.common.promotion import cast, concrete, is_floating, is_integral, promote, wrap_dim
+from bridge.lowering.common.promotion import cast, concrete, constant, is_floating, is_integral, promote, wrap_dim
 from bridge.lowering.indexing.indexing import in_range
 from bridge.lowering.reductions.reductions import need_elements, need_order, pick, pick_along, restore, spread_ties
 from bridge.lowering.registry import lowering
@@ -201,7 +201,7 @@ def _unique_outputs(
     empty = np.zeros((0,), np.int64)
     inverse = empty if inverse is None else np.reshape(inverse, shape)
     counts = empty if counts is None else counts
-    return jnp.asarray(values.astype(self.dtype)), jnp.asarray(inverse, np.int64), jnp.asarray(counts, np.int64)
+    return constant(values.astype(self.dtype)), constant(inverse, np.int64), constant(counts, np.int64)
 
 
 @lowering("aten._unique2")

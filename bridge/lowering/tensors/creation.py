@@ -9,23 +9,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
-from bridge.lowering.common.promotion import fused
+from bridge.lowering.common.promotion import constant, fused
 from bridge.lowering.registry import lowering
 
-
-def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
-    """An array whose values are known even while jit traces."""
-    with jax.ensure_compile_time_eval():
-        return jnp.asarray(np.asarray(values, dtype))
+_SMALL = 4096  # elements: numpy makes such an array at once, and XLA would compile a program for each shape
 
 
 def _shape(size: Sequence[int]) -> tuple[int, ...]:
@@ -52,8 +46,11 @@ def number(value: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _fill(shape: Sequence[int], value: Any, dtype: np.dtype) -> Array:
+    shape = _shape(shape)
     value = promotion.cast(value, dtype) if promotion.is_array(value) else number(value, dtype)
-    return _filled(value, _shape(shape))
+    if isinstance(value, np.ndarray) and math.prod(shape) <= _SMALL:
+        return constant(np.full(shape, value))
+    return _filled(value, shape)
 
 
 _filled = fused("shape")(lambda value, shape: lax.broadcast_in_dim(value, shape, ()))

@@ -22,7 +22,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import at_this_line
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
-from bridge.process import having, process
+from bridge.process import having, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
@@ -199,7 +199,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
                 with contextlib.suppress(OSError):
                     path.unlink()
-    with _lock:
+    with _lock, without_collections():
         program = _made_for(recorder, refs)
         process.programs.add(key, program)
         program.path = path

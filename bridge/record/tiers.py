@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling
-from bridge.process import process
+from bridge.process import process, without_collections
 from bridge.record import vector_products
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
@@ -63,7 +63,7 @@ class Tiered:
         with self._lock:
             if self.executable is None:
                 start = time.perf_counter()
-                with compiling.correctly(), self._placed():
+                with compiling.correctly(), self._placed(), without_collections():
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it
                     traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes

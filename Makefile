@@ -20,6 +20,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 ARGS ?=
 BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+# Python's bytecode is kept, also where the environment says not to: without it each process of the tests needs seconds more to start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-versions bench docs notebooks lint clean

@@ -1188,3 +1188,48 @@ def test_a_default_device_that_is_set_inside_is_obeyed() -> None:
     for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.grad(lambda x: f(x).sum())):
         with pytest.raises(RuntimeError, match="device meta"):  # and no tensor on another device
             transform(body)(torch.ones(3, 2))
+
+
+#: What makes constants of shapes that follow the sizes of its operand.
+CONSTANTS: dict[str, Callable[[int, torch.Tensor], torch.Tensor]] = {
+    "zeros": lambda n, row: row + torch.zeros(n),
+    "positions": lambda n, row: row * (torch.arange(n)[:, None] / torch.arange(1, 4)).sin().sum(1),
+    "a causal mask": lambda n, row: (row.outer(row) + torch.full((n, n), float("-inf")).triu(1)).softmax(-1).sum(0),
+    "causal attention": lambda n, row: nn.functional.scaled_dot_product_attention(*[row[None, :, None]] * 3, is_causal=True)[0, :, 0],
+    "one_hot": lambda n, row: nn.functional.one_hot(torch.arange(n), n).float() @ row,
+    "eye and tensor": lambda n, row: torch.eye(n) @ row * torch.tensor([2.0] * n),
+    "frequencies": lambda n, row: row * torch.fft.fftfreq(n) * torch.hann_window(n),
+    "interpolate": lambda n, row: nn.functional.interpolate(row[None, None], scale_factor=2.0, mode="linear"),
+    "pooling": lambda n, row: nn.functional.avg_pool1d(row[None, None], 3, 2, 1, True, False),
+    "indices": lambda n, row: row[torch.arange(n - 1)].cumsum(0) / torch.arange(1, n),
+    "batch norm": lambda n, row: nn.functional.batch_norm(row[None].expand(4, n), None, None, training=True),
+}
+
+
+def test_a_lowering_may_need_the_values_of_constants() -> None:
+    same(torchfunc_jax.vmap(lambda row: torch.combinations(torch.arange(3) + 0).sum() * row)(X), 6 * X)
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_new_shape_compiles_one_program(name: str) -> None:
+    """Constants of new shapes are part of it; XLA would take up to 0.1 s to compute one ahead."""
+    compiled: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: compiled.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger("jax._src.dispatch"), logging.getLogger("jax._src.interpreters.pxla")]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        for n in (37, 41, 43):
+            rows = torch.rand(2, n)
+            compiled.clear()
+            with jax.log_compiles():
+                got = torchfunc_jax.vmap(lambda row: CONSTANTS[name](row.shape[0], row))(rows)
+            torch.testing.assert_close(got, torch.stack([CONSTANTS[name](n, row) for row in rows]))
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+    assert sum("Finished XLA compilation" in line for line in compiled) == 1, compiled

@@ -19,7 +19,7 @@ import torch
 from bridge.boundary.calls import Call
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
-from bridge.errors import at_this_line
+from bridge.errors import DataDependentError, at_this_line
 from bridge.jit.compiled import Compiled, Pair
 from bridge.jit.program import Program, trace
 from bridge.process import having, process, without_collections
@@ -242,6 +242,13 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
 
 
 def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:
+    # Python has asked for the values it needs, so nothing is computed on constants ahead: XLA would compile each of their operators alone
+    with contextlib.suppress(DataDependentError), having(state, folded=-1):
+        return _with_numbers(recorder, refs)
+    return _with_numbers(recorder, refs)  # a lowering needs them too
+
+
+def _with_numbers(recorder: Recorder, refs: Sequence[int]) -> _Program:
     try:
         program = _made(recorder, refs, frozenset())
         program.numbers.evaluated(recorder.numbers)

@@ -99,7 +99,7 @@ class _State(threading.local):
     any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
     first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
-    folded = 4096  # elements: a program that is traced holds the results of such small computations on constants
+    folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
 
 

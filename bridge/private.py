@@ -135,8 +135,8 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
         opaque(cls.__torch_dispatch__)
+        super().__init_subclass__(**kwargs)
 
 
 def _copied(function: Any, space: dict[str, Any]) -> Any:

@@ -249,6 +249,27 @@ def test_the_backward_pass_of_a_rule_that_is_not_linear(wrap: Callable[..., Any]
         wrap(lambda x: torchfunc_jax.jvp(Squared.apply, (x,), (x,))[1])(x).sum().backward()
 
 
+GIVEN_AS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "grad": lambda f: torchfunc_jax.grad(lambda x: f(x).sum()), "jit": lambda f: jit(torchfunc_jax.grad(lambda x: f(x).sum())),
+    "vjp": lambda f: lambda x: torchfunc_jax.vjp(f, x)[1](torch.ones(3))[0],
+    "vmap of grad": lambda f: lambda x: torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: f(x).sum()))(x[None])[0],
+    "backward": lambda f: lambda x: torch.autograd.grad(torchfunc_jax.vmap(f)(x := x.clone().requires_grad_()).sum(), x)[0],
+    "operator by operator": lambda f: torchfunc_jax.grad(lambda x: f(x.as_strided(x.shape, x.stride())).sum()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.complex64], ids=str)
+@pytest.mark.parametrize("way", GIVEN_AS)
+def test_a_gradient_of_another_dtype_is_cast_or_refused(dtype: torch.dtype, way: str) -> None:
+    F = function(backward=lambda ctx, g: (g * 2).to(dtype), generate_vmap_rule=True)
+    x = torch.arange(3.0)
+    if dtype.is_complex:
+        with pytest.raises(RuntimeError, match=r"a complex one for an input of dtype torch\.float32"):
+            GIVEN_AS[way](F.apply)(x)
+    else:
+        same(GIVEN_AS[way](F.apply)(x), torch.func.grad(lambda x: F.apply(x).sum())(x))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (4,), (1, 3), (2, 3), (2, 1), (3, 1), (2, 1, 3), (0, 3)])
 @pytest.mark.parametrize("way", ["grad", "jit", "vmap", "backward"])
 def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...], way: str) -> None:

@@ -24,12 +24,13 @@ from bridge import private, private_jax
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
-from bridge.convert import trees
+from bridge.convert import dtypes, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.common import varying
+from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import having, process
@@ -279,7 +280,7 @@ class _Call:
                 )
             out: list[Any] = []
             for i in self.where:
-                v = None if grads[i] is None else _summed(conj(value_of(grads[i])), tuple(self.args[i].shape), self.cls.__name__)
+                v = None if grads[i] is None else _as_input(conj(value_of(grads[i])), self.args[i], self.cls.__name__)
                 out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once and v is not None else v)
             return out
 
@@ -532,16 +533,22 @@ class _Kept:
         return ctx
 
 
-def _summed(v: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
-    """A gradient that was broadcast against its input, summed to the input's shape, as torch's engine does."""
+def _as_input(v: jax.Array, given: torch.Tensor, name: str) -> jax.Array:
+    """A gradient summed to its input's shape, against which it was broadcast, and cast to its dtype, as torch's engine does."""
+    shape = tuple(given.shape)
     lead = v.ndim - len(shape)
     if lead < 0 or any(n not in (1, m) for n, m in zip(shape, v.shape[lead:], strict=True)):
         raise RuntimeError(
             f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape "
             f"compatible with {list(shape)}"
         )
+    if jnp.iscomplexobj(v) and not given.is_complex():
+        raise RuntimeError(
+            f"Function {name}Backward returned an invalid gradient: a complex one for an input of dtype {given.dtype}; return its real part"
+        )
     axes = [*range(lead), *[lead + i for i, n in enumerate(shape) if n != v.shape[lead + i]]]
-    return v.sum(axes).reshape(shape) if axes else v
+    total = v.sum(axes).reshape(shape) if axes else v
+    return cast(total, dtypes.to_jax(given.dtype)) if inexact_dtype(given.dtype) else total
 
 
 @jax.jit

@@ -176,3 +176,10 @@ def test_an_empty_dimension_is_indexed_in_no_lanes(case: str, transform: Any) ->
     assert found.shape == torch.func.vmap(lambda i: INDEXED[case](t, i))(given).shape
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         transform(lambda i: INDEXED[case](t, i))(torch.zeros(1, 2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("transform", [vmap, jit], ids=lambda transform: transform.__name__)
+def test_a_number_that_pytorchs_own_vmap_casts(transform: Any) -> None:
+    x = torch.linspace(0, 1, 6).reshape(2, 3)
+    given = x if transform is vmap else x[0]
+    torch.testing.assert_close(transform(lambda x: torch.func.vmap(lambda t: t * 2 + 1)(x))(given), given * 2 + 1)

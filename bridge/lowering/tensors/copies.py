@@ -28,10 +28,7 @@ def aten_to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Array:
     """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
-    if dtype is None:
-        return self
-    target = dtypes.to_jax(dtype)
-    return self if self.dtype == target else cast(self, target)
+    return self if dtype is None else cast(self, dtypes.to_jax(dtype))
 
 
 @lowering("aten.clone", "aten.positive", "aten.resolve_conj", "aten.resolve_neg")

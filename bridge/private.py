@@ -69,6 +69,10 @@ enter_function_mode = _named("torch._C._push_on_torch_function_stack")
 leave_function_mode = _named("torch._C._pop_torch_function_stack")
 #: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
+#: The functions with which ``torch.profiler.record_function`` begins and ends, and used to; they compute nothing.
+profiler_marks = tuple(
+    _named(f"torch.ops.profiler._record_function_{name}") for name in ("enter_new", "exit._RecordFunction", "enter", "exit")
+)
 #: Whether forward-mode AD is on, and a context in which it is on or off.
 forward_mode_enabled: Callable[[], bool] = _named("torch._C._is_fwd_grad_enabled")
 set_forward_mode_enabled = _named("torch.autograd.forward_ad._set_fwd_grad_enabled")

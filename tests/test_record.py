@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -300,6 +301,148 @@ def test_the_function_runs_once_at_each_call_and_in_order() -> None:
         seen.append("before")
         torchfunc_jax.grad(f)(X)
     assert seen == ["before", "f"] * 3
+
+
+def _in_a_profile(x: torch.Tensor) -> torch.Tensor:
+    with torch.profiler.record_function("here"):
+        return x * 2
+
+
+@torch.jit.script
+def _scripted(t: torch.Tensor) -> torch.Tensor:
+    return t.sin() * 2
+
+
+def _by_address(x: torch.Tensor) -> torch.Tensor:
+    return x * ctypes.c_float.from_address(WEIGHT.data_ptr()).value
+
+
+#: Calls that are no operators of a tensor's values.
+BESIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "record_function": _in_a_profile, "a scripted function": lambda x: _scripted(x) + _scripted(x), "data_ptr": _by_address,
+    "grad_fn": lambda x: x * (2 if WEIGHT.grad_fn is None else 3), "new_tensor": lambda x: x * x.new_tensor([1, 2, 3]),
+    "new_tensor of a number": lambda x: x * x.double().new_tensor(0.1),
+    "new_tensor of another dtype": lambda x: x * x.new_tensor([1.5, 2.5, 3.5], dtype=torch.int64),
+}  # fmt: skip
+
+
+def _transformed(T: Any, transform: str, f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return {"vmap": T.vmap, "grad": T.grad, "vmap of grad": lambda f: T.vmap(T.grad(f))}[transform](f)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vmap of grad"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_calls_beside_operators_do_not_run_python_again(name: str, transform: str) -> None:
+    runs = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(name)
+        return BESIDE[name](x) if transform == "vmap" else BESIDE[name](x).sum()
+
+    for scale in (1, 2):
+        x = (X if "vmap" in transform else X[0]) * scale
+        same(_transformed(torchfunc_jax, transform, f)(x), _transformed(torch.func, transform, f)(x))
+    assert len(runs) == 4
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------------------------
+class _Half(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return g @ ctx.saved_tensors[0].t(), None
+
+
+_SQUARE = torch.linspace(-1, 1, 9).reshape(3, 3)
+_NETWORK = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).requires_grad_(False)
+
+
+def _partly_off(x: torch.Tensor) -> torch.Tensor:
+    y = x[None] @ _SQUARE
+    with torch.autocast("cpu", enabled=False):
+        z = y.float() @ _SQUARE
+    return z @ _SQUARE + y
+
+
+def _written_under_autocast(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(3, 3)
+    y += x
+    z = y @ _SQUARE
+    y.mul_(2)
+    y[0] = x
+    return z.add_(1) + y @ _SQUARE
+
+
+def _repeated_under_autocast(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = torch.tanh((x[None] @ _SQUARE)[0])
+    return x
+
+
+def _value_under_autocast(x: torch.Tensor) -> torch.Tensor:
+    y = (x[None] @ _SQUARE)[0]
+    return y * float((WEIGHT[None] @ _SQUARE).sum())
+
+
+CAST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a product": lambda x: x[None] @ _SQUARE, "a network": lambda x: _NETWORK(x), "partly off": _partly_off,
+    "another dtype later": lambda x: (x[None] @ _SQUARE).softmax(-1).log() @ _SQUARE, "a write": _written_under_autocast,
+    "steps": _repeated_under_autocast, "a value": _value_under_autocast, "a Function": lambda x: _Half.apply(x[None], _SQUARE),
+    "results of two kinds": lambda x: torch.cat([x[None] @ _SQUARE, x[None]]),
+    "a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda x: (x[None] @ _SQUARE).sin(), x, use_reentrant=False),
+    "a loss": lambda x: nn.functional.mse_loss(x @ _SQUARE, WEIGHT),
+}  # fmt: skip
+
+
+def _inside(f: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    def g(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return f(x)
+
+    return g
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_is_recorded(name: str, where: str, dtype: torch.dtype) -> None:
+    """Beside PyTorch on each row: torch.func's vmap gives some results another dtype than PyTorch does."""
+    f = CAST[name]
+
+    def called(transform: Callable[..., Any], x: torch.Tensor) -> Any:
+        if where == "inside":
+            return transform(_inside(f, dtype))(x)
+        with torch.autocast("cpu", dtype):
+            return transform(f)(x)
+
+    def gradient(g: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return torchfunc_jax.grad(lambda x: g(x).float().sum())
+
+    def by_torch(g: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.autograd.grad(g(leaf := x.clone().requires_grad_()).float().sum(), leaf)[0]
+
+    def pushed(T: Any) -> Callable[..., Any]:
+        return lambda g: lambda x: T.jvp(g, (x,), (x,))
+
+    for scale in (1.0, 0.5):  # the second call uses the first one's program
+        x = X * scale
+        pairs = [
+            (called(torchfunc_jax.vmap, x), torch.stack([called(lambda g: g, row) for row in x])),
+            (called(gradient, x[0]), called(by_torch, x[0])),
+            (called(lambda g: torchfunc_jax.vmap(gradient(g)), x), torch.stack([called(by_torch, row) for row in x])),
+        ]
+        if name not in ("a Function", "a checkpoint"):  # they have no jvp
+            pairs.append((called(pushed(torchfunc_jax), x[0]), called(pushed(torch.func), x[0])))
+        for got, wanted in pairs:
+            same(got, wanted, rtol=0.03, atol=0.03)
+    plain = torchfunc_jax.vmap(lambda x: x @ _SQUARE)(X)  # autocast is off after it
+    assert plain.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 # -- what Python is told of a tensor ----------------------------------------------------------------------------------------------------
@@ -695,7 +838,7 @@ def test_code_that_catches_everything(unrecorded: Callable[[], list[str]]) -> No
 
     def f(x: torch.Tensor) -> torch.Tensor:
         try:
-            return (x * x.new_tensor(scale.item())).sum()
+            return (x * x.new(3).fill_(scale.item())).sum()
         except:  # noqa: E722
             return x.sum() * 0
 

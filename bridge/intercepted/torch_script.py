@@ -28,4 +28,4 @@ def called(callee: Any, *args: Any, **kwargs: Any) -> Any:
         return private.script_itself(callee)(*args, **kwargs)
     unoptimized = vars(callee).get("_torchfunc_jax") or _Unoptimized(callee)
     callee._torchfunc_jax = unoptimized  # kept with it, so that a recorder meets the same object again
-    return unoptimized(*given) if state.level is not None else state.recorder.__torch_function__(unoptimized, (), given)
+    return unoptimized(*given) if state.level is not None else state.recorder.call(unoptimized, given)

@@ -51,7 +51,7 @@ def ambient() -> tuple[Any, ...]:
     found = (
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
-        _autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
+        autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
         _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
     )  # fmt: skip
     if found[3:5] == (False, False) and found[6:] == (None, None, False):
@@ -64,9 +64,27 @@ def ambient() -> tuple[Any, ...]:
 _usual: list[tuple[Any, ...]] = [(lambda: False, None, None, ()), (lambda: False, None, None, ())]
 
 
-def _autocast() -> tuple[Any, ...]:
+def autocast() -> tuple[Any, ...]:
+    """For each device its autocast dtype and whether autocast is on; and whether autocast keeps copies of weights."""
     found = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES)
     return found, torch.is_autocast_cache_enabled()
+
+
+@contextlib.contextmanager
+def within_autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
+    """While entered, autocast is in this state, an earlier answer of ``autocast``, and keeps no copies; None: it is off."""
+    before, cached = autocast()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for device, dtype, enabled in state[0] if state is not None else [(d, t, False) for d, t, _ in before]:
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_enabled(device, enabled)
+        yield
+    finally:
+        for device, dtype, enabled in before:
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _modes() -> tuple[Any, ...]:

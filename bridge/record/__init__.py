@@ -1,6 +1,6 @@
 """Un-jitted code as a record: Python runs at each call, once and in order; its operators are written down and run as one program.
 
-Some functions cannot be recorded: they use jax.Arrays, autocast, a mode of the user's, tensors that are not on the CPU, and others.
+Some functions cannot be recorded: they use jax.Arrays, hooks on gradients, a mode of the user's, and others.
 ``Unrecordable`` says why.  Such a function starts again and runs operator by operator; its next calls run so from the beginning.
 
 - ``transforms``: decides whether a transform is recorded, runs its function meanwhile, and gives its results.

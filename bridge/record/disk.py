@@ -50,7 +50,7 @@ def _words(x: Any) -> str:
         return repr(x)
     if kind is Op:
         if x.words is None:
-            x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}"
+            x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}{_words(x.autocast)}"
         return x.words
     if kind in (Ref, Number, Out, Input, Begin, End, Pull):
         return f"{kind.__name__}({','.join([_words(getattr(x, name)) for name in kind.__slots__])})"

@@ -43,6 +43,7 @@ class Op:
         numbers: how many Python numbers it takes from the program's inputs.
         draws, by_value: whether it draws random numbers, and whether these depend on its operands' values.
         views: whether its results may share memory with its operands.
+        autocast: the state of autocast (``guards.autocast``), if it is on.
         single: the aval of its only result, if it writes nothing.
         made: how many values it gives numbers to.
         alike: the first operator that differs at most in its operands' strides.
@@ -58,6 +59,7 @@ class Op:
     draws: bool
     by_value: bool
     views: bool = True
+    autocast: tuple[Any, ...] | None = None
     words: str | None = None  # made and used by bridge/record/disk.py
     single: Aval | None = None
     made: int = 0

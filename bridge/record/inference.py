@@ -1,6 +1,7 @@
 """Infers the entry of an operator: PyTorch runs it on the meta device, or it is traced, which tells its results' shapes and dtypes."""
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bridge import compiling, devices, private
+from bridge.boundary.autograd import computed
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
@@ -79,12 +81,16 @@ def _outs(
     raise Unrecordable(f"a result of {type(out)}")
 
 
-def entry(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float]) -> Op:
+def entry(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float],
+    autocast: tuple[Any, ...] | None = None,
+) -> Op:
     """The entry for an operator on such operands.
 
     Args:
         func, args, kwargs: the torch function and its arguments, with recorded tensors and tensors from outside among them.
         numbers: those of its arguments that are inputs of the program.
+        autocast: the state of autocast, if it is on.
 
     Raises:
         ByValue: the shapes of its results depend on its operands' values.
@@ -104,11 +110,27 @@ def entry(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     avals = [aval_of(t) for t in tensors]
     if func not in _WRONG_ON_META:
         try:
-            return _on_meta(func, args, kwargs, numbers, avals)
+            op = _on_meta(func, args, kwargs, numbers, avals)
         except Exception:
             if not avals:
                 raise
-    return _traced(func, args, kwargs, numbers, avals)
+        else:
+            return op if autocast is None or not avals else _cast(op, autocast, _traced(func, args, kwargs, numbers, avals))
+    return dataclasses.replace(_traced(func, args, kwargs, numbers, avals), autocast=autocast)
+
+
+def _cast(op: Op, autocast: tuple[Any, ...], traced: Op) -> Op:
+    """The entry from the meta device, where autocast does nothing, with the dtypes of the results of the traced operator."""
+
+    def typed(out: Any, other: Any) -> Any:
+        if type(out) is Out:
+            if type(other) is not Out or other.aval.shape != out.aval.shape:
+                raise Unrecordable(f"{op.func} has results of other shapes in autocast")
+            a = out.aval
+            return Out(aval(a.shape, a.strides, a.offset, other.aval.dtype, a.device, a.requires_grad, a.lanes))
+        return type(out)(map(typed, out, other)) if isinstance(out, tuple | list) else out
+
+    return dataclasses.replace(op, outs=typed(op.outs, traced.outs), autocast=autocast)
 
 
 def _on_meta(
@@ -184,6 +206,14 @@ def _lay_out(
             out.aval = aval(a.shape, strides, a.offset, a.dtype, a.device, a.requires_grad, lanes)
 
 
+def _operand(value: jax.Array, a: Aval) -> torch.Tensor:
+    t = tracing.wrap(value, a.device, strides=a.strides)
+    if not a.requires_grad or not torch.is_grad_enabled():
+        return t
+    t.requires_grad_()
+    return computed(t)
+
+
 def _traced(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
 ) -> Op:
@@ -194,7 +224,7 @@ def _traced(
         with tracing.root() as root:
             root.staged = True
             with push("plain"), _Draws() as draws:
-                traced = [tracing.wrap(v, a.device, strides=a.strides) for v, a in zip(values, avals, strict=True)]
+                traced = [_operand(v, a) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
             outs = _outs(out, _mapped(avals))
             found.append(Op(func, args, kwargs, torch.is_grad_enabled(), outs, (), len(numbers), root.draws > 0, draws.by_value))

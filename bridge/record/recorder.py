@@ -21,6 +21,7 @@ from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.cache_keys import identical
+from bridge.programs.guards import autocast
 from bridge.record import replay
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
@@ -69,13 +70,14 @@ _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_m
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
 
 
-def _ambient() -> tuple[torch.dtype, bool, bool, bool, int, int]:
-    """State that changes what operators do and is not recorded with them; it must stay the same for the whole record.
+def _ambient() -> tuple[torch.dtype, Any, bool, bool, int, int]:
+    """State that changes what operators do; except for autocast, it must stay the same for the whole record.
 
-    The default dtype, whether autocast is on, whether forward-mode AD is on, whether saved_tensors_hooks are entered, and the numbers of
-    torch dispatch modes and of function modes below the recorder, where torch.set_default_device puts one.
+    The default dtype, the state of autocast if it is on, whether forward-mode AD is on, whether saved_tensors_hooks are entered, and the
+    numbers of torch dispatch modes and of function modes below the recorder, where torch.set_default_device puts one.
     """
-    return _default_dtype(), _autocast(), _forward_mode(), _saved_hooks() is not None, _dispatch_modes(), _function_modes()
+    cast = autocast() if _autocast() else None
+    return _default_dtype(), cast, _forward_mode(), _saved_hooks() is not None, _dispatch_modes(), _function_modes()
 
 
 class Recorder(TorchFunctionMode):
@@ -163,7 +165,7 @@ class Recorder(TorchFunctionMode):
             del self.numbers[numbers:]
             return self._with_indices(func, types, args)
         ambient = _ambient()
-        if ambient != self.ambient:
+        if ambient != self.ambient and (ambient[0], ambient[2:]) != (self.ambient[0], self.ambient[2:]):
             raise Unrecordable("a mode that is entered inside")
         key.append(ambient)
         key.append(_grad_mode())
@@ -174,7 +176,7 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable("an unhashable argument") from None
         if op is None:
             try:
-                op = entry(func, args, kwargs or {}, self.numbers[numbers:])
+                op = entry(func, args, kwargs or {}, self.numbers[numbers:], ambient[1])
             except ByValue:
                 op = process.recorded[whole] = _BY_VALUE
             except Exception as error:  # PyTorch refuses the operands; the caller may catch that
@@ -198,6 +200,16 @@ class Recorder(TorchFunctionMode):
             self.count += 1
             return t
         return self._results(op, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Write down the call of a function that PyTorch does not hand to modes."""
+        mode = private.leave_function_mode()
+        try:
+            if mode is not self:
+                raise Unrecordable("a torch function mode of the user's")
+            return self.__torch_function__(func, (), args)
+        finally:
+            private.enter_function_mode(mode)
 
     def _with_indices(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]) -> Any:
         """Record an indexing by numpy arrays, with tensors in their place."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from bridge import private
 from bridge.boundary import autograd
 from bridge.errors import NotInLoopError
 from bridge.lowering.common import varying
+from bridge.programs.guards import within_autocast
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
 from bridge.record.tensor import Unrecordable
@@ -142,7 +145,8 @@ class Run:
         count = op.numbers
         numbers = self.numbers[self.used : self.used + count]
         self.used += count
-        with torch.set_grad_enabled(op.grad):
+        cast = op.autocast is not None or private.any_autocast()
+        with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
             out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
         self.store(self._made(op, op.outs, out), first)
 

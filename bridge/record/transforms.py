@@ -94,7 +94,7 @@ def default_device() -> torch.device | None:
 def _ambient() -> bool:
     """Whether a mode is entered that changes what torch functions do."""
     return bool(
-        private.any_autocast() or torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
+        torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
         or (private.function_modes() and default_device() is None)
     )
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.process import process
+
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(_CACHE)))
@@ -31,6 +33,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
     np.random.seed(0)
+    process.unrecordable.clear()  # or what one test cannot record, the tests after it would not record either: they share functions
     before = jax.config.jax_enable_x64, torch.get_default_dtype(), torch.is_grad_enabled()
     yield
     after = jax.config.jax_enable_x64, torch.get_default_dtype(), torch.is_grad_enabled()

@@ -345,6 +345,29 @@ def test_calls_beside_operators_do_not_run_python_again(name: str, transform: st
     assert len(runs) == 4
 
 
+def test_a_function_that_cannot_be_recorded_keeps_no_other_from_it(unrecorded: Callable[[], list[str]]) -> None:
+    """Functions made by one helper share their code."""
+    runs = []
+
+    def counted(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def g(x: torch.Tensor) -> torch.Tensor:
+            runs.append(type(x).__name__)
+            return f(x)
+
+        return g
+
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.register_hook(lambda g: g * 3)
+        return y.sum()
+
+    for _ in range(2):
+        same(torchfunc_jax.grad(counted(hooked))(X), torch.full_like(X, 6.0))
+        same(torchfunc_jax.grad(counted(lambda x: x.sum()))(X), torch.ones_like(X))
+    assert len(unrecorded()) == 1
+    assert runs == ["Recorded", "Traced", "Recorded", "Traced", "Recorded"]
+
+
 # -- autocast ---------------------------------------------------------------------------------------------------------------------------
 class _Half(torch.autograd.Function):
     @staticmethod

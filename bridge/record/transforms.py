@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from bridge.trace.levels import state
 #: The tensors among a recorded transform's results, and a function that builds the results from tensors.
 Recording = tuple[list[Any], Callable[[Sequence[Any]], Any]]
 NOT_RECORDED = object()
+_EMPTY = types.CellType()  # of a variable that is not bound yet
 _log = logging.getLogger("torchfunc_jax")
 
 
@@ -60,8 +62,7 @@ def transform(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[
 
 
 def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
-    key = (code_of(getattr(func, "transforms", func)), tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]))
-    if key in process.unrecordable or _ambient():
+    if (process.unrecordable and _key(func, leaves) in process.unrecordable) or _ambient():
         return NOT_RECORDED
     recorder = state.recorder = Recorder(run, default_device() if private.function_modes() else None)
     recorder.lasting = lasting
@@ -72,17 +73,25 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
         fill_in(recorder, outs)
         found = run(recorder, [t.ref for t in outs], True)
         if recorder.shows_many:
-            process.unrecordable.add(key)
+            process.unrecordable.add(_key(func, leaves))
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found)
     except Unrecordable as reason:
-        process.unrecordable.add(key)
+        process.unrecordable.add(_key(func, leaves))
         _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
         return NOT_RECORDED
     finally:
         state.recorder = None
         recorder.tensors.clear()
+
+
+def _key(func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """What the calls have in common of which one could not be recorded: code, what it closes over, dtypes and numbers of dimensions."""
+    func = getattr(func, "transforms", func)
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY]
+    within = tuple([x.__code__ if isinstance(x, types.FunctionType) else type(x) for x in cells])
+    return code_of(func), within, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
 
 
 def default_device() -> torch.device | None:

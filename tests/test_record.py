@@ -468,6 +468,25 @@ def test_autocast_is_recorded(name: str, where: str, dtype: torch.dtype) -> None
     assert plain.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
+DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5), "randn_like": torch.randn_like, "rand": lambda x: torch.rand(3) * x,
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)), "after a product": lambda x: nn.functional.dropout(x @ _SQUARE, 0.5).float(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_autocast_draws_the_same_numbers_at_each_call(name: str) -> None:
+    def drawn(f: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(3)
+        return torchfunc_jax.vmap(f, randomness="different")(X), torch.get_rng_state()
+
+    plain, state = drawn(DRAWN[name])
+    for _ in range(2):
+        found, after = drawn(_inside(DRAWN[name], torch.bfloat16))
+        same(found, plain, rtol=0.03, atol=0.03)
+        assert torch.equal(after, state)
+
+
 # -- what Python is told of a tensor ----------------------------------------------------------------------------------------------------
 ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "type": lambda x: (x.type(), (x > 0).type(), x.half().t().type()), "type of a captured tensor": lambda x: (X.type(), _KEPT.type()),

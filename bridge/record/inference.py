@@ -19,6 +19,7 @@ from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, ma
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of, lane_of
 from bridge.trace import tracing
 from bridge.trace.levels import push
+from bridge.trace.random_keys import Watch
 from bridge.trace.storage import span
 from bridge.trace.torch_numbers import BY_VALUE
 
@@ -231,7 +232,7 @@ def _traced(
         return []
 
     try:
-        with jax.enable_x64(True), compiling.correctly():
+        with jax.enable_x64(True), compiling.correctly(), Watch([]).again():  # the generator keeps its state
             jax.eval_shape(run, *[jax.ShapeDtypeStruct(a.shape, dtypes.to_jax(a.dtype)) for a in avals])
     except DataDependentError as unknown:
         raise ByValue from unknown

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -313,14 +312,10 @@ def _scripted(t: torch.Tensor) -> torch.Tensor:
     return t.sin() * 2
 
 
-def _by_address(x: torch.Tensor) -> torch.Tensor:
-    return x * ctypes.c_float.from_address(WEIGHT.data_ptr()).value
-
-
 #: Calls that are no operators of a tensor's values.
 BESIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "record_function": _in_a_profile, "a scripted function": lambda x: _scripted(x) + _scripted(x), "data_ptr": _by_address,
-    "grad_fn": lambda x: x * (2 if WEIGHT.grad_fn is None else 3), "new_tensor": lambda x: x * x.new_tensor([1, 2, 3]),
+    "record_function": _in_a_profile, "a scripted function": lambda x: _scripted(x) + _scripted(x),
+    "new_tensor": lambda x: x * x.new_tensor([1, 2, 3]),
     "new_tensor of a number": lambda x: x * x.double().new_tensor(0.1),
     "new_tensor of another dtype": lambda x: x * x.new_tensor([1.5, 2.5, 3.5], dtype=torch.int64),
 }  # fmt: skip

@@ -26,17 +26,6 @@ def _exchanged(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], k
     raise Unrecordable(str(func))
 
 
-def _outside(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that a tensor from outside may be asked for while nothing has been written."""
-    if type(args[0]) is Recorded or recorder.writes:
-        raise Unrecordable(str(func))
-    return func(*args, **kwargs)
-
-
-def _grad_fn(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _outside(recorder, func, args, kwargs) if args[0].requires_grad else None
-
-
 def _new_tensor(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensor.new_tensor: torch.tensor with the tensor's dtype and device in the place of the defaults."""
     t, *data = args
@@ -46,7 +35,9 @@ def _new_tensor(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], 
 
 def _array(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor from outside as a read-only numpy array: the record reads the tensor's values only at its end."""
-    found = _outside(recorder, func, args, kwargs).view()
+    if type(args[0]) is Recorded or recorder.writes:
+        raise Unrecordable(str(func))
+    found = func(*args, **kwargs).view()
     found.flags.writeable = False
     return found
 
@@ -175,11 +166,12 @@ _PASSED = [
 _REFUSED = [
     *functions_of(
         torch.Tensor,
-        "backward register_hook register_post_accumulate_grad_hook retain_grad untyped_storage storage storage_type resize_ "
+        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type resize_ "
         "resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
         "apply_ map_ new requires_grad_ detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy _make_dual _unpack_dual"),
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
     *[attribute.__set__ for attribute in functions_of(torch.Tensor, "requires_grad names")],
     torch.autograd.backward, torch.autograd.grad,
 ]
@@ -195,7 +187,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
-    torch.Tensor.new_tensor: _new_tensor, torch.Tensor.data_ptr: _outside, torch.Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined]
+    torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]

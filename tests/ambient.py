@@ -232,8 +232,7 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         def passed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return state.body(program, x, w)
 
-        for remembered in (process.captures, process.captured):  # of other cells, whose functions have the same code
-            remembered.clear()
+        process.captured.clear()  # of other cells, whose functions have the same code
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1
         made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)

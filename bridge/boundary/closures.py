@@ -41,20 +41,20 @@ def _identity(fn: Any) -> Any:
 
 
 def known(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """The tensors that fn captures and that require grad: those that its last run used, or all that it reaches if it has not run."""
-    refs = process.captured.get(_identity(fn))
-    if refs is None:
-        code = code_of(fn)
-        if isinstance(code, types.CodeType) and not process.captures.get(code, True):
-            return []  # another closure of the same code captured none
-        found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
-        return [t for t in found if not t._backward_hooks]  # if the tensor is not used in the end, PyTorch would call its hooks with None
-    return [t for t in (r() for r in refs) if t is not None and t.requires_grad]
+    """The tensors that fn captures and that require grad: those that its last run used, and those that it did not reach then."""
+    found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
+    found = [t for t in found if not t._backward_hooks]  # if one is not used in the end, PyTorch would call its hooks with None
+    key = _identity(fn)
+    used, reached = process.captured.get(key, ((), ()))
+    last = [t for t in (ref() for ref in used) if t is not None and t.requires_grad]
+    met = {id(t) for t in (ref() for ref in (*used, *reached)) if t is not None}
+    if len(process.captured) >= 4096:
+        process.captured.clear()
+    process.captured[key] = used, tuple(map(weakref.ref, found))
+    return last + [t for t in found if id(t) not in met]
 
 
 def remember(fn: Callable[..., Any], captured: list[torch.Tensor]) -> None:
     """Note the captured tensors that require grad and that this run of fn used, for ``known``."""
-    if len(process.captured) >= 4096:
-        process.captured.clear()
-    process.captured[_identity(fn)] = [weakref.ref(t) for t in captured]
-    process.captures[code_of(fn)] = bool(captured)
+    key = _identity(fn)
+    process.captured[key] = tuple(map(weakref.ref, captured)), process.captured.get(key, ((), ()))[1]

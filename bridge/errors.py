@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -46,11 +47,18 @@ def shown_line(filename: str, number: int) -> str:
     return f"{filename}:{number}" + (f": {text}" if text else "")
 
 
-def at_line() -> str:
-    """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+def _of_user(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's own code, from this one on."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def at_line() -> str:
+    """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
+    frame = _of_user(sys._getframe(1))
+    if frame is None:  # in a thread that works for the user's (bridge/record/resumed.py)
+        frame = _of_user(sys._current_frames().get(getattr(threading.current_thread(), "user", 0)))
     return "" if frame is None else f" (at {shown_line(frame.f_code.co_filename, frame.f_lineno)})"
 
 

@@ -140,7 +140,8 @@ class _Program(Unsearched):
         if private.transformed_by_torch() or any(t.is_meta for t in given):
             return list(_Node.apply(self, None, *given))
         if state.recorder is not None:
-            raise Unrecordable("a JAX function without tensors")
+            state.recorder.go_on(Unrecordable("a JAX function without tensors"))
+            return self(*given)
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             # what a hook on saved tensors (a checkpoint, save_on_cpu) shall see are the arguments, so the backward keeps nothing else
             return list(_Node.apply(self, [] if private.saved_tensor_pack() is None else None, *given))

@@ -131,6 +131,17 @@ def meta_without_dynamo() -> None:
                     kernel.__dict__.setdefault("__dynamo_disable", opaque(kernel, "PyTorch's own kernel for the device meta"))
 
 
+@contextlib.contextmanager
+def below_dispatch_modes(count: int) -> Iterator[None]:
+    """While entered, the innermost dispatch modes, this many, are left; what is entered meanwhile stays below them."""
+    modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
 class DispatchMode(TorchDispatchMode):
     """PyTorch's dispatch mode, which torch.compile does not look into; the first call of PyTorch's own imports all of dynamo for that."""
 
@@ -271,6 +282,18 @@ def vmapped_by_torch(
 def only_python_refers(t: torch.Tensor) -> bool:
     """Whether neither C++ refers to a tensor, as a view or an autograd graph does, nor a weak reference: swap_tensors needs that."""
     return t._use_count() == 1 and not weakref.getweakrefs(t)  # type: ignore[attr-defined]
+
+
+def become(held: torch.Tensor, other: torch.Tensor) -> None:
+    """Make one tensor's object the other tensor; the other's object keeps its class and attributes.
+
+    A tensor that C++ refers to, as to the arguments of an autograd.Function that is being applied, gets the other's class and attributes
+    alone: its operators are not in torch's graph, which is not the one that JAX differentiates.
+    """
+    alone = held._use_count() == 1  # type: ignore[attr-defined]
+    held.__class__, held.__dict__ = other.__class__, dict(other.__dict__)
+    if alone and not weakref.getweakrefs(held) and not weakref.getweakrefs(other):
+        torch._C._swap_tensor_impl(held, other)
 
 
 def lanes_by_torch(
@@ -518,19 +541,18 @@ def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, ty
     return found
 
 
-def outside_of_traces(name: str) -> None:
-    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of them; a recorder may refuse it."""
-    for asked in asked_outside:
-        asked(name)
+def outside_of_traces(name: str) -> bool:
+    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of them; whether it is in a trace now."""
+    return any(asked(name) for asked in asked_outside)
 
 
-asked_outside: list[Callable[[str], None]] = []
+#: A recorder puts a function here that may open a trace, in which the intercepted function of that name is called again, or raise.
+asked_outside: list[Callable[[str], bool]] = []
 
 
 def original(name: str) -> Callable[..., Any]:
     """torch's own redirected function of that name, to be called outside of traces."""
-    outside_of_traces(name)
-    return _redirects(_imported())[name][1]
+    return IN_TRACES[name] if outside_of_traces(name) else _redirects(_imported())[name][1]
 
 
 def redirect(on: bool) -> None:

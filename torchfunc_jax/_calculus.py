@@ -206,6 +206,10 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
         >>> jet(lambda x: x ** 3, (torch.tensor(2.0),), ((one, zero, zero),))
         (tensor(8.), [tensor(12.), tensor(12.), tensor(6.)])
     """
+    return _along_curve(func, primals, series, factorial_scaled)
+
+
+def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: bool) -> tuple[Any, Any]:
     terms, order = _terms(primals, series)
     primals, params = tuple(primals), (order, factorial_scaled)
     finish = functools.partial(outputs, has_aux=False, api=_JET)
@@ -220,7 +224,8 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
         outs = recorder.end(meta[1], tensors, fresh([*tensors, *[t for t in tensors for _ in range(order)]]))
         return outs, lambda outs: build(outs, meta)
 
-    done = transforms.transform(func, [*primals, *terms], record)
+    again = functools.partial(_along_curve, primals=primals, series=series, factorial_scaled=factorial_scaled)
+    done = transforms.transform(func, [*primals, *terms], record, again)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _JET)

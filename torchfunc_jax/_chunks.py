@@ -41,7 +41,7 @@ def fitting(
         RuntimeError: one lane does not fit.
     """
     if state.recorder is not None:
-        raise Unrecordable("chunk_size='auto', which needs programs of its own")
+        state.recorder.go_on(Unrecordable("chunk_size='auto', which needs programs of its own"))
     if size < 2:
         return size
     key = tuple([(tuple(x.shape), x.dtype) if is_array(x) else None for x in leaves])

@@ -128,7 +128,11 @@ def jvp_with_argnums(
         outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
         return outs, lambda outs: build(outs, meta)
 
-    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record)
+    again = functools.partial(
+        jvp_with_argnums, primals=primals, tangents=tangents, argnums=argnums, strict=strict, has_aux=has_aux, tied=tied, api=api,
+        taken=taken,
+    )
+    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record, again)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
@@ -270,6 +274,10 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         tensor([1., 1.])
     """
 
+    return _linearized(func, primals)
+
+
+def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, primals, {}, None, _LINEARIZE)
         tensors, (out_spec, n) = target.entered(recorder, "linearize", (), _to_push)
@@ -287,7 +295,8 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
 
         return outs, lambda outs: (trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals))
 
-    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
+    again = functools.partial(_linearized, primals=primals)
+    done = transforms.transform(func, trees.flatten(primals)[0], record, again, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)

@@ -1,6 +1,7 @@
 """Jacobians and Hessians: jacrev, jacfwd and hessian."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,52 +62,56 @@ def jacrev(
     if not (chunk_size is None or chunk_size > 0):
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
-    def jacobian_of(*args: Any) -> Any:
-        _args.check(argnums)
-        _args.real("jacrev", args, "inputs")
+    return functools.partial(_jacobian_by_rows, func, argnums, has_aux, chunk_size)
 
-        def finish(out: Any) -> tuple[list[Any], Any]:
-            return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
-        def differentiated() -> Differentiated:
-            target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
-            if not target.active:
-                raise ValueError(
-                    f"jacrev: expected the arguments that argnums={argnums} picks to contain at least one tensor, got a tree with none: "
-                    f"{target.diff_spec}; pick an argument that has tensors"
-                )
-            return target
+def _jacobian_by_rows(func: Callable[..., Any], argnums: argnums_t, has_aux: bool, chunk_size: int | None, *args: Any) -> Any:
+    _args.check(argnums)
+    _args.real("jacrev", args, "inputs")
 
-        def build(target: Differentiated, outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
-            out_spec, n, aux_spec = meta
-            width = len(target.active)
-            per_output = [trees.unflatten(target.diff_spec, outs[k * width : (k + 1) * width]) for k in range(n)]
-            jacobian = trees.unflatten(out_spec, per_output)
-            return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
+    def finish(out: Any) -> tuple[list[Any], Any]:
+        return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
-        def record(recorder: Recorder) -> Any:
-            target = differentiated()
-            tensors, meta = target.entered(recorder, "jacrev", (target.active, chunk_size), finish)
-            n = meta[1]
-            blocks = [aval_of(x).like(o.shape + x.shape) for o in tensors[:n] for x in target.diff_leaves]
-            outs = recorder.end(n, tensors, [*blocks, *fresh(tensors[n:])])
-            return outs, lambda outs: build(target, outs, meta)
+    def differentiated() -> Differentiated:
+        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+        if not target.active:
+            raise ValueError(
+                f"jacrev: expected the arguments that argnums={argnums} picks to contain at least one tensor, got a tree with none: "
+                f"{target.diff_spec}; pick an argument that has tensors"
+            )
+        return target
 
-        done = transforms.transform(func, trees.flatten(args)[0], record)
-        if done is not transforms.NOT_RECORDED:
-            return done
+    def build(target: Differentiated, outs: Sequence[Any], meta: tuple[Any, int, Any]) -> Any:
+        out_spec, n, aux_spec = meta
+        width = len(target.active)
+        per_output = [trees.unflatten(target.diff_spec, outs[k * width : (k + 1) * width]) for k in range(n)]
+        jacobian = trees.unflatten(out_spec, per_output)
+        return (jacobian, trees.unflatten(aux_spec, outs[n * width :])) if has_aux else jacobian
+
+    def record(recorder: Recorder) -> Any:
         target = differentiated()
+        tensors, meta = target.entered(recorder, "jacrev", (target.active, chunk_size), finish)
+        n = meta[1]
+        blocks = [aval_of(x).like(o.shape + x.shape) for o in tensors[:n] for x in target.diff_leaves]
+        outs = recorder.end(n, tensors, [*blocks, *fresh(tensors[n:])])
+        return outs, lambda outs: build(target, outs, meta)
 
-        def compute(values: list[Any]) -> Result:
-            found: list[Result] = []
-            body = target.body(values, "grad", finish, found, lambda meta: meta[1])
-            outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
-            blocks = [b for k in range(len(outs)) for b in as_gradients(_rows(pull, outs, k, chunk_size), "jacrev")]
-            return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
+    def again(func: Callable[..., Any]) -> Any:
+        return _jacobian_by_rows(func, argnums, has_aux, chunk_size, *args)
 
-        return build(target, *apply(compute, target.call.arrays, func))
+    done = transforms.transform(func, trees.flatten(args)[0], record, again)
+    if done is not transforms.NOT_RECORDED:
+        return done
+    target = differentiated()
 
-    return jacobian_of
+    def compute(values: list[Any]) -> Result:
+        found: list[Result] = []
+        body = target.body(values, "grad", finish, found, lambda meta: meta[1])
+        outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
+        blocks = [b for k in range(len(outs)) for b in as_gradients(_rows(pull, outs, k, chunk_size), "jacrev")]
+        return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
+
+    return build(target, *apply(compute, target.call.arrays, func))
 
 
 def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, int | None], n: int) -> Any:

@@ -188,7 +188,8 @@ def gradients_and_value(
         outs = recorder.end((), tensors, fresh([*target.diff_leaves, *tensors]))
         return outs, lambda outs: build(target, outs, aux_spec)
 
-    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record)
+    again = functools.partial(gradients_and_value, argnums=argnums, has_aux=has_aux, args=args, kwargs=kwargs, api=api)
+    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record, again)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, args, kwargs, argnums, api)
@@ -287,7 +288,8 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         return outs, lambda outs: build(outs, meta, vjp_fn)
 
-    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
+    again = functools.partial(vjp_with_argnums, primals=primals, argnums=argnums, has_aux=has_aux)
+    done = transforms.transform(func, trees.flatten(primals)[0], record, again, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)

@@ -284,7 +284,10 @@ def _map(
             avals.append(a.outside(depth) if d is None else a.whole(d, size, depth))
         return recorder.end(tuple(placed), tensors, avals), lambda outs: put_together(outs, meta)
 
-    done = transforms.transform(func, call.leaves, record)
+    again = functools.partial(
+        _map, leaves=leaves, dims=dims, spec=spec, kwargs=kwargs, out_dims=out_dims, randomness=randomness, size=size
+    )
+    done = transforms.transform(func, call.leaves, record, again)
     if done is not transforms.NOT_RECORDED:
         return done
     traceable = call.traceable(func)

@@ -77,5 +77,5 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
         tensor([1., 1.])
     """
     if type(tensor) is Recorded:  # it has no values before the record is run
-        raise Unrecordable("debug_unwrap")
+        tensor.level.owner.go_on(Unrecordable("debug_unwrap"))
     return tracing.unwrap(tensor, recurse)

@@ -34,15 +34,10 @@ from bridge.trace.tracing import node_of, value_of, wrap
 
 
 class _MemoryOfTrace(TorchFunctionMode):
-    """Gives a function that reads a tensor from outside without an operator the values that the tensor has in the trace.
-
-    PyTorch's C++ would read the memory, to which the trace writes only at its end.
-    """
+    """Hands torch functions to ``tracing.memory_of_trace``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in tracing.AT_MEMORY or type(args[0]) is tracing.Traced or state.level is None:
-            return func(*args, **(kwargs or {}))
-        return tracing.at_memory(func, args, kwargs or {}, tracing.read_memory)
+        return tracing.memory_of_trace(func, args, kwargs or {})
 
 
 class Traceable:
@@ -118,6 +113,8 @@ def apply(
     Returns:
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays if one of the leaves is one, else torch tensors.
     """
+    if state.level is None and state.recorder is not None:
+        state.recorder.go_on(Unrecordable(f"{compute}"))
     if state.level is not None:
         level = state.level
         values = [value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves]
@@ -140,8 +137,6 @@ def apply(
         made: list[torch.Tensor] = [wrap(v, device) for v in outs]
         _share(result, leaves, made)
         return autograd.attached(apply, made, compute, leaves), result.meta
-    if state.recorder is not None:
-        raise Unrecordable(f"{compute}")
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves, lasting)
     return _outermost(compute, leaves, fn, lasting)

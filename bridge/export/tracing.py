@@ -45,7 +45,7 @@ def export(
     """Implements ``torchfunc_jax.export``."""
     if weights not in FORMATS:
         raise ValueError(f"weights: expected one of {', '.join(map(repr, FORMATS))}, got {weights!r}")
-    if state.level is not None:
+    if state.level is not None or state.recorder is not None:
         raise RuntimeError("export: it is called inside of a transform or a jitted function; call it outside")
     if "seed" in kwargs:
         raise ValueError("kwargs: 'seed' is an argument of the exported program itself; pass the function's by position")

@@ -54,7 +54,7 @@ def intercepted() -> Iterator[None]:
     with _lock:
         if process.open_traces == 0:
             private.redirect(True)
-            private.answer_apply(_forward_in_trace)
+            private.answer_apply(forward_in_trace)
             private.answer_scripts(torch_script.called)
         process.open_traces += 1  # last: if one of these raises, the next trace tries again
     try:
@@ -68,7 +68,7 @@ def intercepted() -> Iterator[None]:
                 private.redirect(False)
 
 
-def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
+def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
     """The function that PyTorch runs instead of a Function's forward if this thread has a trace open; None: the forward itself.
 
     PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the trace uses; JAX differentiates by the
@@ -78,7 +78,7 @@ def _forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) 
         return None
     if state.level is None:
         if state.recorder is not None:
-            return entries.PARTS["function"](cls, recording)
+            return entries.PARTS["function"](cls, recording, forward_mode)
         private.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context

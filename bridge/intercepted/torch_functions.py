@@ -26,6 +26,7 @@ from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
 from bridge.operators.special_cases import checks_arguments
 from bridge.process import having
+from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import innermost, state
 from bridge.trace.torch_numbers import refuse_unmapped
@@ -336,8 +337,10 @@ def in_class(result: Any, cls: type) -> Any:
 
 def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of this one, stays a tensor if unknown."""
-    unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
     counted = layer.momentum is None and layer.training and layer.track_running_stats and layer.num_batches_tracked is not None
+    if counted and state.recorder is not None and state.recorder.mapped():
+        state.recorder.go_on(Unrecordable("values inside vmap"))
+    unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
     if not (unknown and counted and layer.running_mean is not None):
         return private.original("batch_norm_forward")(layer, input)
     layer._check_input_dim(input)

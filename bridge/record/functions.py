@@ -15,12 +15,13 @@ from bridge import private
 from bridge.boundary.results import put_together, take_apart
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
+from bridge.intercepted.checkpointing import rematerialized
 from bridge.programs.cache_keys import Same
 from bridge.record.entries import PARTS
 from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
 from bridge.record.tensor import Unrecordable, aval_of
-from bridge.record.transforms import Recording, entered, transform
+from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
 from bridge.trace.levels import state
 
 
@@ -35,73 +36,144 @@ class _Ended:
     needs: tuple[bool, ...] | None  # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
 
 
-def _function(cls: type[torch.autograd.Function], recording: bool) -> Callable[..., Any]:
+def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
     """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward down, with what its context keeps."""
-    if cls.__module__.startswith("torch."):
-        raise Unrecordable(cls.__name__)
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
-    if new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
-        raise Unrecordable("a Function with two rules for vmap, or none: whether that matters shows where the values are known")
+    refused = None
+    if cls.__module__.startswith("torch."):
+        refused = cls.__name__
+    elif new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
+        refused = "a Function with two rules for vmap, or none: whether that matters shows where the values are known"
+    if refused is not None:
+        state.recorder.go_on(Unrecordable(refused))
+        return intercepted.forward_in_trace(cls, recording, forward_mode)
 
     def forward(*given: Any) -> Any:
         args = given if new_style else given[1:]
         if not any(isinstance(a, torch.Tensor) for a in args):
             return cls.forward(*given)
+        call = _Call(cls, args, recording, forward_mode, new_style)
+        replaced = own_vmap and state.recorder.mapped() > 0
         try:
-            out = transform(cls, args, lambda recorder: _applied(recorder, cls, args, recording, new_style))
+            out = transform(call.user, args, call.record, None if replaced else call.again)
         except Exception as error:
-            if own_vmap and state.recorder.mapped():
+            if replaced:
                 raise Unrecordable("a forward that the Function's own vmap may replace") from error
             raise
-        if new_style:
+        if out is NOT_RECORDED:
+            return intercepted.forward_in_trace(cls, recording, forward_mode)(*given)
+        if state.recorder is None and recording and any(t.requires_grad for t in _tensors(args)):  # PyTorch makes a node for its graph
+            if not new_style:
+                call.fill(given[0], args)
+        elif new_style:
             private.skip_setup_context(cls)
         return out
 
     return forward
 
 
-def _applied(recorder: Recorder, cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, new_style: bool) -> Recording:
-    """Write down one call of a Function."""
-    operands = _tensors(args)
-    if len(take_apart(args)[0]) > len(operands):
-        raise Unrecordable("tensors inside of a Function's argument")
-    given = _meta(args, trees.joined(*[trees.LEAF] * len(args)))
-    first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
-    ctx = intercepted.Context(tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args]))
-    attributes = set(vars(ctx))
-    with torch.set_grad_enabled(recording):  # the grad mode around the call
-        arguments = recorder.begin("function", (cls, given), operands, list(map(aval_of, operands)))
-    filled = put_together(arguments, given.value)
-    try:
-        with recorder, private.set_forward_mode_enabled(recorder.forward_mode):  # PyTorch has switched forward mode off
-            out = cls.forward(*filled) if new_style else cls.forward(ctx, *filled)
-            if new_style:
-                cls.setup_context(ctx, filled, out)
-        leaves, spec = trees.flatten(out)
-        tensors = _tensors(leaves)
-        if not tensors:
-            raise Unrecordable("a Function without tensors as results")
-        if new_style:
-            intercepted.refuse_saved_inputs(ctx, filled, out)
-        kept = {name: x for name, x in vars(ctx).items() if name not in attributes}
-        kept_leaves, kept_spec = trees.flatten((list(ctx.to_save), list(ctx.saved_for_forward), kept))
-        results = tensors + _tensors(kept_leaves)
-        begun = len(recorder.inputs) - inputs == sum(recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id)
-        refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
-        mine = arguments[0].ref
-        if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
-            raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
-        constant = tuple([any(t is c for c in ctx.non_differentiable) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
-        needs = recording and any(t.requires_grad for t in operands)
-        avals = [a.like(a.shape, needs and not c) for a, c in zip(map(aval_of, tensors), constant, strict=True)]
-        outs = _meta(leaves, spec)
-        needs_asked = ctx.needs_input_grad if ctx.asked() else None
-        made = recorder.end(_Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, needs_asked), results, avals)
-    except BaseException:
-        recorder.leave()
-        raise
-    return made, lambda found: put_together(found, outs.value)
+class _Call:
+    """One call of a Function, to be written down."""
+
+    def __init__(
+        self, cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, forward_mode: bool, new_style: bool
+    ) -> None:
+        self.cls, self.args, self.recording, self.forward_mode, self.new_style = cls, args, recording, forward_mode, new_style
+        self.ctx = intercepted.Context(tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args]))
+        self.attributes = set(vars(self.ctx))
+        self.filled: Sequence[Any] = ()  # the arguments that the user's forward gets
+
+    def user(self, ctx: Any, *args: Any) -> Any:
+        """The user's forward, and what it keeps in the context."""
+        if not self.new_style:
+            return self.cls.forward(ctx, *args)
+        out = self.cls.forward(*args)
+        self.cls.setup_context(ctx, args, out)
+        return out
+
+    def fill(self, ctx: Any, args: Sequence[Any], out: Any = None) -> Any:
+        """Put what the forward has kept in its context into another one; args: the arguments of the forward that has that one.
+
+        Returns:
+            out, in which these arguments are, too, in the place of those that the user's forward got.
+        """
+        given = {id(t): a for t, a in zip(self.filled, args, strict=True) if isinstance(t, torch.Tensor)}
+
+        def put(tree: Any) -> Any:
+            return trees.map_leaves(lambda x: given.get(id(x), x), tree)
+
+        ctx.save_for_backward(*put(self.ctx.to_save))
+        ctx.save_for_forward(*put(self.ctx.saved_for_forward))
+        ctx.mark_dirty(*put(self.ctx.dirty_tensors))
+        ctx.mark_non_differentiable(*put(self.ctx.non_differentiable))
+        ctx.set_materialize_grads(self.ctx.materialize_grads)
+        for name in vars(self.ctx).keys() - self.attributes:
+            setattr(ctx, name, put(getattr(self.ctx, name)))
+        return put(out)
+
+    def again(self, function: Callable[..., Any]) -> Any:
+        """Run the Function in a trace, with another function in the place of ``user``."""
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            return vars(again)["call"](ctx, *args)  # as a closure variable it would be searched for tensors
+
+        def call(ctx: Any, *args: Any) -> Any:
+            again.call = self.user  # JAX may ask for the forward once more
+            if self.ctx.asked() and self.ctx.needs_input_grad != ctx.needs_input_grad:
+                raise Unrecordable("a Function that asks which arguments need a gradient, in nested transforms")
+            self.ctx.needs_input_grad = ctx.needs_input_grad
+            return self.fill(ctx, args, function(None, *args))
+
+        again: Any = type(self.cls.__name__, (self.cls,), {
+            "forward": staticmethod(forward), "setup_context": staticmethod(torch.autograd.Function.setup_context), "call": call,
+            "generate_vmap_rule": self.cls.vmap is torch.autograd.Function.vmap,  # one without rules for vmap has been refused
+        })  # fmt: skip
+        return intercepted.forward_in_trace(again, self.recording, self.forward_mode)(None, *self.args)
+
+    def record(self, recorder: Recorder) -> Recording:
+        operands = _tensors(self.args)
+        if len(take_apart(self.args)[0]) > len(operands):
+            raise Unrecordable("tensors inside of a Function's argument")
+        given = _meta(self.args, trees.joined(*[trees.LEAF] * len(self.args)))
+        first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
+        with torch.set_grad_enabled(self.recording):  # the grad mode around the call
+            arguments = recorder.begin("function", (self.cls, given), operands, list(map(aval_of, operands)))
+        self.filled = filled = put_together(arguments, given.value)
+        ctx = self.ctx
+
+        def forward() -> Any:
+            with private.set_forward_mode_enabled(recorder.forward_mode):  # PyTorch has switched forward mode off
+                return self.user(ctx, *filled)
+
+        def finish(out: Any) -> tuple[list[Any], Any]:
+            leaves, spec = trees.flatten(out)
+            tensors = _tensors(leaves)
+            if not tensors:
+                raise Unrecordable("a Function without tensors as results")
+            if self.new_style:
+                intercepted.refuse_saved_inputs(ctx, filled, out)
+            kept = {name: x for name, x in vars(ctx).items() if name not in self.attributes}
+            kept_leaves, kept_spec = trees.flatten((list(ctx.to_save), list(ctx.saved_for_forward), kept))
+            results = tensors + _tensors(kept_leaves)
+            begun = len(recorder.inputs) - inputs == sum(recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id)
+            refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
+            mine = arguments[0].ref
+            if ctx.dirty_tensors:
+                recorder.resume = None  # PyTorch, which is applying the Function, would see a leaf that is written to
+            if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
+                raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
+            no_gradient = ctx.non_differentiable
+            constant = tuple([any(t is c for c in no_gradient) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
+            needs = self.recording and any(t.requires_grad for t in operands)
+            avals = [a.like(a.shape, needs and not c) for a, c in zip(map(aval_of, tensors), constant, strict=True)]
+            outs = _meta(leaves, spec)
+            asked = ctx.needs_input_grad if ctx.asked() else None
+            ended = _Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, asked)
+            return recorder.end(ended, results, avals), outs
+
+        made, outs = inside(recorder, forward, finish)
+        return made, lambda found: put_together(found, outs.value)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -155,7 +227,8 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         ended = recorder.end((), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)])
         return ended, lambda outs: put_together(outs, meta)
 
-    return transform(function, leaves, record)
+    done = transform(function, leaves, record, lambda function: rematerialized(function, args, kwargs))
+    return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
 
 
 def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:

@@ -31,7 +31,10 @@ from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
-from bridge.trace.tracing import in_level
+from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace
+
+#: The user's function, and a function that runs the transform operator by operator on the function that it is given.
+Again = tuple[Callable[..., Any], Callable[[Callable[..., Any]], Any]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,8 +44,10 @@ class Level:
     kind: str
     owner: Recorder
     parent: Level | None
-    before: tuple[int, int, int, int]  # how many entries, values, numbers and inputs the record had when it began
+    before: tuple[int, int]  # how many entries and numbers the record had when it began
+    again: Again | None  # how it is run operator by operator; None: not apart from the whole call
     open: bool = True
+    returned: tuple[Any, ...] = ()  # what its function has returned, until the transform ends
 
 
 #: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
@@ -52,9 +57,11 @@ _RECORDED = frozenset({
 })  # fmt: skip
 
 
-def _refuse(name: str) -> None:
-    if state.recorder is not None and name not in _RECORDED:
-        raise Unrecordable(name)
+def _refuse(name: str) -> bool:
+    if state.recorder is None or name in _RECORDED:
+        return False
+    state.recorder.go_on(Unrecordable(name))
+    return True
 
 
 private.asked_outside.append(_refuse)
@@ -95,6 +102,12 @@ class Recorder(TorchFunctionMode):
         self.numbers: list[Any] = []
         self.count = 0
         self.level: Level | None = None
+        self.again: Again | None = None  # of the transform that begins next
+        self.resume: Callable[[Recorder], Any] | None = None  # goes on operator by operator; None: it is not possible, or has been tried
+        self.pulls: dict[int, Callable[..., Any]] = {}  # after it was run operator by operator, what vjp and linearize have returned
+        self.refused: Unrecordable | None = None  # why it was not recorded to its end
+        self.resumed: Any = None  # the resumed.Resumed, if that has happened
+        self.within = False  # whether a rule writes down a function
         self.written: set[int] = set()
         self.writes = False  # whether any tensor was written to; it may share memory with a tensor from outside
         self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
@@ -104,7 +117,9 @@ class Recorder(TorchFunctionMode):
         self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
         self.ambient = _ambient()
-        self.forward_mode = self.ambient[2]
+        self.forward_mode, self.modes = self.ambient[2], self.ambient[4]
+        self.start: torch.Tensor | None = None  # the state of torch's generator before the call,
+        self.after: torch.Tensor | None = None  # and after it, if the function has set it back
         self.watch: Watch | None = None  # watches torch's generator; None until a random operator is recorded
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
@@ -137,69 +152,112 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = RULES.get(func)
-        if rule is not None:
-            return rule(self, func, args, kwargs or {})
-        if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
-            kwargs = {**(kwargs or {}), "device": self.default_device}
-        refs: list[int] = []
-        key: list[Any] = [func]
-        numbers = len(self.numbers)
+        if self.resumed is not None:
+            return memory_of_trace(func, args, kwargs or {})
+        entries = len(self.trace)
         try:
-            for x in args:
-                if type(x) is Recorded:
-                    if not x.level.open:
-                        raise escaped(x.level)
-                    refs.append(x.ref)
-                    key.append(x.aval)
-                else:
-                    key.append(self._static(func, x, refs))
-            if kwargs:
-                for name, x in kwargs.items():
-                    key.append(name)
-                    key.append(self._static(func, x, refs))
-        except SparseOperand:
-            del self.numbers[numbers:]
-            return self._of_sparse(func, args, kwargs or {})
-        except TypeError:  # an argument is not hashable
-            del self.numbers[numbers:]
-            return self._with_indices(func, types, args)
-        ambient = _ambient()
-        if ambient != self.ambient and (ambient[0], ambient[2:]) != (self.ambient[0], self.ambient[2:]):
-            raise Unrecordable("a mode that is entered inside")
-        key.append(ambient)
-        key.append(_grad_mode())
-        whole = tuple(key)
-        try:
-            op = process.recorded.get(whole)
-        except TypeError:
-            raise Unrecordable("an unhashable argument") from None
-        if op is None:
+            rule = RULES.get(func)
+            if rule is not None:
+                return rule(self, func, args, kwargs or {})
+            if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
+                kwargs = {**(kwargs or {}), "device": self.default_device}
+            refs: list[int] = []
+            key: list[Any] = [func]
+            numbers = len(self.numbers)
             try:
-                op = entry(func, args, kwargs or {}, self.numbers[numbers:], ambient[1])
-            except ByValue:
-                op = process.recorded[whole] = _BY_VALUE
-            except Exception as error:  # PyTorch refuses the operands; the caller may catch that
+                for x in args:
+                    if type(x) is Recorded:
+                        if not x.level.open:
+                            raise escaped(x.level)
+                        refs.append(x.ref)
+                        key.append(x.aval)
+                    else:
+                        key.append(self._static(func, x, refs))
+                if kwargs:
+                    for name, x in kwargs.items():
+                        key.append(name)
+                        key.append(self._static(func, x, refs))
+            except SparseOperand:
                 del self.numbers[numbers:]
-                found = in_words_of_vmap(getattr(func, "__name__", ""), args, error) if self.mapped() else error
-                if found is error:
-                    raise
-                raise found from None
-            else:
-                op.alike = process.alike.setdefault(_without_strides(whole), op)
-                process.recorded[whole] = op
-        if op is _BY_VALUE:
-            del self.numbers[numbers:]
-            return self.by_value(func, args, kwargs or {})
-        if op.draws:
-            self.draw(op.by_value)
-        self.trace.append((op, tuple(refs)))
-        if op.single is not None:
-            t = recorded(self.count, op.single, self.level)
-            self.tensors.append(t)
-            self.count += 1
-            return t
-        return self._results(op, args, kwargs or {})
+                return self._of_sparse(func, args, kwargs or {})
+            except TypeError:  # an argument is not hashable
+                del self.numbers[numbers:]
+                return self._with_indices(func, args)
+            ambient = _ambient()
+            if ambient != self.ambient and (ambient[0], ambient[2:]) != (self.ambient[0], self.ambient[2:]):
+                raise Unrecordable("a mode that is entered inside")
+            key.append(ambient)
+            key.append(_grad_mode())
+            whole = tuple(key)
+            try:
+                op = process.recorded.get(whole)
+            except TypeError:
+                raise Unrecordable("an unhashable argument") from None
+            if op is None:
+                try:
+                    with having(self, resume=None):  # the operator runs on meta tensors
+                        op = entry(func, args, kwargs or {}, self.numbers[numbers:], ambient[1])
+                except ByValue:
+                    op = process.recorded[whole] = _BY_VALUE
+                except Exception as error:  # PyTorch refuses the operands; the caller may catch that
+                    del self.numbers[numbers:]
+                    found = in_words_of_vmap(getattr(func, "__name__", ""), args, error) if self.mapped() else error
+                    if found is error:
+                        raise
+                    raise found from None
+                else:
+                    op.alike = process.alike.setdefault(_without_strides(whole), op)
+                    process.recorded[whole] = op
+            if op is _BY_VALUE:
+                del self.numbers[numbers:]
+                return self.by_value(func, args, kwargs or {})
+            if op.draws:
+                self.draw(op.by_value)
+            self.trace.append((op, tuple(refs)))
+            if op.single is not None:
+                t = recorded(self.count, op.single, self.level)
+                self.tensors.append(t)
+                self.count += 1
+                return t
+            return self._results(op, args, kwargs or {})
+        except Unrecordable as reason:
+            if self.within:
+                raise
+            self._drop(entries)  # a rule may have written some down
+            self.go_on(reason)
+        if args and type(args[0]) is Traced:  # a recorded tensor until now
+            func = OF_TRACED.get(func, func)
+        return memory_of_trace(func, args, kwargs or {})
+
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Write down the call of a torch function for a rule, which is refused as a whole if this is; gives its result."""
+        with having(self, within=True):
+            return self.__torch_function__(func, (), args, kwargs)
+
+    def go_on(self, reason: Unrecordable) -> None:
+        """Go on operator by operator from here, because of this; raises it if that is not possible."""
+        if self.resume is None:
+            raise reason
+        resume, self.resume, self.refused = self.resume, None, reason
+        after = self._set_back()
+        if self.watch is not None:
+            self.watch.restore()
+        self.resumed = resume(self)
+        self.pulls, self.watch = self.resumed.again.pulls, None
+        if after is not None:
+            torch.default_generator.set_state(after)
+
+    def _set_back(self) -> torch.Tensor | None:
+        """The state of torch's generator if the function has set it back to the one before the call; raises SeededInside if to another."""
+        try:
+            if self.watch is not None:
+                self.watch.check()
+            return None
+        except SeededInside:
+            now = torch.default_generator.get_state()
+            if not torch.equal(now, self.start):  # maybe one that it has asked for while it was recorded: none of PyTorch's
+                raise
+            return now
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Write down the call of a function that PyTorch does not hand to modes."""
@@ -211,14 +269,14 @@ class Recorder(TorchFunctionMode):
         finally:
             private.enter_function_mode(mode)
 
-    def _with_indices(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]) -> Any:
+    def _with_indices(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Record an indexing by numpy arrays, with tensors in their place."""
         arrays: list[Any] = []
         mapped(lambda x: arrays.append(x) if isinstance(x, np.ndarray) else None, args[1:2])
         if func not in _INDEXED or not arrays or any(x.dtype.kind not in "biu" for x in arrays):
             raise Unrecordable("an unhashable argument") from None
         index = mapped(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, args[1])
-        return self.__torch_function__(func, types, (args[0], index, *args[2:]))
+        return self.record(func, (args[0], index, *args[2:]))
 
     def _of_sparse(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a product with a sparse tensor; what else is made of sparse tensors alone is computed now: a tensor from outside."""
@@ -240,19 +298,20 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable("random numbers that depend on values")
         if self.watch is None:
             self.watch = Watch([])
+        elif self._set_back() is not None:
+            raise Unrecordable("a generator whose state is set back")
         self.watch.draw(None)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
-        start = torch.default_generator.get_state()
+        self.start = torch.default_generator.get_state()
         try:
             yield
-            if self.watch is not None:
-                self.watch.check()
+            self.after = self._set_back()
         except (SeededInside, Unrecordable, NeedsTorch) as reason:  # the function runs again from the start
             self.watch = None
-            torch.default_generator.set_state(start)
+            torch.default_generator.set_state(self.start)
             raise Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason from None
         finally:
             if self.watch is not None:
@@ -304,7 +363,7 @@ class Recorder(TorchFunctionMode):
     # -- values ------------------------------------------------------------------------------------------------------------------------
     def mapped(self) -> int:
         """How many vmaps are entered."""
-        return sum(level.kind == "vmap" for level in _around(self.level))
+        return sum(level.kind == "vmap" for level in around(self.level))
 
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
@@ -352,7 +411,7 @@ class Recorder(TorchFunctionMode):
         """The text of a tensor, with its values and the transforms around it."""
         modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
         try:
-            kinds = [level.kind for level in _around(t.level if type(t) is Recorded else None)]
+            kinds = [level.kind for level in around(t.level if type(t) is Recorded else None)]
             if self.writes or self.mapped() or not set(kinds) <= _DIFFERENTIATING:
                 return self._shown_in_transforms(t)
             text = repr(self.now([t])[0])
@@ -387,18 +446,18 @@ class Recorder(TorchFunctionMode):
     def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Enter a transform with these operands; returns the arguments of its function."""
         refs = [self.ref(t) for t in operands]
-        before = (len(self.trace), self.count, len(self.numbers), len(self.inputs))
+        before = len(self.trace), len(self.numbers)
         try:
             what = interned(Begin, kind, params, len(avals), _grad_mode())
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
-        self.level = Level(kind, self, self.level, before)
+        self.level, self.again = Level(kind, self, self.level, before, self.again), None
         return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
         refs = [self.ref(t) for t in results]
-        self.level.open, self.level = False, self.level.parent
+        self.level.returned, self.level.open, self.level = (), False, self.level.parent
         return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
@@ -433,17 +492,25 @@ class Recorder(TorchFunctionMode):
         return other
 
     def leave(self) -> None:
-        """Remove the innermost transform, whose function has raised, from the record; the user may catch the exception and go on."""
-        entries, values, numbers, inputs = self.level.before
-        self.level.open, self.level = False, self.level.parent
+        """Remove the innermost transform, whose function has raised, from the record."""
+        entries, numbers = self.level.before
         if any(type(what) is Op and (what.changed or what.draws) for what, _ in self.trace[entries:]):
-            self.broken = "a write, or random numbers, in a transform whose function raises"
-        del self.trace[entries:], self.numbers[numbers:], self.inputs[inputs:]
-        self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < values}
-        self.count, self.known = values, Known()
+            return self.go_on(Unrecordable("a write, or random numbers, in a transform whose function raises"))
+        self.level.open, self.level = False, self.level.parent
+        del self.numbers[numbers:]
+        self._drop(entries)
+
+    def _drop(self, entries: int) -> None:
+        """Forget what has been written down from this entry on."""
+        if len(self.trace) == entries:
+            return
+        self.count = sum(what.made for what, _ in self.trace[:entries])
+        del self.inputs[sum(type(what) is Input for what, _ in self.trace[:entries]) :], self.trace[entries:]
+        self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < self.count}
+        self.known = Known()
 
 
-def _around(level: Level | None) -> Iterator[Level]:
+def around(level: Level | None) -> Iterator[Level]:
     """A transform and those around it."""
     while level is not None:
         yield level

@@ -18,7 +18,7 @@ from bridge.errors import NotInLoopError
 from bridge.lowering.common import varying
 from bridge.programs.guards import within_autocast
 from bridge.record import loops
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, filled
+from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, filled
 from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
@@ -43,12 +43,12 @@ class Block:
     first: int = 0  # its own first result
 
 
-def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int]) -> tuple[Block, list[int]]:
+def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int], looped: bool = True) -> tuple[Block, list[int]]:
     """The record as a tree, and the numbers of its inputs.  The entries of a transform that has not ended run without the transform.
 
     No loop begins before the last write to a tensor: the results of a loop share no memory with its operands, as views would.
 
-    results: the numbers of the values that are wanted.
+    results: the numbers of the values that are wanted.  looped: whether steps that repeat become a loop.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
     whole = Block(None, (), 0, 0)
@@ -73,7 +73,7 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int])
             written = count
     for outer, block in itertools.pairwise(stack):
         outer.entries.append(block)
-    for block in blocks:
+    for block in blocks if looped else ():
         if block.end is not None or block is whole:
             block.entries = loops.rolled(block.entries, uses, written)
     return whole, inputs
@@ -97,6 +97,12 @@ class Run:
         self.numbers, self.used = numbers, 0
         self.pulls: dict[int, Callable[..., Any]] = {}
         self.open = False  # a transform is entered whose function is still running
+
+    def whole(self, trace: Sequence[tuple[Any, tuple[int, ...]]], inputs: Sequence[torch.Tensor]) -> None:
+        """Run a record that has ended, outside of programs."""
+        entries, numbers = parsed(trace, [], looped=False)
+        self.env.update(zip(numbers, inputs, strict=True))
+        self.run(entries.entries)
 
     def run(self, entries: Sequence[Any]) -> None:
         for entry in entries:
@@ -148,16 +154,21 @@ class Run:
         cast = op.autocast is not None or private.any_autocast()
         with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
             out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
-        self.store(self._made(op, op.outs, out), first)
+        self.store(self._made(op, op.outs, out, operands), first)
 
-    def _made(self, op: Op, outs: Any, out: Any) -> list[torch.Tensor]:
+    def _made(self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among an operator's results; raises Unrecordable if the recorded function has seen another shape or dtype."""
         if type(outs) is not Out:
             pairs = zip(outs, out, strict=True) if isinstance(outs, tuple | list) else ()
-            return [t for o, v in pairs for t in self._made(op, o, v)]
+            if type(outs) is Ref and out is not operands[outs.k]:
+                self.other(op)
+            return [t for o, v in pairs for t in self._made(op, o, v, operands)]
         if not self.open and (tuple(out.shape) != tuple(outs.aval.shape) or out.dtype != outs.aval.dtype):
             raise Unrecordable(f"{op.func}: PyTorch says that its result is {outs.aval!r}, and it is {tuple(out.shape)} {out.dtype}")
         return [out]
+
+    def other(self, op: Op) -> None:
+        """Called if an operator's result is no longer the same object as an operand."""
 
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))

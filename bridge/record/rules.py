@@ -46,7 +46,7 @@ def _iterated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kw
     t = args[0]
     if t.dim() == 0:
         raise TypeError("iteration over a 0-d tensor")
-    return iter(recorder.__torch_function__(torch.Tensor.unbind, (), (t, 0)))
+    return iter(recorder.record(torch.Tensor.unbind, (t, 0)))
 
 
 def _shown(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -66,9 +66,9 @@ def _scalar(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
     """torch.tensor and torch.as_tensor: a float becomes an input of the program, other data a tensor from outside."""
     data = args[0] if args else kwargs.get("data")
     if type(data) is float and not args[1:] and not kwargs:
-        return recorder.__torch_function__(torch.full, (), ((), data), {"dtype": torch.get_default_dtype()})
+        return recorder.record(torch.full, ((), data), {"dtype": torch.get_default_dtype()})
     if isinstance(data, torch.Tensor) and func is torch.as_tensor:
-        return data if len(args) == 1 and not kwargs else recorder.__torch_function__(torch.Tensor.to, (), (data, *args[1:]), kwargs)
+        return data if len(args) == 1 and not kwargs else recorder.record(torch.Tensor.to, (data, *args[1:]), kwargs)
     if found := tensors_in(data):
         args, kwargs = with_values((args, kwargs), recorder.now(found))
     return func(*args, **kwargs)
@@ -85,7 +85,7 @@ def _type(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     like = func(torch.empty(0, device=args[0].device), *args[1:], **kwargs)
     if isinstance(like, str):
         return func(*args, **kwargs)
-    return recorder.__torch_function__(torch.Tensor.to, (), (args[0], like.device, like.dtype))
+    return recorder.record(torch.Tensor.to, (args[0], like.device, like.dtype))
 
 
 def _sparse(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,8 +115,8 @@ def _masked_select(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...
     given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
     if set(given) != {"input", "mask"}:
         raise Unrecordable(str(func))
-    t, mask = recorder.__torch_function__(torch.broadcast_tensors, (), (given["input"], given["mask"]))
-    return recorder.__torch_function__(torch.Tensor.__getitem__, (), (t, _indices_of(recorder, mask)))
+    t, mask = recorder.record(torch.broadcast_tensors, (given["input"], given["mask"]))
+    return recorder.record(torch.Tensor.__getitem__, (t, _indices_of(recorder, mask)))
 
 
 def _repeated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,10 +125,10 @@ def _repeated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kw
     if not isinstance(repeats, torch.Tensor) or not isinstance(t, torch.Tensor) or repeats.dim() != 1 or "output_size" in given:
         raise Unrecordable(str(func))
     if dim is None:
-        t, dim = recorder.__torch_function__(torch.flatten, (), (t,)), 0
+        t, dim = recorder.record(torch.flatten, (t,)), 0
     (times,) = recorder.now([repeats])
     places = torch.repeat_interleave(torch.arange(t.shape[dim]), times if len(times) == t.shape[dim] else times.expand(t.shape[dim]))
-    return recorder.__torch_function__(torch.index_select, (), (t, dim, places))
+    return recorder.record(torch.index_select, (t, dim, places))
 
 
 def _counted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +191,7 @@ RULES: dict[Any, Any] = {
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-        lambda recorder, func, args, kwargs: recorder.__torch_function__(torch.Tensor.detach, (), args),
+        lambda recorder, func, args, kwargs: recorder.record(torch.Tensor.detach, args),
 }
 _PLACES = frozenset([*functions_of(torch.Tensor, "nonzero argwhere"), *functions_of(torch, "nonzero argwhere where")])
 #: By a torch function that needs values for its results' shapes, how it is recorded outside of vmap.
@@ -200,7 +200,7 @@ BY_VALUE = {
     **dict.fromkeys(_PLACES, _counted),
     **dict.fromkeys(
         functions_of(torch.Tensor, "__getitem__ __setitem__"),
-        lambda recorder, func, args, _: recorder.__torch_function__(func, (), (args[0], _indices_of(recorder, args[1]), *args[2:])),
+        lambda recorder, func, args, _: recorder.record(func, (args[0], _indices_of(recorder, args[1]), *args[2:])),
     ),
     **dict.fromkeys([torch.Tensor.masked_select, torch.masked_select], _masked_select),
     **dict.fromkeys([torch.Tensor.repeat_interleave, torch.repeat_interleave], _repeated),

@@ -18,7 +18,11 @@ _make = private.make_wrapper
 
 
 class Unrecordable(BaseException):
-    """The function does something that cannot be recorded; the transform starts again unrecorded, even if the user's code catches this."""
+    """The function does something that cannot be recorded.
+
+    ``Recorder.go_on`` goes on operator by operator.  Where it cannot, this is raised, and the outermost transform starts again unrecorded,
+    even if the user's code catches this.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -132,7 +136,11 @@ class Recorded(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.level.open and self.level.owner is state.recorder:
-            return self.level.owner.shown(self)
+            try:
+                return self.level.owner.shown(self)
+            except Unrecordable as reason:
+                self.level.owner.go_on(reason)
+                return repr(self)  # it is a traced tensor now
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 
 

@@ -20,9 +20,11 @@ from bridge.convert.sparse import opened
 from bridge.errors import escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
+from bridge.record import replay
 from bridge.record.escaped import fill_in
 from bridge.record.programs import run
-from bridge.record.recorder import Recorder
+from bridge.record.recorder import Again, Recorder
+from bridge.record.resumed import resume
 from bridge.record.tensor import Aval, Unrecordable, aval_of
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
@@ -34,13 +36,21 @@ _EMPTY = types.CellType()  # of a variable that is not bound yet
 _log = logging.getLogger("torchfunc_jax")
 
 
-def transform(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False) -> Any:
+class _Returned(BaseException):
+    """The function of a transform has returned this, after its call has been resumed operator by operator."""
+
+
+def transform(
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording],
+    again: Callable[[Callable[..., Any]], Any] | None, lasting: bool = False,
+) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
 
     Args:
         func: the user's function.
         leaves: those of its arguments.
         record: writes the transform down.
+        again: runs the transform on the function that it is given, if nothing is recorded; None: it has nothing to run.
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
@@ -50,40 +60,93 @@ def transform(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[
         return NOT_RECORDED
     in_jax = any(isinstance(x, jax.Array) for x in leaves)
     recorder = state.recorder
+    resumable = None if again is None else (func, again)
     if recorder is None:
-        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
-    if in_jax:
-        raise Unrecordable("a jax.Array")
+        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, resumable, lasting)
+    level = recorder.level
     with unwatched() as mode:  # only the transform's function is recorded, not its checks
-        if mode is not recorder:
-            raise Unrecordable("a torch function mode of the user's")
-        outs, build = record(recorder)
-        return build(outs)
+        try:
+            if in_jax:
+                raise Unrecordable("a jax.Array")
+            if mode is not recorder:
+                raise Unrecordable("a torch function mode of the user's")
+            found, build = _recorded(recorder, record, resumable)
+        except Unrecordable as reason:
+            if recorder.level is not level:
+                raise
+            recorder.go_on(reason)
+            return NOT_RECORDED
+        return found if build is None else build(found)
 
 
-def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
+def _recorded(recorder: Recorder, record: Callable[[Recorder], Recording], again: Again | None) -> tuple[Any, Any]:
+    """What record gives; (the transform's results, None) if the call had to be resumed operator by operator."""
+    outer, recorder.again = recorder.level, again
+    try:
+        return record(recorder)
+    except _Returned as done:
+        return recorder.resumed.result("returned", done.args[0]), None
+    except Unrecordable as reason:
+        if recorder.level is outer or not recorder.level.returned:
+            raise
+        recorder.go_on(reason)
+        return recorder.resumed.first_result(), None
+    except BaseException as error:
+        if recorder.resumed is None:
+            raise
+        if recorder.resumed.first is not None:
+            return recorder.resumed.first_result(), None
+        return recorder.resumed.result("raised", error), None
+
+
+def _outermost(
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], again: Again | None, lasting: bool
+) -> Any:
     if (process.unrecordable and _key(func, leaves) in process.unrecordable) or _ambient():
         return NOT_RECORDED
     recorder = state.recorder = Recorder(run, default_device() if private.function_modes() else None)
-    recorder.lasting = lasting
+    recorder.lasting, recorder.resume = lasting, resume
     try:
         with intercepted.intercepted(), recorder.drawing():
-            outs, build = record(recorder)
+            outs, build = _recorded(recorder, record, again)
+        if build is None:
+            return outs
         state.recorder = None
         fill_in(recorder, outs)
-        found = run(recorder, [t.ref for t in outs], True)
+        found = _run(recorder, [t.ref for t in outs])
+        if recorder.after is not None:
+            torch.default_generator.set_state(recorder.after)
         if recorder.shows_many:
             process.unrecordable.add(_key(func, leaves))
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found)
     except Unrecordable as reason:
-        process.unrecordable.add(_key(func, leaves))
-        _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), reason)
+        recorder.refused = reason
         return NOT_RECORDED
     finally:
+        if recorder.refused is not None:
+            process.unrecordable.add(_key(func, leaves))
+            _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), recorder.refused)
         state.recorder = None
         recorder.tensors.clear()
+
+
+
+
+def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Run a record that has ended, operator by operator if no program can; the values with these numbers."""
+    try:
+        return run(recorder, refs, True)
+    except Unrecordable as reason:
+        if recorder.broken is not None:  # the user's code has caught an Unrecordable
+            raise
+        recorder.refused = reason
+        with off():
+            again = replay.Run(recorder.numbers)
+            again.whole(recorder.trace, recorder.inputs)
+        recorder.pulls = again.pulls
+        return [again.env[ref] for ref in refs]
 
 
 def _key(func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -139,17 +202,32 @@ def entered(
         finish: takes func's result; returns the tensors in it, and something else for the caller.
     """
     arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
-    try:
+
+    def call() -> Any:
         args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else opened(x) for x in leaves])
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(saved_tensor_hooks.without_hooks())
-            with recorder:
-                out = func(*args, **kwargs)
+            return func(*args, **kwargs)
+
+    return inside(recorder, call, finish)
+
+
+def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], Any]) -> Any:
+    """Run the function of the transform that has just begun; what finish makes of its result."""
+    try:
+        with recorder:
+            out = call()
+        if recorder.resumed is not None:
+            raise _Returned(out)
+        recorder.level.returned = (out,)
         return finish(out)
+    except Unrecordable:  # the record is not used, or only up to here
+        raise
     except BaseException:
-        recorder.leave()
+        if recorder.resumed is None:
+            recorder.leave()  # the user may catch the exception and go on
         raise
 
 
@@ -184,10 +262,12 @@ class Kept:
             first = self.first if recorder is self.recorder else recorder.repeat(self.recorder)[self.first]
             return recorder.pull(first, operands, avals), build
 
+        if self.first in self.recorder.pulls and (self.level is None or self.level.open):
+            return build(self.recorder.pulls[self.first](operands))
         if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
             raise escaped(self.level)
         autograd.check_unchanged(self.versions)
-        done = transform(self.func, operands, record)
+        done = transform(self.func, operands, record, None)
         if done is not NOT_RECORDED:
             return done
         with off():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,18 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
+def _of_traced() -> Iterator[tuple[Any, Any]]:
+    for name, own in vars(Traced).items():
+        theirs = vars(torch.Tensor).get(name) or vars(torch.Tensor.__base__).get(name)
+        if isinstance(own, property):
+            yield theirs.__get__, own.fget
+            yield theirs.__set__, own.fset
+        elif isinstance(own, types.FunctionType) and theirs is not None:
+            yield theirs, own
+
+
+#: By a function of torch.Tensor, the one that a traced tensor has in its place.
+OF_TRACED = dict(_of_traced())
 #: Functions of files that import this one: "plan" makes an operator's plan, "intercepted" is entered while a trace is open, "graph_node"
 #: gives a tensor's grad_fn.  The file that defines such a function puts it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
@@ -358,6 +371,16 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     )
 
 
+def memory_of_trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function; one that reads a tensor from outside without an operator is given the values that the tensor has in the trace.
+
+    PyTorch's C++ would read the memory, to which the trace writes only at its end.
+    """
+    if func not in AT_MEMORY or type(args[0]) is Traced or state.level is None:
+        return func(*args, **kwargs)
+    return at_memory(func, args, kwargs, read_memory)
+
+
 class _Mode(private.DispatchMode):
     """Hands every operator called while a trace is open to ``dispatch``."""
 
@@ -407,12 +430,19 @@ def own_rule(*names: str) -> Any:
 
 
 @contextlib.contextmanager
-def root() -> Iterator[Level]:
-    """Open a trace: 64-bit types on, the dispatch mode active, a root level.  Everything is restored on exit, even after an error."""
+def joined() -> Iterator[None]:
+    """Take part in a trace: 64-bit types on, the dispatch mode active.  Everything is restored on exit, even after an error."""
     with (
         jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
-        saved_tensor_hooks.hidden_from_pytorch(), push("root") as level, _Mode(),
+        saved_tensor_hooks.hidden_from_pytorch(), _Mode(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def root() -> Iterator[Level]:
+    """Open a trace, with a root level."""
+    with push("root") as level, joined():
         try:
             yield level
         finally:

@@ -1,0 +1,384 @@
+"""Functions that turn out to be no record while they run: their Python runs once all the same, as in torch.func.
+
+Each function changes the state of Python and of a module, and then does something that cannot be recorded.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from agreement import same
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import torchfunc_jax
+from bridge.trace.levels import state
+
+X = torch.tensor([0.3, -0.7, 1.1])
+ROWS = torch.stack([X, X * 2])
+
+
+class Program:
+    """The state that a function changes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.steps, self.said = 0, list[str]()
+        self.layer, self.buffer = nn.Linear(3, 3), torch.zeros(3)
+        self.weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def seen(self) -> Any:
+        return self.steps, self.said, self.layer.training, self.buffer.tolist(), torch.rand(2).tolist()
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _in(context: Any, t: torch.Tensor) -> torch.Tensor:
+    with context:
+        return t * torch.ones(3)
+
+
+def _in_float64(t: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return t * torch.tensor(2.0).float()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _hooked(t: torch.Tensor) -> torch.Tensor:
+    if t.requires_grad:
+        t.register_hook(lambda g: g * 3)
+    return t
+
+
+def _seeded(t: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return t * torch.rand(3)
+
+
+#: What cannot be recorded.
+REFUSED: dict[str, Callable[[Program, torch.Tensor], torch.Tensor]] = {
+    "new": lambda p, t: t + t.new(3).zero_(),
+    "a generator": lambda p, t: t + torch.rand(3, generator=p.generator),
+    "a default dtype": lambda p, t: _in_float64(t),
+    "a device context": lambda p, t: _in(torch.device("cpu"), t),
+    "a dispatch mode": lambda p, t: _in(_Mode(), t),
+    "a parameter": lambda p, t: nn.Parameter(torch.full((3,), 2.0)) * t,
+    "grad_fn": lambda p, t: t if t.grad_fn is None else t * 1,
+    "resize_": lambda p, t: t + torch.empty(0).resize_(3).zero_(),
+    "a forked generator": lambda p, t: _seeded(t),
+    "a hook": lambda p, t: _hooked(t),
+    "nothing": lambda p, t: t,
+}
+
+
+# -- functions (program, torch.func or ours, argument, what cannot be recorded) --------------------------------------------------------
+def captured(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    return refused(p, p.layer(x) * p.weight) * p.weight
+
+
+def written(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    y = x.clone()
+    y.add_(1)
+    y[1:].mul_(2)
+    y = refused(p, y * 1) * 1
+    y[0] = y[1]
+    return y
+
+
+def a_buffer(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    p.buffer.add_(1)
+    y = refused(p, x * p.buffer)
+    p.buffer.mul_(2)
+    return y * p.buffer
+
+
+def nested_before(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    y = T.vmap(lambda row: row.sin() * 2)(x)
+    g = T.grad(lambda t: (t**3).sum())(y)
+    return refused(p, y * 1) * g
+
+
+def nested_around(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        p.said.append("inner")
+        z = refused(p, t.cos())
+        return (z * z * t).sum()
+
+    return T.grad(inner)(x.sin()) * x
+
+
+def nested_deep(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        def inner(u: torch.Tensor) -> torch.Tensor:
+            p.said.append("deep")
+            return (refused(p, u * t) ** 2).sum()
+
+        return (T.vmap(T.grad(inner))(torch.stack([t, t.sin()])) * t).sum()
+
+    return T.grad(outer)(x)
+
+
+def pulled_after(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    out, pull = T.vjp(lambda t: t.sin() * 2, x)
+    y = refused(p, out * 1)
+    return pull(y)[0] * y
+
+
+def pushed_around(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    out, pushed = T.jvp(lambda t: refused(p, t.sin()) * t, (x,), (x * 2,))
+    return out + pushed
+
+
+def caught(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        refused(p, t * 2)
+        raise ValueError("mine")
+
+    try:
+        T.grad(inner)(x)
+    except ValueError as error:
+        p.said.append(str(error))
+    with contextlib.suppress(RuntimeError):
+        T.grad(lambda t: refused(p, t * 2))(x)  # no scalar
+    return refused(p, x * 3)
+
+
+def drawn(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
+    y = nn.functional.dropout(x, 0.5) + torch.rand(3)
+    return refused(p, y) * torch.rand(3)
+
+
+PROGRAMS = [captured, written, a_buffer, nested_before, nested_around, nested_deep, pulled_after, pushed_around, caught, drawn]
+WAYS: dict[str, Callable[[Any, Callable[..., Any]], Any]] = {
+    "vmap": lambda T, f: T.vmap(f, randomness="different")(ROWS),
+    "grad": lambda T, f: T.grad_and_value(lambda x: (f(x).sum(), x * 2), has_aux=True)(X),
+    "vmap of grad": lambda T, f: T.vmap(T.grad(lambda x: f(x).sum()), randomness="different")(ROWS),
+    "grad of vmap": lambda T, f: T.grad(lambda rows: T.vmap(f, randomness="different")(rows).sum())(ROWS),
+    "jvp": lambda T, f: T.jvp(f, (X,), (X * 2,)),
+    "vjp": lambda T, f: (lambda out, pull: (out, pull(out)))(*T.vjp(f, X)),
+    "jacrev": lambda T, f: T.jacrev(f)(X),
+    "hessian": lambda T, f: T.hessian(lambda x: f(x).sum())(X),
+}
+#: Where we differ from torch.func whether or not a function is recorded; docs/semantics.md says how.
+DIFFER = {
+    ("a hook", "vmap"), ("a hook", "grad of vmap"), (nested_deep, "a hook"),  # called inside vmap
+    ("a hook", "jvp"), ("a hook", "hessian"),  # refused in forward mode
+    (captured, "vjp"),  # goes back through a captured tensor: the function runs again, with a changed state
+    (drawn, "a forked generator"),  # the function starts again
+    (written, "a hook"),  # refused after a use
+}
+
+
+def _run(T: Any, way: str, f: Callable[..., Any], refused: Callable[..., Any]) -> Any:
+    p = Program()
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        p.steps += 1
+        p.layer.train(not p.layer.training)
+        out = f(p, T, x * p.steps, refused)
+        p.said.append("end")
+        return out
+
+    torch.manual_seed(7)
+    try:
+        outs = WAYS[way](T, counted)
+    except RuntimeError as error:
+        return type(error), p.seen()
+    leaves = torch.utils._pytree.tree_leaves(outs)
+    grads = [torch.zeros_like(q) for q in (*p.layer.parameters(), p.weight)]
+    if any(t.requires_grad for t in leaves):
+        sum(t.sum() for t in leaves if t.requires_grad).backward()
+        grads = [g if q.grad is None else q.grad for q, g in zip((*p.layer.parameters(), p.weight), grads, strict=True)]
+    return [t.detach() for t in leaves], grads, p.seen()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", REFUSED)
+def test_python_runs_once_and_in_order(what: str, way: str) -> None:
+    for f in PROGRAMS:
+        if not DIFFER & {(what, way), (f, way), (f, what)}:
+            expected = _run(torch.func, way, f, REFUSED[what])
+            for _ in range(2):  # the second call does not try to record
+                found = _run(torchfunc_jax, way, f, REFUSED[what])
+                if isinstance(expected[0], list):
+                    same(found, expected, rtol=1e-4, atol=1e-5)
+            assert state.level is None and state.recorder is None and not state.unrecorded
+
+
+# -- autograd.Function and checkpoint ----------------------------------------------------------------------------------------------------
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, said: list[str]) -> torch.Tensor:
+        said.append("forward")
+        ctx.factor = 3
+        ctx.save_for_backward(x)
+        return x * 2 + x.new(3).zero_()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return g * ctx.saved_tensors[0] * ctx.factor, None
+
+
+class NewStyle(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, said: list[str]) -> torch.Tensor:
+        said.append("forward")
+        return x * 2 + x.new(3).zero_()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = 3
+        ctx.save_for_backward(inputs[0])
+
+    backward = OldStyle.backward
+
+
+class Captures(NewStyle):
+    @staticmethod
+    def forward(x: torch.Tensor, said: list[str]) -> torch.Tensor:
+        said.append("forward")
+        return x * 2 + torch.zeros_like(X) * X
+
+
+@pytest.mark.parametrize("way", ["vmap", "grad", "vmap of grad", "grad of vmap"])
+@pytest.mark.parametrize("cls", [OldStyle, NewStyle, Captures])
+def test_a_function_whose_forward_cannot_be_recorded(cls: Any, way: str) -> None:
+    counts = []
+    for _ in range(2):
+        said: list[str] = []
+        found = WAYS[way](torchfunc_jax, lambda x, said=said: cls.apply(x.sin(), said))
+        slope = 3 * X.sin() * X.cos()
+        slopes = torch.stack([slope, 3 * (2 * X).sin() * (2 * X).cos()])
+        expected = {
+            "vmap": ROWS.sin() * 2, "grad": (slope, ((X.sin() * 2).sum(), X * 2)), "vmap of grad": slopes, "grad of vmap": slopes,
+        }  # fmt: skip
+        same(found, expected[way])
+        counts.append(len(said))
+    assert counts[0] <= counts[1]  # JAX asks for a forward more than once; none is for the record alone
+
+
+def test_a_checkpoint_that_cannot_be_recorded() -> None:
+    runs = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        def inner(t: torch.Tensor) -> torch.Tensor:
+            runs.append(t)
+            return (t * t + t.new(3).zero_()).sum()
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+    same(torchfunc_jax.grad(f)(X), 2 * X)
+    first = len(runs)
+    same(torchfunc_jax.grad(f)(X), 2 * X)
+    assert len(runs) == 2 * first
+
+
+# -- beside numbers ------------------------------------------------------------------------------------------------------------------------
+def _stopped(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2 + x.new(3).zero_()
+    assert y.requires_grad
+    return (y * y).sum()
+
+
+def test_attributes_and_identity_of_a_tensor_stay() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.name_of_mine = "y"
+        kept = {y: 1}
+        x.new(3)
+        assert y.name_of_mine == "y" and kept[y] == 1 and y.requires_grad and not y.is_leaf and x.is_leaf
+        return y.sum()
+
+    same(torchfunc_jax.grad(f)(X), torch.full((3,), 2.0))
+
+
+def test_an_exception_of_the_user_arrives_and_leaves_nothing() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.new(3)
+        raise KeyError("mine")
+
+    for transform in (torchfunc_jax.grad, torchfunc_jax.vmap, lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f))):
+        with pytest.raises(KeyError, match="mine"):
+            transform(f)(ROWS)
+        assert state.level is None and state.recorder is None and not state.unrecorded
+    same(torchfunc_jax.grad(_stopped)(X), 8 * X)
+
+
+def test_an_interruption_ends_the_other_thread() -> None:
+    before = threading.active_count()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.new(3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torchfunc_jax.vmap(lambda x: torchfunc_jax.grad(f)(x))(ROWS)
+    for thread in threading.enumerate():
+        if thread.name == "torchfunc_jax" and thread.daemon and hasattr(thread, "user"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert threading.active_count() <= before
+    same(torchfunc_jax.grad(_stopped)(X), 8 * X)
+
+
+def test_in_several_threads_at_once() -> None:
+    found: dict[int, torch.Tensor] = {}
+
+    def work(k: int) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * k
+            y.register_hook(lambda g: g * k)
+            return (y * y).sum()
+
+        found[k] = torchfunc_jax.vmap(torchfunc_jax.grad(f))(ROWS)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for k in range(1, 7):
+        same(found[k], 2 * ROWS * k**3)
+
+
+def test_the_error_names_the_users_line() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.new(3)
+        return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(RuntimeError, match=r"data-dependent control flow.*test_resumed\.py"):
+        torchfunc_jax.vmap(f)(ROWS)
+
+
+def test_a_function_runs_once_also_with_another_module_than_before() -> None:
+    runs, holder = [], SimpleNamespace()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        y = holder.layer(x)
+        y.register_hook(lambda g: g * 2)
+        return y.sum()
+
+    for _ in range(3):  # the parameters that the last call has met are not those of this one
+        holder.layer = nn.Linear(3, 3)
+        runs.clear()
+        found = torchfunc_jax.grad(f)(X)
+        same(found, 2 * holder.layer.weight.sum(0))
+        found.sum().backward()
+        same(holder.layer.weight.grad, torch.full((3, 3), 2.0))
+        assert len(runs) == 1

@@ -19,6 +19,13 @@ def _refused(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     raise Unrecordable(str(func))
 
 
+def _graph_node(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """grad_fn.  Modules ask a new parameter for it, after a parametrization has set memory, which a trace refuses: that starts again."""
+    if type(args[0]) is not Recorded:
+        recorder.resume = None
+    raise Unrecordable(str(func))
+
+
 def _exchanged(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Functions that set a tensor's memory or grad: not even a trace can do that to a tensor from outside."""
     if type(args[0]) is not Recorded and type(args[-1]) is not type(None):
@@ -171,7 +178,6 @@ _REFUSED = [
         "apply_ map_ new requires_grad_ detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy _make_dual _unpack_dual"),
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
     *[attribute.__set__ for attribute in functions_of(torch.Tensor, "requires_grad names")],
     torch.autograd.backward, torch.autograd.grad,
 ]
@@ -187,7 +193,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(TO_PYTHON, lambda recorder, func, args, kwargs: recorder.by_value(func, args, kwargs)),
     **dict.fromkeys(functions_of(torch, _SPARSE), _sparse), **dict.fromkeys(functions_of(torch.Tensor, _SPARSE), _sparse),
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
-    torch.Tensor.new_tensor: _new_tensor,
+    torch.Tensor.new_tensor: _new_tensor, torch.Tensor.grad_fn.__get__: _graph_node,  # type: ignore[attr-defined]
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]

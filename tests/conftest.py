@@ -83,7 +83,7 @@ THINNED = {
     "test_shared_memory.py::test_memory_is_torch_funcs_under_vmap": 4,
     "test_shared_memory.py::test_memory_is_torch_funcs_under_the_other_transforms": 2,
     "test_beside_torch.py::test_a_transform_of_a_compiled_function": 4,
-    "test_resumed.py::test_python_runs_once_and_in_order": 5,
+    "test_resumed.py::test_python_runs_once_and_in_order": 5, "test_pulled_later.py::test_beside_torch_func": 5,
     "test_ambient.py::test_the_table": 4, "test_record.py::test_steps_that_repeat": 2,
     "test_record.py::test_values_of_a_captured_tensor": 4, "test_record.py::test_masks_and_indices_from_outside_are_recorded": 2,
     "test_record.py::test_values_asked_for_again_and_again": 8, "test_guards.py::test_inputs_that_share_memory": 4,

@@ -177,7 +177,6 @@ DIFFER = {
     ("a hook", "vmap"), ("a hook", "grad of vmap"), (nested_deep, "a hook"),  # called inside vmap
     (pulled_after, "a hook"),  # a cotangent with a hook: the same un-recorded from the start
     ("a hook", "jvp"), ("a hook", "hessian"),  # refused in forward mode
-    (captured, "vjp"),  # goes back through a captured tensor: the function runs again, with a changed state
     (drawn, "a forked generator"),  # the function starts again
     (written, "a hook"),  # refused after a use
 }

@@ -13,6 +13,7 @@ import torch
 from bridge import private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
+from bridge.boundary.linear import Linear
 from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
@@ -23,7 +24,6 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import Recorded, fresh
 from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
-from bridge.trace.random_keys import Place
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.storage import strides_of
 from bridge.trace.tracing import Traced, value_of
@@ -300,36 +300,30 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
-    pushes: list[Any] = []
+    pushforward = Linear()
     dtypes: list[Any] = []
-    began: list[Place] = []
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        began[:] = [Place.here()]
         body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
         with forward_mode():
             outs, push, rest = varying.linearize(body, *target.split(values), has_aux=True)
-        pushes[:], dtypes[:] = [push], [o.dtype for o in outs]
-        return Result([*outs, *rest], found[0].meta, found[0].written)
+        dtypes[:] = [o.dtype for o in outs]
+        held = pushforward.residuals(push)
+        done = found[0].after([*held, *outs, *rest], len(held))
+        done.shared.clear()
+        return done
 
-    versions = autograd.versions(target.call.arrays)
+    before = autograd.versions(target.call.arrays)
     outs, (out_spec, _) = apply(compute, target.call.arrays, func, lasting=True)
-    push = pushes.pop()
-    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(push)
+    outs = pushforward.left(outs)
+    versions = before if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) else []
     wanted = _wanted(target.diff_leaves)
 
     def jvp_fn(*tangents: Any) -> Any:
         leaves = _tangent_leaves(tangents, target.diff_spec, wanted)
-        if recorded:
-            autograd.check_unchanged(versions)
-            with transforms.off():
-                return jvp_with_argnums(began[0].again()(func), primals, tangents, None, False, False, tied=False)[1]
-
-        def forward(values: list[Any]) -> Result:
-            return Result(_in_dtypes(dtypes, push(*values)))
-
-        pushed, _ = apply(forward, leaves, func)
+        autograd.check_unchanged(versions)
+        pushed = pushforward.call(lambda push, values: Result(_in_dtypes(dtypes, push(*values))), leaves)
         return trees.unflatten(out_spec, pushed)
 
     return trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals)

@@ -14,6 +14,7 @@ import torch
 from bridge import private, private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import Call, Traceable, apply
+from bridge.boundary.linear import Linear
 from bridge.boundary.results import Result, as_gradients, conj, is_array, replaced, split_arrays
 from bridge.convert import dtypes, trees
 from bridge.lowering.common import varying
@@ -22,7 +23,6 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
-from bridge.trace.random_keys import Place
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 
@@ -293,40 +293,30 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
-    pulls: list[Any] = []
-    began: list[Place] = []
+    pullback = Linear()
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        began[:] = [Place.here()]
         body = target.body(values, "grad", finish, found, lambda meta: meta[1])
         outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
-        pulls[:] = [pull]
-        return found[0].after([*outs, *rest], 0)
+        held = pullback.residuals(pull)
+        return found[0].after([*held, *outs, *rest], len(held))
 
     before = autograd.versions(target.call.arrays)
     outs, meta = apply(compute, target.call.arrays, func, lasting=True)
+    outs = pullback.left(outs)
     out_spec, n, _ = meta
-    pull = pulls.pop()
     shapes = _shapes(outs[:n])
-    recorded = any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) or autograd.ended(pull)
-    versions = before if recorded else []
+    versions = before if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) else []
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         leaves = _converted(_cotangent_leaves(cotangents, out_spec, shapes), shapes)
         autograd.check_unchanged(versions)
 
-        def back(values: list[Any]) -> Result:
-            if not recorded:
-                return Result(as_gradients(pull([conj(c) for c in values]), "vjp"), like=target.split(target.call.arrays))
-            # the output is part of torch's graph, so the gradient must be too: pull back from the primals anew
-            inner = target.body(values[: len(target.call.where)], "grad", finish, [], lambda meta: meta[1])
-            with began[0].again():
-                _, again, _ = varying.vjp(inner, *target.split(values[: len(target.call.where)]), has_aux=True)
-            return Result(as_gradients(again([conj(c) for c in values[len(target.call.where) :]]), "vjp"))
+        def back(pull: Callable[..., Any], values: list[Any]) -> Result:
+            return Result(as_gradients(pull([conj(c) for c in values]), "vjp"), like=target.split(target.call.arrays))
 
-        grads, _ = apply(back, [*target.call.arrays, *leaves] if recorded else leaves, func)
-        return trees.unflatten(target.diff_spec, grads)
+        return trees.unflatten(target.diff_spec, pullback.call(back, leaves))
 
     return build(outs, meta, vjp_fn)
 

@@ -107,7 +107,7 @@ def apply(
     Args:
         compute: maps the leaves' JAX values to a Result; may be run more than once.
         leaves: torch tensors (also traced ones) and jax.Arrays.
-        fn: the user's function; its captured tensors are remembered under it.
+        fn: the user's function, if the computation runs it; its captured tensors are remembered under it.
         lasting: values of the computation are used after it has returned, for example by the pullback of vjp.
 
     Returns:
@@ -194,7 +194,7 @@ def _outermost(
         outs, meta, _, writes, shared = direct(compute, leaves, AtOnce(), lasting)
         write_back(writes)
         return placed(outs, shared), meta
-    known, drawn = known_captures(fn), AtOnce()
+    known, drawn = [] if fn is None else known_captures(fn), AtOnce()
     given = {id(x) for x in leaves}
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     while True:
@@ -206,7 +206,8 @@ def _outermost(
         ids = {id(t) for t in known}
         if all(id(t) in ids for t in captured):
             write_back(writes)
-            remember(fn, captured)
+            if fn is not None:
+                remember(fn, captured)
             return placed(outs if wanted or captured else [t.detach() for t in outs], shared), meta
         # the closure scan missed tensors that require grad: run again with them as differentiable inputs; the first run writes nothing
         known = captured

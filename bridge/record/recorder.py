@@ -240,8 +240,7 @@ class Recorder(TorchFunctionMode):
             raise reason
         resume, self.resume, self.refused = self.resume, None, reason
         after = self._set_back()
-        if self.watch is not None:
-            self.watch.restore()
+        self.draw_again()
         self.resumed = resume(self)
         self.pulls, self.watch = self.resumed.again.pulls, None
         if after is not None:
@@ -302,6 +301,11 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable("a generator whose state is set back")
         self.watch.draw(None)
 
+    def draw_again(self) -> None:
+        """Give torch's generator the state back from which the record has drawn, before its numbers are drawn again."""
+        if self.watch is not None:
+            self.watch.restore()
+
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
@@ -314,8 +318,7 @@ class Recorder(TorchFunctionMode):
             torch.default_generator.set_state(self.start)
             raise Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason from None
         finally:
-            if self.watch is not None:
-                self.watch.restore()
+            self.draw_again()
 
     def _results(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))

@@ -123,6 +123,7 @@ def _outermost(
         return build(found)
     except Unrecordable as reason:
         recorder.refused = reason
+        recorder.draw_again()
         return NOT_RECORDED
     finally:
         if recorder.refused is not None:
@@ -130,8 +131,6 @@ def _outermost(
             _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), recorder.refused)
         state.recorder = None
         recorder.tensors.clear()
-
-
 
 
 def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -142,6 +141,7 @@ def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
         if recorder.broken is not None:  # the user's code has caught an Unrecordable
             raise
         recorder.refused = reason
+        recorder.draw_again()
         with off():
             again = replay.Run(recorder.numbers)
             again.whole(recorder.trace, recorder.inputs)

@@ -76,7 +76,11 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     if not in_shard_map():
         return found
     wanted = [axes(p) for p in primals]
-    return found[0], lambda *tangents: found[1](*map(over, tangents, wanted)), *found[2:]
+    return found[0], jax.tree_util.Partial(functools.partial(_pushed, wanted), found[1]), *found[2:]
+
+
+def _pushed(wanted: Sequence[Axes], push: Callable[..., Any], *tangents: Any) -> Any:
+    return push(*map(over, tangents, wanted))
 
 
 def no_tangent(x: Any) -> SymbolicZero:

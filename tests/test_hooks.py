@@ -1,6 +1,7 @@
 """Hooks on gradients inside transforms and jitted functions, beside torch.func and plain PyTorch; numbers change between calls."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from agreement import same
 from autograd_functions import SavesItsOutput
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
+from bridge import from_jax
+from bridge.record import transforms
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 MASK = torch.tensor([1.0, 0.0, 2.0])
@@ -268,3 +272,66 @@ def test_second_derivatives_through_a_hook_on_what_an_operator_saves(operator: s
             torch.autograd.grad((g * g).sum(), x)
     elif loss is not torch.sum:
         same(torch.autograd.grad((g * g).sum(), x), torch.autograd.grad((expected * expected).sum(), theirs))
+
+
+# -- a hook that is registered after a use -------------------------------------------------------------------------------------------------
+def _into_zeros(y: torch.Tensor) -> torch.Tensor:
+    z = y.new_zeros(4)
+    z[:3] = y
+    return z
+
+
+class _Sine(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+P = torch.tensor([0.3, -0.7, 1.1])
+USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "an operator": lambda T, y: y.sin(), "a view": lambda T, y: y[1:], "a write": lambda T, y: torch.zeros_like(y).add_(y),
+    "an assignment": lambda T, y: _into_zeros(y), "a list": lambda T, y: torch.cat([y, y]), "unbind": lambda T, y: sum(y.unbind()),
+    "a keyword": lambda T, y: torch.add(input=P, other=y), "grad": lambda T, y: T.grad(lambda t: (t**3).sum())(y),
+    "captured by grad": lambda T, y: T.grad(lambda t: (t * y).sum())(P), "vjp": lambda T, y: T.vjp(torch.sin, y)[0],
+    "a pullback": lambda T, y: T.vjp(torch.sin, P)[1](y)[0], "jvp": lambda T, y: T.jvp(torch.sin, (P,), (y,))[1],
+    "vmap": lambda T, y: T.vmap(torch.sin)(y), "jacrev": lambda T, y: T.jacrev(torch.sin)(y).sum(0),
+    "a Function": lambda T, y: _Sine.apply(y),
+    "a checkpoint": lambda T, y: checkpoint(torch.sin, y, use_reentrant=False) if T is torchfunc_jax else y.sin(),
+    "from_jax": lambda T, y: from_jax(jnp.sin)(y) if T is torchfunc_jax else y.sin(),
+    "functional_call": lambda T, y: T.functional_call(torch.nn.LayerNorm(3), {"bias": y}, (P,)),
+    "attention": lambda T, y: torch.nn.functional.scaled_dot_product_attention(*[y[None, None]] * 3).flatten(),
+}
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap of grad"])
+@pytest.mark.parametrize("name", USES)
+def test_a_hook_around_a_use_is_called_or_refused(name: str, way: str) -> None:
+    def f(T: Any, argument: bool, before: bool) -> torch.Tensor:
+        def g(x: torch.Tensor) -> torch.Tensor:
+            y = x if argument else x.sin() * 1.5
+            if before:
+                y.register_hook(lambda g: g * 3)
+            z = USES[name](T, y)
+            if not before:
+                y.register_hook(lambda g: g * 3)
+            return z.sin().sum() + (y**2).sum()
+
+        return T.grad(g)(P.clone()) if way == "grad" else T.vmap(T.grad(g))(torch.stack([P, P * 2]))
+
+    for argument in (False, True):
+        expected = f(torch.func, argument, True)
+        for recorded in (True, False):
+            with contextlib.nullcontext() if recorded else transforms.off():
+                torch.testing.assert_close(f(torchfunc_jax, argument, True), expected, rtol=1e-4, atol=1e-5)
+                with pytest.raises(RuntimeError, match="used already"):
+                    f(torchfunc_jax, argument, False)

@@ -175,7 +175,6 @@ WAYS: dict[str, Callable[[Any, Callable[..., Any]], Any]] = {
 #: Where we differ from torch.func whether or not a function is recorded; docs/semantics.md says how.
 DIFFER = {
     ("a hook", "vmap"), ("a hook", "grad of vmap"), (nested_deep, "a hook"),  # called inside vmap
-    (pulled_after, "a hook"),  # a cotangent with a hook: the same un-recorded from the start
     ("a hook", "jvp"), ("a hook", "hessian"),  # refused in forward mode
     (drawn, "a forked generator"),  # the function starts again
     (written, "a hook"),  # refused after a use

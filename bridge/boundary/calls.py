@@ -117,6 +117,8 @@ def apply(
         state.recorder.go_on(Unrecordable(f"{compute}"))
     if state.level is not None:
         level = state.level
+        if torch.is_grad_enabled():
+            operands.note_use(leaves)
         values = [value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves]
         met_before, level.met = level.met, {}
         try:

@@ -109,6 +109,8 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
         return gradient_hooks.module_hooks(ctx, args)
     if cls is private.Dirichlet:  # the lowering of the operator that it calls has its derivative
         return cls.forward(ctx, *args)
+    if torch.is_grad_enabled():
+        operands.note_use(trees.flatten(args)[0])
     op = private.operator_without_formula(cls)
     if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
         return dispatch(op, args[:-1], args[-1].keyword_only_args)

@@ -37,6 +37,16 @@ def value_in(x: Any) -> Any:
     return value_of(x) if isinstance(x, torch.Tensor) else x
 
 
+def note_use(args: Sequence[Any]) -> None:
+    """Note that a derivative goes back to these arguments, some of them lists of tensors: a hook that is registered later would miss it."""
+    for x in args:
+        kind = type(x)
+        if kind is Traced:
+            x.node.used = True
+        elif kind is list or kind is tuple:
+            note_use(x)
+
+
 def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     given = kwargs.get("device")
     if given is not None:
@@ -88,9 +98,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if not torch.is_grad_enabled():
             out = stop(out)
         else:
-            for x in args:
-                if type(x) is Traced:
-                    x.node.used = True
+            note_use(args)
             if state.level.root.recorded:
                 saved_tensor_hooks.refuse_hooks()
                 out = requires_grad.tie(out, values, no_grad)

@@ -15,7 +15,7 @@ from bridge.lowering.common.promotion import cast, constant
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
-from bridge.operators.operands import stop, value_in
+from bridge.operators.operands import note_use, stop, value_in
 from bridge.trace import pieces
 from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
 
@@ -38,7 +38,11 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(
                 f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
             ) from None
-    store(target, stop(value) if not torch.is_grad_enabled() else value)
+    if torch.is_grad_enabled():
+        note_use((source,))
+    else:
+        value = stop(value)
+    store(target, value)
     return target
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge import private
+from bridge.boundary.results import inexact_dtype
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
@@ -46,6 +47,7 @@ class Level:
     parent: Level | None
     before: tuple[int, int]  # how many entries and numbers the record had when it began
     again: Again | None  # how it is run operator by operator; None: not apart from the whole call
+    arguments: range  # the numbers of its function's arguments
     open: bool = True
     returned: tuple[Any, ...] = ()  # what its function has returned, until the transform ends
 
@@ -71,6 +73,7 @@ _WHOLE = 2  # how often the whole record so far is run when Python asks for valu
 _SHOWN = 8  # a function that shows more tensors in this way runs operator by operator from its next call on
 _REPLAYED = 50_000  # how many entries run for that in one call, a matter of seconds; then the function starts again
 _DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
+_OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}  # transforms whose results are computed from derivatives
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
@@ -109,6 +112,7 @@ class Recorder(TorchFunctionMode):
         self.resumed: Any = None  # the resumed.Resumed, if that has happened
         self.within = False  # whether a rule writes down a function
         self.written: set[int] = set()
+        self.with_grad: set[int] = set()  # the numbers of the values that require grad
         self.writes = False  # whether any tensor was written to; it may share memory with a tensor from outside
         self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
         self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
@@ -140,11 +144,15 @@ class Recorder(TorchFunctionMode):
             self.count += 1
             self.inputs.append(t)
             self.trace.append((interned(Input, aval_of(t)), ()))
+            if t.requires_grad:
+                self.with_grad.add(found)
         return found
 
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
         self.tensors.append(t)
+        if what.requires_grad:
+            self.with_grad.add(self.count)
         self.count += 1
         return t
 
@@ -215,10 +223,7 @@ class Recorder(TorchFunctionMode):
                 self.draw(op.by_value)
             self.trace.append((op, tuple(refs)))
             if op.single is not None:
-                t = recorded(self.count, op.single, self.level)
-                self.tensors.append(t)
-                self.count += 1
-                return t
+                return self.made(op.single)
             return self._results(op, args, kwargs or {})
         except Unrecordable as reason:
             if self.within:
@@ -328,7 +333,9 @@ class Recorder(TorchFunctionMode):
             if type(t) is Recorded:
                 if what.requires_grad and not t.aval.requires_grad:
                     t.requires_grad_()
+                    self.with_grad.add(t.ref)
                 t.aval = what
+                self.written.add(t.ref)
             else:
                 self.written.add(self.by_id[id(t)])
         return self._built(op.outs, tensors)
@@ -454,18 +461,35 @@ class Recorder(TorchFunctionMode):
             what = interned(Begin, kind, params, len(avals), _grad_mode())
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
-        self.level, self.again = Level(kind, self, self.level, before, self.again), None
+        arguments = range(self.count, self.count + len(avals))
+        self.level, self.again = Level(kind, self, self.level, before, self.again, arguments), None
         return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
-        refs = [self.ref(t) for t in results]
-        self.level.returned, self.level.open, self.level = (), False, self.level.parent
+        refs, level = [self.ref(t) for t in results], self.level
+        if level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level):
+            avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
+        level.returned, level.open, self.level = (), False, level.parent
         return self._noted(interned(End, params, len(avals)), refs, avals)
+
+    def _goes_back(self, level: Level) -> bool:
+        """Whether a transform that ends takes what requires grad, outside of it, as an operand or from around its function."""
+        (begin, operands), *entries = self.trace[level.before[0] :]
+        if not begin.grad or not self.with_grad:
+            return False
+        first = level.arguments.start
+        return not self.with_grad.isdisjoint(operands) or any(
+            what.aval.requires_grad if type(what) is Input else any(r < first and r in self.with_grad for r in refs)
+            for what, refs in entries
+        )
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Call the function that vjp or linearize has returned (see ``Pull``); returns its results."""
-        return self._noted(interned(Pull, node, len(avals)), [self.ref(t) for t in operands], avals)
+        refs = [self.ref(t) for t in operands]
+        if _grad_mode() and not self.with_grad.isdisjoint((node, *refs)):
+            avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
+        return self._noted(interned(Pull, node, len(avals)), refs, avals)
 
     def _noted(self, what: Any, refs: Sequence[int], avals: Sequence[Aval]) -> list[Recorded]:
         self.trace.append((what, tuple(refs)))
@@ -484,6 +508,8 @@ class Recorder(TorchFunctionMode):
             self.trace.append((what, tuple([found[r] for r in refs])))
             found += range(self.count, self.count + what.made)
             self.count += what.made
+        if not self.with_grad.isdisjoint(found):
+            self.with_grad.update(found)
         self.numbers += other.numbers
         return found
 
@@ -510,6 +536,7 @@ class Recorder(TorchFunctionMode):
         self.count = sum(what.made for what, _ in self.trace[:entries])
         del self.inputs[sum(type(what) is Input for what, _ in self.trace[:entries]) :], self.trace[entries:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < self.count}
+        self.with_grad = {number for number in self.with_grad if number < self.count}
         self.known = Known()
 
 

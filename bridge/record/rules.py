@@ -147,6 +147,13 @@ def _counted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     return func(*args, **kwargs)
 
 
+def _is_leaf(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    (t,) = args
+    if type(t) is not Recorded or not t.aval.requires_grad:
+        return func(*args, **kwargs)
+    return t.ref in t.level.arguments and t.ref not in recorder.written
+
+
 TO_PYTHON = frozenset([
     *functions_of(torch.Tensor, "item __bool__ __float__ __int__ __index__ __complex__ tolist __contains__ equal allclose"),
     *functions_of(torch, "equal allclose is_nonzero"),
@@ -164,7 +171,7 @@ _PASSED = [
     ),
     *[attribute.__get__ for attribute in functions_of(
         torch.Tensor,
-        "shape dtype device ndim requires_grad is_leaf layout itemsize nbytes names name grad output_nr retains_grad "
+        "shape dtype device ndim requires_grad layout itemsize nbytes names name grad output_nr retains_grad "
         "is_cuda is_cpu is_sparse is_meta is_quantized is_nested is_mkldnn is_xpu is_mps is_sparse_csr is_vulkan is_mtia is_xla is_ipu "
         "is_maia _base _version _backward_hooks _cdata",
     )],
@@ -195,6 +202,7 @@ RULES: dict[Any, Any] = {
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
     torch.Tensor.new_tensor: _new_tensor, torch.Tensor.grad_fn.__get__: _graph_node,  # type: ignore[attr-defined]
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
+    torch.Tensor.is_leaf.__get__: _is_leaf,  # type: ignore[attr-defined]
     torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.record(torch.Tensor.detach, args),

@@ -76,3 +76,18 @@ def test_requires_grad_and_is_leaf(name: str, around: str) -> None:
     assert seen(torchfunc_jax) == expected
     with transforms.off():
         assert seen(torchfunc_jax) == expected
+
+
+@pytest.mark.parametrize("around", ["grad", "vjp", "grad of grad"])
+def test_allclose_beside_a_captured_tensor_that_requires_grad(around: str) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    found = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * weight
+        found.append((torch.allclose(y, y * 1), torch.allclose(y, x)))
+        return y.sum()
+
+    with transforms.off():  # a record gives the values to PyTorch
+        AROUND[around](torchfunc_jax, f)
+    assert set(found) == {(True, False)}

@@ -82,6 +82,8 @@ def _linked(out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[ja
         return out
     if isinstance(out, jax.Array):
         return out if no_grad or not _inexact(out) or depends(out) else _tied(out, linked)
+    if not isinstance(out, tuple | list):  # a Python value, as that of torch.allclose
+        return out
     return type(out)(v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
 
 

@@ -381,3 +381,20 @@ def test_a_function_runs_once_also_with_another_module_than_before() -> None:
         found.sum().backward()
         same(holder.layer.weight.grad, torch.full((3, 3), 2.0))
         assert len(runs) == 1
+
+
+def test_a_function_runs_once_also_if_an_earlier_call_did_not_use_what_it_captures() -> None:
+    runs, weight = [], torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    used = SimpleNamespace(now=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        with torch.set_grad_enabled(used.now):
+            y = x.sin() * weight
+        return (y * x + x.new(3).zero_()).sum()
+
+    for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f))):
+        for used.now in (False, True, False, False, True, True):
+            runs.clear()
+            transform(f)(ROWS)
+            assert len(runs) == 1

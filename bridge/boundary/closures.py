@@ -41,20 +41,16 @@ def _identity(fn: Any) -> Any:
 
 
 def known(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """The tensors that fn captures and that require grad: those that its last run used, and those that it did not reach then."""
+    """The tensors that fn captures and that require grad: those that its last run used, and all that it reaches, used or not."""
+    last = [t for t in (ref() for ref in process.captured.get(_identity(fn), ())) if t is not None and t.requires_grad]
+    ids = set(map(id, last))
     found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
-    found = [t for t in found if not t._backward_hooks]  # if one is not used in the end, PyTorch would call its hooks with None
-    key = _identity(fn)
-    used, reached = process.captured.get(key, ((), ()))
-    last = [t for t in (ref() for ref in used) if t is not None and t.requires_grad]
-    met = {id(t) for t in (ref() for ref in (*used, *reached)) if t is not None}
-    if len(process.captured) >= 4096:
-        process.captured.clear()
-    process.captured[key] = used, tuple(map(weakref.ref, found))
-    return last + [t for t in found if id(t) not in met]
+    # if a tensor is not used in the end, PyTorch would call its hooks with None
+    return last + [t for t in found if id(t) not in ids and not t._backward_hooks]
 
 
 def remember(fn: Callable[..., Any], captured: list[torch.Tensor]) -> None:
     """Note the captured tensors that require grad and that this run of fn used, for ``known``."""
-    key = _identity(fn)
-    process.captured[key] = tuple(map(weakref.ref, captured)), process.captured.get(key, ((), ()))[1]
+    if len(process.captured) >= 4096:
+        process.captured.clear()
+    process.captured[_identity(fn)] = tuple(map(weakref.ref, captured))

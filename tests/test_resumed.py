@@ -254,6 +254,30 @@ class Captures(NewStyle):
         return x * 2 + torch.zeros_like(X) * X
 
 
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, said: list[str]) -> torch.Tensor:
+        ctx.save_for_backward(x.cos())
+        ctx.mark_dirty(x)
+        return x.sin_()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return g * ctx.saved_tensors[0], None
+
+
+def test_a_function_that_writes_to_its_argument_beside_a_list() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return Dirty.apply(x * 1, ["no key of a record"])
+
+    for _ in range(2):
+        same(torchfunc_jax.vmap(f)(ROWS), ROWS.sin())
+        same(torchfunc_jax.grad(lambda x: f(x).sum())(X), X.cos())
+        rows = ROWS.clone().requires_grad_()
+        torchfunc_jax.vmap(f)(rows).sum().backward()
+        same(rows.grad, ROWS.cos())
+
+
 @pytest.mark.parametrize("way", ["vmap", "grad", "vmap of grad", "grad of vmap"])
 @pytest.mark.parametrize("cls", [OldStyle, NewStyle, Captures])
 def test_a_function_whose_forward_cannot_be_recorded(cls: Any, way: str) -> None:

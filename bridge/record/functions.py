@@ -5,6 +5,7 @@ Of a Function, its forward is written down, with the values that its context kee
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class _Ended:
 
 def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
     """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward down, with what its context keeps."""
+    if _may_mark_dirty(cls):
+        state.recorder.resume = None  # PyTorch, which is applying the Function, would see a leaf that is written to
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
     refused = None
@@ -71,6 +74,11 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
         return out
 
     return forward
+
+
+def _may_mark_dirty(cls: type[torch.autograd.Function]) -> bool:
+    """Whether the forward of a Function names ``ctx.mark_dirty``."""
+    return any("mark_dirty" in f.__code__.co_names for f in (cls.forward, cls.setup_context) if isinstance(f, types.FunctionType))
 
 
 class _Call:
@@ -160,7 +168,7 @@ class _Call:
             refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
             mine = arguments[0].ref
             if ctx.dirty_tensors:
-                recorder.resume = None  # PyTorch, which is applying the Function, would see a leaf that is written to
+                recorder.resume = None  # as in ``_function``
             if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
                 raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
             no_gradient = ctx.non_differentiable

@@ -36,7 +36,8 @@ OPTIONAL = {
     "functorch": "not in every version of PyTorch",
     "orbax": "an extra, torchfunc-jax[checkpoints]; importing it takes seconds",
     "safetensors": "an extra, torchfunc-jax[checkpoints]",
-    "bridge.private -> a computed name": "functions of PyTorch's that not every version has; flex_attention's module takes seconds",
+    "bridge.private -> a computed name": "functions of PyTorch's that not every version has",
+    "bridge.private_calls -> a computed name": "functions of PyTorch's that not every version has; flex_attention's module takes seconds",
 }
 
 #: Mutable state at module level: name -> why it is there.  At most LIMIT of them.
@@ -48,7 +49,7 @@ STATE: dict[str, str] = {
     "bridge.lowering.registry.OVERRIDDEN": "the operators that users have registered again",
     "bridge.trace.tracing.OWN_RULES": "the registry of operators that need more than arrays, filled at import",
     "bridge.programs.guards._usual": "the answer to the question for ambient state that is asked at each call",
-    "bridge.private._applied": "the autograd.Function that is being applied, for each thread",
+    "bridge.private_calls._applied": "the autograd.Function that is being applied, for each thread",
 }
 
 _CHANGING = frozenset({

@@ -241,11 +241,6 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
-def ended(pull: Callable[..., Any]) -> bool:
-    """Whether a pullback holds tracers of a trace that has ended (a trace for torch's autograd on which no output depends)."""
-    return tracing.state.level is None and any(isinstance(v, jax.core.Tracer) for v in jax.tree_util.tree_leaves(pull))
-
-
 def addresses(pull: Callable[..., Any]) -> set[int]:
     """The addresses, in this process's memory, of the arrays that a pullback reads."""
     return {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if tensors.is_local(a)}

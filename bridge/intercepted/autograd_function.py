@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 
-from bridge import private, private_jax
+from bridge import private, private_calls, private_jax
 from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
@@ -53,9 +53,9 @@ def intercepted() -> Iterator[None]:
     """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look whether their thread has a trace open."""
     with _lock:
         if process.open_traces == 0:
-            private.redirect(True)
-            private.answer_apply(forward_in_trace)
-            private.answer_scripts(torch_script.called)
+            private_calls.redirect(True)
+            private_calls.answer_apply(forward_in_trace)
+            private_calls.answer_scripts(torch_script.called)
         process.open_traces += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
@@ -63,9 +63,9 @@ def intercepted() -> Iterator[None]:
         with _lock:
             process.open_traces -= 1
             if process.open_traces == 0:
-                private.answer_apply(None)
-                private.answer_scripts(None)
-                private.redirect(False)
+                private_calls.answer_apply(None)
+                private_calls.answer_scripts(None)
+                private_calls.redirect(False)
 
 
 def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
@@ -79,7 +79,7 @@ def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -
     if state.level is None:
         if state.recorder is not None:
             return entries.PARTS["function"](cls, recording, forward_mode)
-        private.outside_of_traces("autograd.Function")
+        private_calls.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context
 
@@ -90,7 +90,7 @@ def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -
         with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
             out = _applied(cls, ctx, args)
         if new_style and not _has_node(args, recording):
-            private.skip_setup_context(cls)
+            private_calls.skip_setup_context(cls)
         return out
 
     return forward

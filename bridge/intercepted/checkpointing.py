@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from bridge import private
+from bridge import private_calls
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.record.entries import PARTS
@@ -16,7 +16,7 @@ from bridge.trace.levels import push, state
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
     if state.level is None and state.recorder is None:
-        return private.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
+        return private_calls.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
     for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
         kwargs.pop(option, None)
     return (PARTS["checkpoint"] if state.level is None else rematerialized)(function, args, kwargs)
@@ -43,4 +43,4 @@ def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return put_together(*apply(compute, call.arrays, function))
 
 
-private.IN_TRACES["checkpoint"] = checkpoint
+private_calls.IN_TRACES["checkpoint"] = checkpoint

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import private
+from bridge import private_calls
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
@@ -87,7 +87,7 @@ def _known(pred: Any) -> bool | None:
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
     """torch.cond: both branches are traced, and ``lax.cond`` chooses one."""
     if state.level is None:
-        return private.original("cond")(pred, true_fn, false_fn, operands)
+        return private_calls.original("cond")(pred, true_fn, false_fn, operands)
     known = _known(pred)
     if known is not None:
         return (true_fn if known else false_fn)(*operands)
@@ -105,7 +105,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, additional_inputs: Any = ()) -> Any:
     """torch's while_loop as ``lax.while_loop``; it has forward mode only, as in JAX, unless the number of steps is known."""
     if state.level is None:
-        return private.original("while_loop")(cond_fn, body_fn, carried_inputs)
+        return private_calls.original("while_loop")(cond_fn, body_fn, carried_inputs)
     carry = tuple(carried_inputs)
     while known := _known(cond_fn(*carry, *additional_inputs)):
         out = body_fn(*carry, *additional_inputs)
@@ -123,14 +123,14 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
 def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
     """torch's map: f is called for each index of the first dimension of xs, one after the other, by ``scan``."""
     if not traced(xs, args):
-        return private.original("map")(f, xs, *args)
+        return private_calls.original("map")(f, xs, *args)
     return scan(lambda _, x: ((), f(x, *args)), (), xs)[1]
 
 
 def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False, **_: Any) -> tuple[Any, Any]:
     """torch's scan as ``lax.scan`` along dim."""
     if not traced(init, xs):
-        return private.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
+        return private_calls.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
     flat_xs, xs_spec = trees.flatten(xs)
     if not flat_xs or not all(isinstance(x, torch.Tensor) for x in flat_xs):
         raise RuntimeError("scan() operator requires xs leaves: expected at least one tensor, and tensors only")
@@ -170,7 +170,7 @@ def _steps(combine_fn: Callable[..., Any], init: Any, flat_xs: Sequence[Any], xs
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
     """torch's associative_scan as ``lax.associative_scan`` along dim."""
     if not traced(xs):
-        return private.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
+        return private_calls.original("associative_scan")(combine_fn, xs, dim, reverse, combine_mode)
     body = _Body(combine_fn, (xs, xs), "associative_scan: combine_fn")
 
     def compute(values: list[Any]) -> list[Any]:
@@ -182,4 +182,4 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     return trees.unflatten(trees.flatten(xs)[1], body.run(compute))
 
 
-private.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})
+private_calls.IN_TRACES.update({"cond": cond, "while_loop": while_loop, "map": map, "scan": scan, "associative_scan": associative_scan})

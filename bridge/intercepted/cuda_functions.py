@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge import private
+from bridge import private_calls
 from bridge.boundary.calls import plain
 from bridge.errors import at_line
 from bridge.operators import packed_sequences
@@ -37,26 +37,26 @@ def _attention_on_cuda(
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     """torch.nn.functional.multi_head_attention_forward; in a trace it calls the function above, which it would not ask for a rule."""
-    own = private.original("multi_head_attention") if state.level is None else _with_rule()
+    own = private_calls.original("multi_head_attention") if state.level is None else _with_rule()
     return own(*args, **kwargs)
 
 
 def flatten_parameters(layer: torch.nn.RNNBase) -> None:
     """RNNBase.flatten_parameters, which a recurrent layer on CUDA calls if its weights have changed; it asks for their addresses."""
     if state.level is None and state.recorder is None:
-        private.original("flatten_parameters")(layer)
+        private_calls.original("flatten_parameters")(layer)
 
 
 def jiterator(*args: Any, **kwargs: Any) -> Any:
     """A kernel of torch.cuda.jiterator, which reads at the addresses of tensors and does not ask whether they have memory."""
     if state.level is None or not torch.cuda.is_available():
-        return private.original("jiterator")(*args, **kwargs)
+        return private_calls.original("jiterator")(*args, **kwargs)
     raise RuntimeError(f"torch.cuda.jiterator: {NO_KERNEL}{at_line()}")
 
 
 @functools.cache
 def _with_rule() -> Callable[..., Any]:
-    function: Any = private.original("multi_head_attention")
+    function: Any = private_calls.original("multi_head_attention")
     space = {**function.__globals__, "scaled_dot_product_attention": functools.partial(_attention, F.scaled_dot_product_attention)}
     return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
@@ -121,4 +121,4 @@ FUNCTIONS: dict[Any, Any] = {
     F.scaled_dot_product_attention: _attention, torch._VF.lstm_cell: _lstm_cell, torch._VF.gru_cell: _gru_cell,
     **{getattr(torch._VF, kind): _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
-private.IN_TRACES.update(multi_head_attention=multi_head_attention, jiterator=jiterator, flatten_parameters=flatten_parameters)
+private_calls.IN_TRACES.update(multi_head_attention=multi_head_attention, jiterator=jiterator, flatten_parameters=flatten_parameters)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private
+from bridge import private_calls
 from bridge.intercepted.control_flow import _Body
 from bridge.trace.levels import state
 from bridge.trace.tracing import value_of, wrap
@@ -23,8 +23,8 @@ from bridge.trace.tracing import value_of, wrap
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, on traced tensors if this thread has a trace open."""
     if state.level is None:
-        return private.original("flex_attention")(*args, **kwargs)
-    return private.flex_attention_around(_dense)(*args, **kwargs)
+        return private_calls.original("flex_attention")(*args, **kwargs)
+    return private_calls.flex_attention_around(_dense)(*args, **kwargs)
 
 
 def _dense(
@@ -71,4 +71,4 @@ def _everywhere(what: str, fn: Callable[..., Any], shape: Sequence[int], *scores
     return wrap(at(*values, *(jnp.arange(n, dtype=jnp.int64) for n in shape)))
 
 
-private.IN_TRACES["flex_attention"] = flex_attention
+private_calls.IN_TRACES["flex_attention"] = flex_attention

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from bridge import private
+from bridge import private, private_calls
 from bridge.errors import at_line
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
@@ -90,7 +90,7 @@ def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = Fal
             )
     # PyTorch's engine has a thread for each CUDA device, in which no trace is open
     with contextlib.nullcontext() if level is None else set_multithreading_enabled(False):
-        found = private.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        found = private_calls.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
     for t in leaves:
         with private.below_python():
             grad = t.grad if t.is_leaf else None
@@ -138,14 +138,14 @@ def _behind(nodes: Iterable[Any]) -> list[Any]:
 
 def _optimizer_zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
     if state.level is None or not set_to_none:
-        private.original("optimizer_zero_grad")(optimizer, set_to_none)
+        private_calls.original("optimizer_zero_grad")(optimizer, set_to_none)
         return
     _without_gradients(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _module_zero_grad(module: Any, set_to_none: bool = True) -> None:
     if state.level is None or not set_to_none:
-        private.original("module_zero_grad")(module, set_to_none)
+        private_calls.original("module_zero_grad")(module, set_to_none)
         return
     _without_gradients(module.parameters())
 
@@ -159,21 +159,21 @@ def _without_gradients(parameters: Iterable[torch.Tensor]) -> None:
 def _step_number(x: Any) -> Any:
     """How many steps an optimizer has made: it is computed with in double precision, as Python computes with the number."""
     if not state.jitting or not isinstance(x, torch.Tensor):
-        return private.original("optimizer_number")(x)
+        return private_calls.original("optimizer_number")(x)
     return x.double()
 
 
 def _saved_as(t: torch.Tensor) -> tuple[int, int, int]:
     """By what allow_mutation_on_saved_tensors knows a saved tensor: one of a trace has no address, but a node whose root is its memory."""
-    return (id(t), id(t.node.root), t._version) if type(t) is Traced else private.original("saved_tensor")(t)
+    return (id(t), id(t.node.root), t._version) if type(t) is Traced else private_calls.original("saved_tensor")(t)
 
 
 def _memory_saved_as(t: torch.Tensor) -> tuple[int, int]:
     """By what it knows the memory of a saved tensor, which it clones before that memory is written."""
-    return (id(t.node.root), t._version) if type(t) is Traced else private.original("saved_memory")(t)
+    return (id(t.node.root), t._version) if type(t) is Traced else private_calls.original("saved_memory")(t)
 
 
-private.IN_TRACES.update({
+private_calls.IN_TRACES.update({
     "saved_tensor": _saved_as, "saved_memory": _memory_saved_as, "run_backward": run_backward,
     "optimizer_zero_grad": _optimizer_zero_grad, "module_zero_grad": _module_zero_grad, "optimizer_number": _step_number,
 })  # fmt: skip

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jax import Array
 from torch.utils import _pytree as pytree
 
-from bridge import private, private_jax
+from bridge import private, private_calls, private_jax
 from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import cuda_functions, gradient_hooks
@@ -255,13 +255,13 @@ def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwarg
 
 def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     """torch.nn.functional's, without the error for negative values of var, which are not known here."""
-    return (_without_question() if traced(args, kwargs) else private.original("gaussian_nll_loss"))(*args, **kwargs)
+    return (_without_question() if traced(args, kwargs) else private_calls.original("gaussian_nll_loss"))(*args, **kwargs)
 
 
 @functools.cache
 def _without_question() -> Callable[..., torch.Tensor]:
     """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is answered with no."""
-    function: Any = private.original("gaussian_nll_loss")
+    function: Any = private_calls.original("gaussian_nll_loss")
     space = {**function.__globals__, "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False})}
     return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
@@ -269,39 +269,39 @@ def _without_question() -> Callable[..., torch.Tensor]:
 def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Whether nn.Transformer may treat a mask as the causal one, for speed; False if the mask's values are not known."""
     try:
-        return private.original("causal_hint")(mask, is_causal, size)
+        return private_calls.original("causal_hint")(mask, is_causal, size)
     except DataDependentError:
         return False
 
 
 def fused_attention() -> bool:
     """Whether transformers in eval mode may call one kernel for a whole layer; False in a trace, because JAX cannot see into it."""
-    return state.level is None and state.recorder is None and private.original("fused_attention")()
+    return state.level is None and state.recorder is None and private_calls.original("fused_attention")()
 
 
 def is_compiling() -> bool:
     """Whether torch.compile or torch.export is at work, or this thread traces a jitted function: libraries then ask for no values."""
-    return state.jitting or private.original("is_compiling")()
+    return state.jitting or private_calls.original("is_compiling")()
 
 
 def compile(*args: Any, **kwargs: Any) -> Any:
     """torch.compile; a function that it compiles inside of a trace runs there as the plain function."""
-    own = private.original("compile")
-    return own(*args, **kwargs) if state.level is None and state.recorder is None else private.compile_in_trace(own, *args, **kwargs)
+    own = private_calls.original("compile")
+    return own(*args, **kwargs) if state.level is None and state.recorder is None else private_calls.compile_in_trace(own, *args, **kwargs)
 
 
 def compiler_of_frames(compiler: Any) -> Any:
     """What torch.compile compiles the frames of a function with; None in a trace, where it would compile the trace's own Python."""
     if state.level is None and state.recorder is None:
-        return private.original("compiler_of_frames")(compiler)
-    private.count_no_compiled_frames()
+        return private_calls.original("compiler_of_frames")(compiler)
+    private_calls.count_no_compiled_frames()
     return None
 
 
 def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its memory."""
     if (state.level is None and state.recorder is None) or not t.is_leaf:
-        return private.original("deepcopy")(t, memo)
+        return private_calls.original("deepcopy")(t, memo)
     if id(t) not in memo:
         copied = t.detach().clone()
         memo[id(t)] = copied.requires_grad_() if t.requires_grad else copied
@@ -312,7 +312,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from outside."""
     if state.level is not None and not type(t1) is type(t2) is Traced:
         raise exchanged("swap_tensors")
-    private.original("swap_tensors")(t1, t2)
+    private_calls.original("swap_tensors")(t1, t2)
 
 
 def register_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -320,13 +320,13 @@ def register_parameter(module: torch.nn.Module, name: str, param: torch.nn.Param
     old = module.__dict__.get("_parameters", {}).get(name)
     if state.level is not None and type(param) is Traced and old is not None and type(old) is not Traced:
         raise exchanged(f"the parameter {name}")
-    private.original("register_parameter")(module, name, param)
+    private_calls.original("register_parameter")(module, name, param)
 
 
 def in_class(result: Any, cls: type) -> Any:
     """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a traced result stays a plain tensor."""
     if type(result) is not Traced:
-        return private.original("in_class")(result, cls)
+        return private_calls.original("in_class")(result, cls)
     if has_rules(cls):
         raise NotImplementedError(  # PyTorch's operators, such as *, would catch a TypeError
             f"tensor: expected a tensor of a class without a __torch_function__ of its own, got a {cls.__name__}, whose rules would not "
@@ -342,7 +342,7 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         state.recorder.go_on(Unrecordable("values inside vmap"))
     unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
     if not (unknown and counted and layer.running_mean is not None):
-        return private.original("batch_norm_forward")(layer, input)
+        return private_calls.original("batch_norm_forward")(layer, input)
     layer._check_input_dim(input)
     layer.num_batches_tracked.add_(1)
     weight = layer.num_batches_tracked.double().reciprocal()
@@ -368,7 +368,7 @@ PYTHON_RULES |= {
     torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor,
     torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_, **packed_sequences.FUNCTIONS, **cuda_functions.FUNCTIONS,
 }
-private.IN_TRACES.update({
+private_calls.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
     "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "in_class": in_class, "compile": compile, "swap_tensors": swap_tensors,
     "register_parameter": register_parameter,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bridge import private
+from bridge import private_calls
 from bridge.trace.levels import state
 
 
@@ -14,18 +14,18 @@ class _Unoptimized:
 
     def __init__(self, callee: Any) -> None:
         # what PyTorch has optimized already stays optimized, so this is a new function of the same code
-        self.function = private.script_of_graph(callee)
+        self.function = private_calls.script_of_graph(callee)
 
     def __call__(self, *args: Any) -> Any:
         with torch.jit.optimized_execution(False):
-            return private.script_itself(self.function)(*args)
+            return private_calls.script_itself(self.function)(*args)
 
 
 def called(callee: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a TorchScript function or method; a recorder refuses methods, because their modules have parameters that it does not see."""
-    given = None if state.level is None and state.recorder is None else private.script_arguments(callee, args, kwargs)
+    given = None if state.level is None and state.recorder is None else private_calls.script_arguments(callee, args, kwargs)
     if given is None:
-        return private.script_itself(callee)(*args, **kwargs)
+        return private_calls.script_itself(callee)(*args, **kwargs)
     unoptimized = vars(callee).get("_torchfunc_jax") or _Unoptimized(callee)
     callee._torchfunc_jax = unoptimized  # kept with it, so that a recorder meets the same object again
     return unoptimized(*given) if state.level is not None else state.recorder.call(unoptimized, given)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from bridge import private
+from bridge import private, private_calls
 from bridge.boundary.results import put_together, take_apart
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
@@ -70,7 +70,7 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
             if not new_style:
                 call.fill(given[0], args)
         elif new_style:
-            private.skip_setup_context(cls)
+            private_calls.skip_setup_context(cls)
         return out
 
     return forward

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge import private
+from bridge import private, private_calls
 from bridge.boundary.results import inexact_dtype
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
@@ -66,7 +66,7 @@ def _refuse(name: str) -> bool:
     return True
 
 
-private.asked_outside.append(_refuse)
+private_calls.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 _WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
+from bridge.record import transforms
 from bridge.trace.levels import state
 
 X = torch.tensor([0.3, -0.7, 1.1])
@@ -422,3 +423,21 @@ def test_a_function_runs_once_also_if_an_earlier_call_did_not_use_what_it_captur
             runs.clear()
             transform(f)(ROWS)
             assert len(runs) == 1
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_function_runs_once_also_if_what_it_captures_has_a_hook(used: bool) -> None:
+    runs, called = [], list[torch.Tensor]()
+    weight, other = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.ones(3, requires_grad=True)
+    weight.register_hook(called.append)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return (x.sin() * (weight if used else weight.detach()) * other + x.new(3).zero_()).sum()
+
+    for k in range(1, 4):
+        with transforms.off():
+            torchfunc_jax.vmap(f)(ROWS).sum().backward()
+        assert len(runs) == k
+        same(called, [ROWS.sin().sum(0)] * (k if used else 0))
+        same(other.grad, ROWS.sin().sum(0) * weight.detach() * k)

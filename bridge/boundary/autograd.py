@@ -84,6 +84,14 @@ class _Recorded:
             self.kinds = [kind and inexact(v) for kind, v in zip(kinds, out, strict=True)]
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
+    def reduced(self) -> list[bool]:
+        """Forget the known tensors that the last run has not met; whether each of the inputs so far is still one."""
+        met = set(map(id, self.met))
+        kept = [True] * len(self.active) + [id(t) in met for t in self.known]
+        self.inputs = pick(self.inputs, kept)
+        self.known = self.inputs[len(self.active) :]
+        return kept
+
 
 def differentiable(
     apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], drawn: AtOnce
@@ -94,7 +102,9 @@ def differentiable(
     captured tensors met while recording, tensors to write to with their new values, outputs that share memory).
     """
     recorded = _Recorded(apply, compute, leaves, known, drawn)
-    outs = list(_Border.apply(recorded, tensors.common_device(leaves), *recorded.inputs))
+    with tracing.root():
+        found = varying.vjp(recorded, *map(tensors.to_jax, recorded.inputs), has_aux=True)
+    outs = list(_Border.apply(recorded, found, recorded.reduced(), tensors.common_device(leaves), *recorded.inputs))
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
     return outs[: recorded.count], recorded.meta, recorded.met, writes, recorded.shared
 
@@ -145,13 +155,13 @@ class _Border(Untransformed):
 
     @staticmethod
     @private.opaque
-    def forward(ctx: Any, recorded: _Recorded, device: torch.device | None, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with tracing.root():
-            actives = [tensors.to_jax(t) for t in inputs]
-            outs, pull, rest = varying.vjp(recorded, *actives, has_aux=True)
+    def forward(
+        ctx: Any, recorded: _Recorded, found: Any, kept: list[bool], device: torch.device | None, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outs, pull, rest = found
         held, seen = addresses(pull), [t for t in (*recorded.leaves, *recorded.seen) if isinstance(t, torch.Tensor)]
         avoid = held | {t.data_ptr() for t in seen}
-        ctx.recorded, ctx.pull, ctx.device = recorded, pull, device
+        ctx.recorded, ctx.pull, ctx.kept, ctx.device = recorded, pull, kept, device
         written = {id(t) for t in recorded.targets if t is not None}  # results are written to these, so their earlier values are kept
         read = [t for t in seen if id(t) not in written]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
@@ -166,11 +176,11 @@ class _Border(Untransformed):
         inputs = ctx.saved_tensors  # raises if one was changed in place since
         check_unchanged(ctx.versions)
         cts = pick(cotangents, ctx.recorded.kinds)
-        reached = _reached(ctx.pull, [c is not None for c in cts], len(inputs))
+        reached = pick(_reached(ctx.pull, [c is not None for c in cts], len(ctx.kept)), ctx.kept)
         cts = materialized(cts, ctx.like)
-        # a captured tensor that was found but never used gets None, not zeros; one that only a rule uses has a second derivative
-        met = {id(t) for t in ctx.recorded.met if torch.is_grad_enabled() or id(t) in ctx.recorded.live}
-        used = [True] * len(ctx.recorded.active) + [id(t) in met for t in ctx.recorded.known]
+        # a captured tensor that only a rule uses has a second derivative alone
+        second, live = torch.is_grad_enabled(), ctx.recorded.live
+        used = [True] * len(ctx.recorded.active) + [second or id(t) in live for t in ctx.recorded.known]
         used = [u and r for u, r in zip(used, reached, strict=True)]
         if torch.is_grad_enabled() or any(type(c) is tracing.Traced for c in cts):  # run again from the current tensors
             check_unchanged(ctx.every_version)
@@ -183,10 +193,11 @@ class _Border(Untransformed):
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
             with rewording(), tracing.root():
-                found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in ctx.pull([conj(tensors.to_jax(c)) for c in cts])]
-            needs = [n and u and g.dtype != jax.dtypes.float0 for n, u, g in zip(ctx.needs_input_grad[2:], used, found, strict=True)]
+                found = pick(ctx.pull([conj(tensors.to_jax(c)) for c in cts]), ctx.kept)
+                found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in found]
+            needs = [n and u and g.dtype != jax.dtypes.float0 for n, u, g in zip(ctx.needs_input_grad[4:], used, found, strict=True)]
             grads = [tensors.to_torch(g, t.device) if need else None for g, t, need in zip(found, inputs, needs, strict=True)]
-        return (None, None, *grads)
+        return (None, None, None, None, *grads)
 
 
 def _reached(pull: Callable[..., Any], given: Sequence[bool], count: int) -> list[bool]:

@@ -45,8 +45,7 @@ def known(fn: Callable[..., Any]) -> list[torch.Tensor]:
     last = [t for t in (ref() for ref in process.captured.get(_identity(fn), ())) if t is not None and t.requires_grad]
     ids = set(map(id, last))
     found = [t for t, _ in closure_scan.scan(fn).tensors.values() if t.requires_grad and tensors.crosses(t)]
-    # if a tensor is not used in the end, PyTorch would call its hooks with None
-    return last + [t for t in found if id(t) not in ids and not t._backward_hooks]
+    return last + [t for t in found if id(t) not in ids]
 
 
 def remember(fn: Callable[..., Any], captured: list[torch.Tensor]) -> None:

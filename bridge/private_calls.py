@@ -139,6 +139,7 @@ _REDIRECTED = {
     "batch_norm_forward": ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     "deepcopy": ("torch", "Tensor.__deepcopy__"),
     "run_backward": ("torch.autograd.graph", "_engine_run_backward"),
+    "multi_grad_hook": ("torch.autograd.graph", "register_multi_grad_hook"),
     "saved_tensor": ("torch.autograd.graph", "_get_tid"),
     "saved_memory": ("torch.autograd.graph", "_get_sid"),
     "optimizer_zero_grad": ("torch.optim.optimizer", "Optimizer.zero_grad"),

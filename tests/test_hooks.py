@@ -335,3 +335,27 @@ def test_a_hook_around_a_use_is_called_or_refused(name: str, way: str) -> None:
                 torch.testing.assert_close(f(torchfunc_jax, argument, True), expected, rtol=1e-4, atol=1e-5)
                 with pytest.raises(RuntimeError, match="used already"):
                     f(torchfunc_jax, argument, False)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_on_several_tensors_at_once(mode: str) -> None:
+    called = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        a, b = x * 2, x * 3
+        torch.autograd.graph.register_multi_grad_hook([a, b], called.append, mode=mode)
+        return (a * b).sum()
+
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="register a hook on each tensor"):
+            torchfunc_jax.grad(f)(P)
+    weight = P.clone().requires_grad_()
+
+    def on_captured(x: torch.Tensor) -> torch.Tensor:
+        torch.autograd.graph.register_multi_grad_hook([weight], called.append, mode=mode)
+        return (x * weight).sum()
+
+    vmap(on_captured)(P[None]).sum().backward()
+    f(P.clone().requires_grad_()).backward()  # outside of transforms
+    assert len(called) == 2
+    same(weight.grad, P)

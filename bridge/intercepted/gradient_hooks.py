@@ -14,7 +14,7 @@ import jax
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from bridge import private
+from bridge import private, private_calls
 from bridge.boundary.autograd import in_place_of
 from bridge.boundary.results import conj
 from bridge.errors import at_line
@@ -22,7 +22,7 @@ from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.process import having
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, innermost, push, state
-from bridge.trace.tracing import HANDED_IN, traced_python, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 
 
 def _refuse_forward_mode() -> None:
@@ -52,6 +52,15 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
     t.node.seen = t.node.root.version
     t.node.hooked = (hooked, value, hooks)
     return handle
+
+
+def _register_multi_grad_hook(tensors: Sequence[torch.Tensor], fn: Callable[..., Any], *, mode: str = "all") -> RemovableHandle:
+    if state.level is not None and any(type(t) is Traced for t in tensors):
+        raise NotImplementedError(
+            "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not tell PyTorch's engine which gradients "
+            f"are still to come; register a hook on each tensor, with Tensor.register_hook{at_line()}"
+        )
+    return private_calls.original("multi_grad_hook")(tensors, fn, mode=mode)
 
 
 class _TensorHook:
@@ -245,3 +254,4 @@ def _late() -> Iterator[Level]:
 
 
 HANDED_IN["graph_node"] = graph_node
+private_calls.IN_TRACES["multi_grad_hook"] = _register_multi_grad_hook

@@ -5,7 +5,9 @@ Each function changes the state of Python and of a module, and then does somethi
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -441,3 +443,48 @@ def test_a_function_runs_once_also_if_what_it_captures_has_a_hook(used: bool) ->
         assert len(runs) == k
         same(called, [ROWS.sin().sum(0)] * (k if used else 0))
         same(other.grad, ROWS.sin().sum(0) * weight.detach() * k)
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap", "vmap of grad", "grad of vmap"])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("how", ["operators", "the first use is a write", "Python"])
+def test_a_module_keeps_a_table_that_it_has_made(how: str, recorded: bool, way: str) -> None:
+    if how == "the first use is a write" and way != "vmap":
+        pytest.skip("a write to a captured tensor, which grad refuses")
+
+    def run(T: Any) -> Any:
+        kept, outs, said = SimpleNamespace(table=None), list[Any](), list[Any]()
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            if kept.table is None:
+                kept.table = torch.stack([torch.arange(3.0), torch.ones(3)])[0] + 1
+            elif how == "the first use is a write" and len(outs) == 1:
+                kept.table.mul_(2)
+            return x.sin() * kept.table + x.new(3).zero_()
+
+        for _ in range(3):
+            with contextlib.nullcontext() if recorded else transforms.off():
+                outs.append(WAYS[way](T, f))
+            if how == "Python":
+                said += [kept.table.tolist(), kept.table.detach().numpy().sum()]
+                assert T is torch.func or repr(kept.table) == "tensor([1., 2., 3.])"
+        return outs, kept.table * 1, said, type(kept.table)
+
+    found, expected = run(torchfunc_jax), run(torch.func)
+    same(found[:2], expected[:2])
+    assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_nothing_stays_of_a_resumed_call(captured: bool) -> None:
+    weight = torch.ones(3, requires_grad=captured)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() * weight + x.new(3).zero_()
+        alive.append(weakref.ref(y.node))
+        return y.sum()
+
+    alive: list[Any] = []
+    torchfunc_jax.grad(f)(X)
+    gc.collect()
+    assert alive[0]() is None

@@ -32,7 +32,7 @@ from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
-from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace
+from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace, settled
 
 #: The user's function, and a function that runs the transform operator by operator on the function that it is given.
 Again = tuple[Callable[..., Any], Callable[[Callable[..., Any]], Any]]
@@ -134,6 +134,7 @@ class Recorder(TorchFunctionMode):
             return t.ref
         found = self.by_id.get(id(t))
         if found is None:
+            settled((t,))
             if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
                 raise Unrecordable(str(type(t)))
             if t.layout is not torch.strided:
@@ -247,6 +248,7 @@ class Recorder(TorchFunctionMode):
         after = self._set_back()
         self.draw_again()
         self.resumed = resume(self)
+        reason.__traceback__ = reason.__context__ = None  # its frames hold the user's tensors, and torch's graph of these holds the record
         self.pulls, self.watch = self.resumed.again.pulls, None
         if after is not None:
             torch.default_generator.set_state(after)

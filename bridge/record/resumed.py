@@ -182,6 +182,7 @@ class Resumed:
                     raise
                 message = ("raised", error)
         self.reached = True
+        self.again.env.clear()  # the user's functions hold what they need
         if not inner and self.levels[k].returned:
             return self.levels[k].returned[0]
         self.to_user.put((*message, (state.level, private_jax.place())))

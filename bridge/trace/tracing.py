@@ -6,9 +6,10 @@ ATen operator, factories included, to ``dispatch``.  bridge/operators/plan.py de
 from __future__ import annotations
 
 import contextlib
+import gc
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +54,8 @@ class Traced(torch.Tensor):
                     return found
             if others:
                 return NotImplemented
+        if settled(args) or (kwargs and settled(kwargs.values())):
+            return func(*args, **kwargs or {})
         rule = PYTHON_RULES.get(func)
         with private.without_torch_function():
             if rule is not None:
@@ -67,6 +70,8 @@ class Traced(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if settled((self,)):
+            return repr(self)
         if state.level is None or self.node.level.closed:
             return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
         return _shown(value_of(self), self.device, self.node.level)
@@ -92,9 +97,11 @@ class Traced(torch.Tensor):
         return HANDED_IN["graph_node"](torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
 
     def tolist(self) -> Any:
-        return concrete(self, "tolist()").tolist()
+        return self.tolist() if settled((self,)) else concrete(self, "tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
+        if settled((self,)):
+            return self.numpy(force=force)
         return concrete(self if force else _without_derivative(self), "numpy()")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -112,6 +119,8 @@ class Traced(torch.Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if settled((self,)):
+            return self.__reduce_ex__(protocol)
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
@@ -220,6 +229,35 @@ def value_of(t: torch.Tensor) -> Any:
         level.met[id(t)] = t
         note_outer(t, node)
     return node.value
+
+
+def settled(args: Iterable[Any]) -> bool:
+    """Make plain tensors of the escaped ones among an operator's arguments, as far as they have values; whether there was one.
+
+    A module that keeps a table of positions or a mask, which depends on no argument of the transform, finds a tensor, as in torch.func.
+    """
+    found = False
+    for x in args:
+        if type(x) is Traced:
+            found = (x.node.level.closed and _settle(x)) or found
+        elif type(x) is list or type(x) is tuple:
+            found = settled(x) or found
+    return found
+
+
+def _settle(t: Traced) -> bool:
+    node = t.node
+    if isinstance(node.root.value, jax.core.Tracer) or isinstance(value := read(node, node.level), jax.core.Tracer):
+        return False
+    with private.without_torch_function():
+        if not private.only_python_refers(t):
+            gc.collect()  # a graph of torch's that is no longer in use
+        if not private.only_python_refers(t):
+            return False
+        plain = tensors.to_torch(jax.numpy.asarray(value), t.device).clone()
+        plain.__dict__.update({name: x for name, x in vars(t).items() if name != "node"})
+        private.become(t, plain)
+    return True
 
 
 def note_outer(t: torch.Tensor, node: Node) -> None:

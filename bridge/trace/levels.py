@@ -57,7 +57,6 @@ class Level:
     keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
     once: Any = None  # keeps the keys of a call that is not compiled, for all its roots (torch_numbers.AtOnce)
-    beside: tuple[Level, ...] = ()  # vmaps around code that runs for the second time, which were not around it the first time
     drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
     live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on
     with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
@@ -137,7 +136,7 @@ def around(level: Level | None = None) -> Iterator[Level]:
 
 def vmaps_of_draws() -> list[Level]:
     """The vmaps whose rules hold for a draw, the outermost first."""
-    return [each for each in around() if each.kind == "vmap" and each not in each.root.beside][::-1]
+    return [each for each in around() if each.kind == "vmap"][::-1]
 
 
 def innermost(*kinds: str) -> Level | None:

@@ -165,7 +165,6 @@ class Place:
     drawn: Any
     at: int
     draws: int
-    vmaps: tuple[Level, ...] = ()
 
     @classmethod
     def here(cls) -> Place:
@@ -174,7 +173,7 @@ class Place:
         if level is None:  # JAX calls a rule when its trace has closed
             return cls(None, None, 0, 0)
         drawn = level.root.drawn
-        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws, tuple(vmaps_of_draws()))
+        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws)
 
     def go(self) -> None:
         """Let random operators draw the numbers again that they have drawn from here on."""
@@ -184,19 +183,6 @@ class Place:
         state.level.root.once, state.level.root.drawn = self.once, self.drawn
         if self.drawn is not None:
             self.drawn.at = self.at
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """While entered, code runs for the second time; it gets the same numbers, and nothing is drawn."""
-        assert state.level is not None
-        before, root = Place.here(), state.level.root
-        beside, root.beside = root.beside, tuple([each for each in around() if each.kind == "vmap" and each not in self.vmaps])
-        self.go()
-        try:
-            yield
-        finally:
-            root.beside = beside
-            before.go()
 
 
 def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from agreement import same
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
+from bridge.errors import EscapedTensorError
 from bridge.record import transforms
 from bridge.trace.levels import state
 
@@ -473,6 +475,59 @@ def test_a_module_keeps_a_table_that_it_has_made(how: str, recorded: bool, way: 
     found, expected = run(torchfunc_jax), run(torch.func)
     same(found[:2], expected[:2])
     assert found[2:] == expected[2:]
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detached": lambda y: y.detach(),
+    "its loss": lambda y: y.detach().sum(),
+    "a view": lambda y: y.detach()[1:],
+    "detached, and what has a history": lambda y: (y.detach(), y)[0],
+    "a mask": lambda y: y > 0,
+    "under no_grad": lambda y: torch.no_grad()(torch.sin)(y),
+}
+LATER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "operators": lambda T, kept: (kept + 1, torch.stack([kept, kept]), kept.requires_grad),
+    "Python": lambda T, kept: (repr(kept.mul(10).round().long()), torch.tensor(kept.tolist()), torch.tensor(np.asarray(kept)), kept.numpy().shape),
+    "another transform": lambda T, kept: T.grad(lambda x: (x.sin() * kept).sum())(torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("way", ["grad", "jvp"])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("later", LATER)
+def test_a_tensor_that_depends_on_the_argument_is_kept(later: str, kept: str, captured: bool, recorded: bool, way: str) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=captured)
+
+    def run(T: Any) -> Any:
+        first = []
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin() * weight
+            first.append(KEPT[kept](y))
+            return y * y
+
+        with contextlib.nullcontext() if recorded else transforms.off():
+            WAYS[way](T, f)
+        return LATER[later](T, first[0])
+
+    same(run(torchfunc_jax), run(torch.func))
+
+
+def test_what_autograd_goes_back_through_does_not_lose_its_history() -> None:
+    weight, kept = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() * weight
+        kept.extend([y.detach(), y])
+        return y.sum()
+
+    with transforms.off():
+        torchfunc_jax.grad(f)(X)
+    same(kept[0] * 2, (X.sin() * weight).detach() * 2)
+    with pytest.raises(EscapedTensorError):
+        kept[1] * 2
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -105,6 +105,8 @@ class Traced(torch.Tensor):
         return concrete(self if force else _without_derivative(self), "numpy()")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if settled((self,)):
+            return self.__array__(dtype)
         found = concrete(_without_derivative(self), "numpy.asarray()")
         return found if dtype is None else found.astype(dtype)
 
@@ -234,7 +236,8 @@ def value_of(t: torch.Tensor) -> Any:
 def settled(args: Iterable[Any]) -> bool:
     """Make plain tensors of the escaped ones among an operator's arguments, as far as they have values; whether there was one.
 
-    A module that keeps a table of positions or a mask, which depends on no argument of the transform, finds a tensor, as in torch.func.
+    A module that keeps a table of positions, or its loss, finds a tensor afterwards, as in torch.func.  What a vmap maps has no value, and
+    what torch's autograd goes back through would lose its history.
     """
     found = False
     for x in args:
@@ -246,10 +249,9 @@ def settled(args: Iterable[Any]) -> bool:
 
 
 def _settle(t: Traced) -> bool:
-    node = t.node
-    if isinstance(node.root.value, jax.core.Tracer) or isinstance(value := read(node, node.level), jax.core.Tracer):
-        return False
     with private.without_torch_function():
+        if isinstance(value := _left(t.node, not t.requires_grad), jax.core.Tracer):
+            return False
         if not private.only_python_refers(t):
             gc.collect()  # a graph of torch's that is no longer in use
         if not private.only_python_refers(t):
@@ -258,6 +260,33 @@ def _settle(t: Traced) -> bool:
         plain.__dict__.update({name: x for name, x in vars(t).items() if name != "node"})
         private.become(t, plain)
     return True
+
+
+def _left(node: Node, by_autograd: bool) -> Any:
+    """A node's value without the derivatives of levels that have ended, or a tracer; by_autograd: without those of torch's autograd, too."""
+    root = node.root
+    value = _undifferentiated(root.value, node.level, by_autograd)
+    if value is root.value:
+        return value if isinstance(value, jax.core.Tracer) else read(node, node.level)
+    if isinstance(value, jax.core.Tracer):
+        return value
+    before = root.value, root.version
+    root.value, root.version = value, root.version + 1  # what the node has read before has derivatives
+    try:
+        with push("plain"):  # the rules of some views look at the levels
+            return read(node, node.level)
+    finally:
+        root.value, root.version = before  # a tensor on the same memory may require grad
+
+
+def _undifferentiated(value: Any, level: Level | None, by_autograd: bool) -> Any:
+    """The value inside the tracers of the grad and jvp levels that have ended; by_autograd: and of torch's autograd around the call."""
+    while level is not None and level.closed:
+        trace, dim, inner = next(private_jax.peeled(value), (None, None, None))
+        if trace is not None and dim is None and (by_autograd or level is not level.root) and private_jax.same_trace(level.probe, trace):
+            value = inner
+        level = level.parent
+    return value
 
 
 def note_outer(t: torch.Tensor, node: Node) -> None:

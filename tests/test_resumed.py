@@ -487,7 +487,7 @@ KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 LATER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "operators": lambda T, kept: (kept + 1, torch.stack([kept, kept]), kept.requires_grad),
-    "Python": lambda T, kept: (repr(kept.mul(10).round().long()), torch.tensor(kept.tolist()), torch.tensor(np.asarray(kept)), kept.numpy().shape),
+    "Python": lambda T, kept: (repr(kept * 0), torch.tensor(kept.tolist()), torch.tensor(np.asarray(kept)), kept.numpy().size),
     "another transform": lambda T, kept: T.grad(lambda x: (x.sin() * kept).sum())(torch.tensor(2.0)),
 }
 

@@ -263,7 +263,7 @@ def _settle(t: Traced) -> bool:
 
 
 def _left(node: Node, by_autograd: bool) -> Any:
-    """A node's value without the derivatives of levels that have ended, or a tracer; by_autograd: without those of torch's autograd, too."""
+    """A node's value without the derivatives of levels that have ended, or a tracer; by_autograd: nor those of torch's autograd."""
     root = node.root
     value = _undifferentiated(root.value, node.level, by_autograd)
     if value is root.value:

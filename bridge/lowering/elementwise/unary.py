@@ -271,7 +271,7 @@ def _mantissa(x: Array) -> Array:
 
 @_mantissa.defjvp
 def _mantissa_jvp(primals: tuple, tangents: tuple) -> tuple:
-    mantissa, exponent = _parts(*primals)
+    mantissa, (_, exponent) = _mantissa(*primals), _parts(*primals)
     half = lax.div(exponent, like(2, exponent))
     two = number(2, mantissa.dtype)  # two steps: 2**-exponent itself may overflow
     for part in (half, lax.sub(exponent, half)):

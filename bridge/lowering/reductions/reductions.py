@@ -79,7 +79,7 @@ def _with_ties_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: 
     (x, value), (tangent, _) = primals, tangents
     full = lax.expand_dims(value, axes)
     hit = (x == full) | (jnp.isnan(x) & jnp.isnan(full))
-    return value, total(jnp.where(hit, tangent, 0), axes) / total(cast(hit, x.dtype), axes)
+    return _with_ties(x, value, axes), total(jnp.where(hit, tangent, 0), axes) / total(cast(hit, x.dtype), axes)
 
 
 def spread_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:

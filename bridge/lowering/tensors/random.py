@@ -432,7 +432,7 @@ def _gamma_of(alpha: Array, x: Array) -> Array:
 
 @_gamma_of.defjvp
 def _gamma_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    return primals[1], aten_standard_gamma_grad(*primals) * tangents[0]
+    return _gamma_of(*primals), aten_standard_gamma_grad(*primals) * tangents[0]
 
 
 @lowering("aten._standard_gamma")
@@ -492,7 +492,7 @@ def _dirichlet_of(alpha: Array, x: Array) -> Array:
 def _dirichlet_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (alpha, x), (t, _) = primals, tangents
     moved = aten_dirichlet_grad(x, alpha, jnp.broadcast_to(jnp.sum(alpha, -1, keepdims=True), alpha.shape)) * t
-    return x, moved - x * jnp.sum(moved, -1, keepdims=True)
+    return _dirichlet_of(alpha, x), moved - x * jnp.sum(moved, -1, keepdims=True)
 
 
 @lowering("aten._sample_dirichlet")

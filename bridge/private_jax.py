@@ -103,6 +103,11 @@ def differentiations(value: Any) -> int:
     return sum(hasattr(tracer, "primal") for tracer in _nested(value))
 
 
+def in_trace(trace: Any, *values: Any) -> bool:
+    """Whether one of the values is a tracer of this trace, at any level of nesting."""
+    return trace is not None and any(tracer._trace is trace for value in values for tracer in _nested(value))
+
+
 def trace_of(value: Any) -> Any:
     """The JAX trace that a tracer belongs to; None for an array."""
     return getattr(value, "_trace", None)

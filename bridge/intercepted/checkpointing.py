@@ -10,7 +10,7 @@ from bridge import private_calls
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.record.entries import PARTS
-from bridge.trace.levels import push, state
+from bridge.trace.levels import NotInCheckpoint, push, state
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
@@ -30,14 +30,16 @@ def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
 
-        @jax.checkpoint
-        def body(values: list[Any]) -> list[Any]:
-            with push("plain") as level:
+        def body(values: list[Any], kind: str) -> list[Any]:
+            with push(kind) as level:
                 result = traceable.run(level, values, take_apart)
             found[:] = [result]
             return result.values
 
-        outs = body(values)
+        try:
+            outs = jax.checkpoint(body, static_argnums=1)(values, "checkpoint")
+        except NotInCheckpoint:
+            outs = body(values, "plain")
         return Result(outs, found[0].meta, found[0].written)
 
     return put_together(*apply(compute, call.arrays, function))

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.convert import dtypes
 from bridge.errors import at_line
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
+from bridge.lowering.tensors.copies import revalue, revalue_at
 from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import pieces, requires_grad
-from bridge.trace.levels import innermost, state
+from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Node, contiguous
 from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
 
@@ -93,11 +94,24 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False, alike:
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
-    keep = not (detached or torch.is_grad_enabled()) and innermost("jvp") is None  # forward mode ignores no_grad
     root = state.level.root
     if root.strict:  # in forward mode, what was written to keeps a tangent, of zeros
         value = requires_grad.tie_strictly(value, value_of(target), ())
-    assign(target, value, detached or None, keep=keep and (root.recorded or root.in_jax or innermost("grad") is not None))
+    keep = _kept if root.recorded or root.in_jax or innermost("grad") is not None else None
+    assign(target, value, detached or None, keep=None if detached or torch.is_grad_enabled() else keep)
+
+
+def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
+    """new with old's derivative, but in forward mode, which ignores no_grad."""
+    if innermost("jvp") is None:
+        return pieces.run("revalue", revalue, (old, new), {})
+    refuse_in_checkpoint()
+    value, inside, root = new, 0, state.level.root
+    for level in around():
+        if level.kind in ("grad", "jvp") and private_jax.in_trace(level.probe, old, new):
+            value = revalue_at(old, value, inside) if level.kind == "grad" else value
+            inside += 1
+    return revalue_at(old, value, inside) if root.recorded or root.in_jax else value
 
 
 def _several(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

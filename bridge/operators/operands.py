@@ -16,7 +16,7 @@ from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
 from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
-from bridge.trace.levels import around, innermost, state
+from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Geometry, contiguous, strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
@@ -215,6 +215,7 @@ def stop(out: Any) -> Any:
         return out
     if innermost("jvp") is None:
         return jax.tree_util.tree_map(constant, out)
+    refuse_in_checkpoint()
 
     def stopped(v: Any) -> Any:
         for probe in probes:

@@ -17,10 +17,11 @@ from jax import lax
 from bridge import private
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
-from bridge.lowering.tensors.copies import revalue
 from bridge.trace import pieces
 from bridge.trace.levels import Level
 from bridge.trace.storage import Node
+
+Keep = Callable[[jax.Array, jax.Array], jax.Array]  # (old, new) -> new with the derivative of old
 
 
 class View:
@@ -243,16 +244,16 @@ def read(node: Node, level: Level) -> Any:
     return value
 
 
-def write(node: Node, value: jax.Array, level: Level, detached: bool = False, keep: bool = False) -> None:
+def write(node: Node, value: jax.Array, level: Level, detached: bool = False, keep: Keep | None = None) -> None:
     """Replace a node's value, in its root and so in every view of it.
 
-    detached: torch's autograd does not record the write.  keep: the new value keeps the derivative of the old one.
+    detached: torch's autograd does not record the write.  keep: gives the new value the derivative of the old one.
     """
     root = node.root
     if node.parent is None:
         level.before_write(root)
-        if keep and jnp.issubdtype(value.dtype, jnp.inexact):
-            value = pieces.run("revalue", revalue, (root.value, value), {})
+        if keep is not None and jnp.issubdtype(value.dtype, jnp.inexact):
+            value = keep(root.value, value)
         root.value = value
         root.maker = level.operator
         root.used = False

@@ -27,7 +27,8 @@ _CAPTURED_WRITE = (
 class Level:
     """One transform in progress."""
 
-    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step that runs several times) or "plain"
+    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step that runs several times),
+    #: "checkpoint" (what the backward pass computes again) or "plain"
     kind: str
     parent: Level | None
     randomness: str | None = None  # for vmap: "error", "same" or "different"
@@ -142,6 +143,16 @@ def vmaps_of_draws() -> list[Level]:
 def innermost(*kinds: str) -> Level | None:
     """The innermost level of one of these kinds; None if there is none."""
     return next((level for level in around() if level.kind in kinds), None)
+
+
+class NotInCheckpoint(Exception):
+    """Raised inside of a checkpoint by what differs between the transforms around it: there the values do not tell these apart."""
+
+
+def refuse_in_checkpoint() -> None:
+    """Raise NotInCheckpoint inside of one."""
+    if innermost("checkpoint") is not None:
+        raise NotInCheckpoint
 
 
 def refuse_in_loop(what: str) -> None:

@@ -24,7 +24,7 @@ from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
 from bridge.trace import python_numbers, saved_tensor_hooks
-from bridge.trace.aliasing import read, write
+from bridge.trace.aliasing import Keep, read, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
 
@@ -215,9 +215,7 @@ def value_of(t: torch.Tensor) -> Any:
     """The JAX value of a tensor: a traced tensor's own, or another tensor's values converted to JAX."""
     level = state.level
     if type(t) is Traced:
-        node = t.node
-        if node.level.closed:
-            raise escaped(node.level)
+        node = _outside(t) if t.node.level.closed else t.node
         if node.root.level is not level:
             level.met[id(t)] = t
         note_outer(t, node)
@@ -250,11 +248,13 @@ def settled(args: Iterable[Any]) -> bool:
 
 def _settle(t: Traced) -> bool:
     with private.without_torch_function():
-        if isinstance(value := _left(t.node, not t.requires_grad), jax.core.Tracer):
+        if isinstance(known := _undifferentiated(t.node, not t.requires_grad), jax.core.Tracer):
             return False
         if not private.only_python_refers(t):
             gc.collect()  # a graph of torch's that is no longer in use
         if not private.only_python_refers(t):
+            return False
+        if isinstance(value := _read_from(known, t.node), jax.core.Tracer):
             return False
         plain = tensors.to_torch(jax.numpy.asarray(value), t.device).clone()
         plain.__dict__.update({name: x for name, x in vars(t).items() if name != "node"})
@@ -262,31 +262,41 @@ def _settle(t: Traced) -> bool:
     return True
 
 
-def _left(node: Node, by_autograd: bool) -> Any:
-    """A node's value without the derivatives of levels that have ended, or a tracer; by_autograd: nor those of torch's autograd."""
-    root = node.root
-    value = _undifferentiated(root.value, node.level, by_autograd)
-    if value is root.value:
-        return value if isinstance(value, jax.core.Tracer) else read(node, node.level)
-    if isinstance(value, jax.core.Tracer):
-        return value
-    before = root.value, root.version
-    root.value, root.version = value, root.version + 1  # what the node has read before has derivatives
-    try:
-        with push("plain"):  # the rules of some views look at the levels
-            return read(node, node.level)
-    finally:
-        root.value, root.version = before  # a tensor on the same memory may require grad
+def _outside(t: Traced) -> Node:
+    """Make a tensor of a transform that has ended one of the transform around it, with the value that it has there; or raise."""
+    ended = [level for level in around(t.node.level) if level.closed]
+    if (level := ended[-1].parent) is None or any(each.kind not in ("grad", "jvp", "vmap") for each in ended):
+        raise escaped(t.node.level)
+    known = rest = _undifferentiated(t.node, False)
+    while (layer := next(private_jax.peeled(rest), None)) is not None:
+        if any(private_jax.same_trace(each.probe, layer[0]) for each in ended):  # it differs from lane to lane
+            raise escaped(t.node.level)
+        rest = layer[2]
+    t.node = Node(_read_from(known, t.node), level)
+    return t.node
 
 
-def _undifferentiated(value: Any, level: Level | None, by_autograd: bool) -> Any:
-    """The value inside the tracers of the grad and jvp levels that have ended; by_autograd: and of torch's autograd around the call."""
+def _undifferentiated(node: Node, by_autograd: bool) -> Any:
+    """The value of a node's memory without the derivatives of levels that have ended; by_autograd: without those of torch's, too."""
+    value, level = node.root.value, node.level
     while level is not None and level.closed:
         trace, dim, inner = next(private_jax.peeled(value), (None, None, None))
         if trace is not None and dim is None and (by_autograd or level is not level.root) and private_jax.same_trace(level.probe, trace):
             value = inner
         level = level.parent
     return value
+
+
+def _read_from(value: Any, node: Node) -> Any:
+    """A node's value if its memory has this one.  A tensor on the same memory through which torch's autograd goes back keeps its own."""
+    root = node.root
+    before = root.value, root.version
+    root.value, root.version = value, root.version + 1  # what the node has read before may have derivatives
+    try:
+        with push("plain"):  # the rules of some views look at the levels
+            return read(node, node.level)
+    finally:
+        root.value, root.version = before
 
 
 def note_outer(t: torch.Tensor, node: Node) -> None:
@@ -330,7 +340,7 @@ def node_of(t: torch.Tensor) -> Node:
     return lift(t)
 
 
-def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: bool = False) -> None:
+def assign(t: torch.Tensor, value: Any, detached: bool | None = None, keep: Keep | None = None) -> None:
     """Write a value of t's shape and dtype into t, and so into every tensor that shares its memory.
 
     detached: torch's autograd does not record the write; None: the grad mode decides.  keep: see ``aliasing.write``.
@@ -380,7 +390,7 @@ def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Ca
 def exchanged(what: str) -> BaseException:
     """The error for a tensor from outside that gets other memory: torch.func does it, except in a transform that differentiates."""
     level = state.level or state.recorder.level
-    differentiates = any(each.kind not in ("root", "vmap", "plain") for each in around(level))
+    differentiates = any(each.kind not in ("root", "vmap", "plain", "checkpoint") for each in around(level))
     return (RuntimeError if differentiates else NeedsTorch)(
         f"{what}: a tensor from outside the transform was to get other memory inside it, which "
         f"{'a transform that differentiates' if differentiates else 'JAX'} cannot do; "

@@ -1,6 +1,7 @@
 """Copies, casts, fills and operators that return their operand's values (clone, detach, resolve_conj, resolve_neg)."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -46,6 +47,19 @@ def revalue(old: Array, new: Array) -> Array:
 @revalue.defjvp
 def _revalue_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return revalue(*primals), tangents[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def revalue_at(old: Array, new: Array, inside: int) -> Array:
+    """The same at one level of nesting alone: the one that has this number of differentiated levels inside it."""
+    return lax.select(jnp.zeros(new.shape, bool), old, new)
+
+
+@revalue_at.defjvp
+def _revalue_at_jvp(inside: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    if inside:  # the tangent of an inner level is written to as well
+        return revalue_at(*primals, inside - 1), revalue_at(*tangents, inside - 1)
+    return lax.select(jnp.zeros(primals[1].shape, bool), *primals), tangents[0]
 
 
 def _write_detached(base: Array, value: Array) -> Array:

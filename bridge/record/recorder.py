@@ -26,7 +26,7 @@ from bridge.programs.guards import autocast
 from bridge.record import replay
 from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
-from bridge.record.parts import Known, part_of
+from bridge.record.parts import Known, inside, part_of
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
@@ -50,6 +50,13 @@ class Level:
     arguments: range  # the numbers of its function's arguments
     open: bool = True
     returned: tuple[Any, ...] = ()  # what its function has returned, until the transform ends
+
+
+class Ended(Exception):
+    """Raised at an operand that was made inside a transform that has ended."""
+
+    def __init__(self, tensor: Recorded) -> None:
+        self.tensor = tensor
 
 
 #: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
@@ -130,7 +137,7 @@ class Recorder(TorchFunctionMode):
     def ref(self, t: torch.Tensor) -> int:
         if type(t) is Recorded:
             if not t.level.open or t.level.owner is not self:
-                raise escaped(t.level)
+                self.outside(t)
             return t.ref
         found = self.by_id.get(id(t))
         if found is None:
@@ -148,6 +155,31 @@ class Recorder(TorchFunctionMode):
             if t.requires_grad:
                 self.with_grad.add(found)
         return found
+
+    def outside(self, t: Recorded) -> None:
+        """Make a tensor of a transform that has ended one of the transform around it, with the value that it has there; or raise."""
+        ended = [level for level in around(t.level) if not level.open]
+        part = inside(self, ended, t.ref) if t.level.owner is self else None
+        if part is None:
+            raise escaped(t.level)
+        entries, numbers = len(self.trace), len(self.numbers)
+        known = {**{x.ref: x for x in self.tensors}, **dict(zip(self.by_id.values(), self.inputs, strict=True))}
+        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
+        again = replay.Run(self.numbers)
+        try:
+            for op, refs, first, again.used in part[0]:
+                again.env.update({r: known[r] for r in refs if r not in again.env})
+                again.operator(op, [again.env[r] for r in refs], first, self.record)
+            found: Any = again.env[part[1]] if part[1] in again.env else known[part[1]]
+        except Unrecordable:
+            del self.numbers[numbers:]
+            self._drop(entries)
+            raise escaped(t.level) from None
+        finally:
+            for mode in reversed(modes):
+                private.enter_function_mode(mode)
+        level = found.level if type(found) is Recorded else ended[-1].parent
+        t.ref, t.aval, t.level = self.ref(found), aval_of(found), level
 
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
@@ -177,7 +209,7 @@ class Recorder(TorchFunctionMode):
                 for x in args:
                     if type(x) is Recorded:
                         if not x.level.open:
-                            raise escaped(x.level)
+                            raise Ended(x)
                         refs.append(x.ref)
                         key.append(x.aval)
                     else:
@@ -186,6 +218,10 @@ class Recorder(TorchFunctionMode):
                     for name, x in kwargs.items():
                         key.append(name)
                         key.append(self._static(func, x, refs))
+            except Ended as ended:  # what it is computed from comes before this operator, with its numbers
+                del self.numbers[numbers:]
+                self.outside(ended.tensor)
+                return self.__torch_function__(func, types, args, kwargs)
             except SparseOperand:
                 del self.numbers[numbers:]
                 return self._of_sparse(func, args, kwargs or {})
@@ -358,6 +394,8 @@ class Recorder(TorchFunctionMode):
                 return kind
             return x if kind is int else identical(x)
         if isinstance(x, torch.Tensor):
+            if type(x) is Recorded and not x.level.open:
+                raise Ended(x)
             refs.append(self.ref(x))
             return x.aval if isinstance(x, Recorded) else aval_of(x)
         if kind is list or isinstance(x, tuple):

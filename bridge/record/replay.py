@@ -147,13 +147,14 @@ class Run:
                 out.requires_grad_()
             self.env[ref] = autograd.computed(out) if t.requires_grad else out
 
-    def operator(self, op: Op, operands: list[torch.Tensor], first: int) -> None:
+    def operator(self, op: Op, operands: list[torch.Tensor], first: int, call: Callable[..., Any] | None = None) -> None:
         count = op.numbers
         numbers = self.numbers[self.used : self.used + count]
         self.used += count
         cast = op.autocast is not None or private.any_autocast()
         with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
-            out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
+            args, kwargs = filled(op.args, operands, numbers), filled(op.kwargs, operands, numbers)
+            out = op.func(*args, **kwargs) if call is None else call(op.func, args, kwargs)
         self.store(self._made(op, op.outs, out, operands), first)
 
     def _made(self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -300,7 +300,7 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
-    pushforward = Linear()
+    pushforward = Linear(target.call.arrays)
     dtypes: list[Any] = []
 
     def compute(values: list[Any]) -> Result:

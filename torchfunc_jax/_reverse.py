@@ -293,7 +293,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
-    pullback = Linear()
+    pullback = Linear(target.call.arrays)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []

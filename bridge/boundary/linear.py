@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from bridge.boundary import meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, replaced
 from bridge.trace.levels import state
@@ -18,8 +19,8 @@ class Linear:
     tracers.  Their trace may end before the function is called, and what the function returns has to be differentiable through them.
     """
 
-    def __init__(self) -> None:
-        self.nested = state.level is not None
+    def __init__(self, primals: Sequence[Any]) -> None:
+        self.nested, self.primals = state.level is not None, primals
         self.tensors: Sequence[Any] = ()
 
     def residuals(self, function: Callable[..., Any]) -> list[jax.Array]:
@@ -47,4 +48,7 @@ class Linear:
     def call(self, compute: Callable[[Callable[..., Any], list[Any]], Result], operands: Sequence[Any]) -> list[Any]:
         """The results of ``compute``, which takes JAX's function and the values of the operands (cotangents or tangents)."""
         n = self.count
+        if state.level is None:  # an array that the caller has made may be on no mesh
+            apart = [isinstance(v, jax.Array) and meshes.explicit([v]) is None for v in operands]
+            operands = [meshes.beside(v, self.primals) if each else v for v, each in zip(operands, apart, strict=True)]
         return apply(lambda values: compute(self.built(values[:n]), values[n:]), [*self.tensors, *operands])[0]

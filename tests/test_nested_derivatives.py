@@ -77,8 +77,12 @@ def test_the_value_of_a_derivative_has_derivatives(name: str, inside: str, how: 
     same(found, AROUND["vjp"](F if name in ("gamma", "dirichlet") else torch.func, function))
 
 
+#: JAX has no complex32, the dtype of chalf's result.
+DIFFERENTIABLE = [n for n, op in opinfo.operators().items() if op.supports_autograd and torch.float64 in op.dtypes and n != "chalf"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, op in opinfo.operators().items() if op.supports_autograd and torch.float64 in op.dtypes])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_the_value_of_any_operators_derivative_has_derivatives(name: str) -> None:
     op, F = opinfo.operators()[name], torchfunc_jax
     try:

@@ -32,6 +32,10 @@ class NeedsTorch(BaseException):  # the user's code must not catch it
     """The function does what only PyTorch can do, so the call starts again in torch.func; under jit the function itself is called."""
 
 
+class CalledItself(NeedsTorch):
+    """No program can do again what a jitted function does to Python objects, so jit calls the function itself, also in later calls."""
+
+
 class NotInLoopError(RuntimeError):
     """The steps of a loop cannot be compiled as one step that runs several times, so they run one by one."""
 

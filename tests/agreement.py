@@ -1,6 +1,7 @@
 """What the tests share: when two results are the same, how often Python runs, and the transforms by name, ours and torch.func's."""
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,29 @@ def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | No
             assert type(a) is type(e) and a == e
 
 
-class Traces:
+class Runs:
+    """Counts how often Python runs, in C's memory: jit repeats at each call what a function does to Python objects."""
+
+    def __init__(self) -> None:
+        self._number = ctypes.c_long(0)
+
+    def add(self) -> None:
+        self._number.value += 1
+
+    @property
+    def count(self) -> int:
+        return self._number.value
+
+
+class Traces(Runs):
     """A function that counts how often its Python runs."""
 
     def __init__(self, fn: Any) -> None:
-        self.fn, self.count, self.__name__ = fn, 0, "counted"
+        super().__init__()
+        self.fn, self.__name__ = fn, "counted"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
+        self.add()
         return self.fn(*args, **kwargs)
 
 

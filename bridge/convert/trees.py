@@ -127,6 +127,24 @@ def _open(tree: Any) -> tuple[Any, Any] | None:
     return None
 
 
+def children(tree: Any) -> Sequence[Any] | None:
+    """The children of a node, in the order of its leaves; None for a leaf.
+
+    Example:
+        >>> children({"b": 1, "a": (2, 3)})
+        [1, (2, 3)]
+    """
+    kind = type(tree)
+    if kind in _ATOMS:
+        return None
+    if kind is tuple or kind is list:
+        return tree  # type: ignore[no-any-return]
+    if kind is dict or kind is OrderedDict:
+        return list(tree.values())
+    found = _open(tree)
+    return None if found is None else list(found[0])
+
+
 def joined(*specs: Spec | None) -> Spec:
     """The spec of a tuple of trees with these specs."""
     return _make(tuple, None, specs)

@@ -1,7 +1,7 @@
 """``backward()`` inside a trace, and what a jitted function does to the ``.grad`` of tensors from outside.
 
 PyTorch's engine runs as always, on traced tensors.  What it leaves in the ``.grad`` of a parameter or an argument would be dead when the
-trace has closed; ``LeafGradients`` takes it back, and bridge/jit/attributes.py makes results of the program of it.
+trace has closed; ``LeafGradients`` takes it back, and bridge/jit/effects.py makes results of the program of it.
 """
 from __future__ import annotations
 

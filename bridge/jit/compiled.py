@@ -22,6 +22,7 @@ from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.process import having
 from bridge.programs.cache_keys import Same
+from bridge.programs.closure_scan import Place
 from bridge.programs.guards import GONE_ERRORS
 from bridge.record.tiers import Tiered
 from bridge.trace import python_numbers
@@ -73,9 +74,12 @@ class Compiled:
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
         numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
-        given: Sequence[Any] | None = None,
+        given: Sequence[Any] | None = None, counters: Sequence[Place] = (),
     ) -> None:
-        """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers."""
+        """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers.
+
+        counters: the places of numbers that the function counts, and that are inputs behind those among the arguments.
+        """
         tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
         self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
         self.runs_on = next((x.device for x in tensors_in if isinstance(x, torch.Tensor) and x.device.type != "cpu"), self.device)
@@ -85,7 +89,7 @@ class Compiled:
         self.tiered, self.pure = tiered, pure  # pure: to differentiate it runs no Python of the user's
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
-        self.changing = changing  # which of these numbers are inputs
+        self.changing, self.counters = changing, counters  # changing: which of these numbers are inputs
         self.traced: Any = None  # the traced function, if nothing else keeps it alive: its code is looked at
         self.sharing = Sharing(program.written, len(call.where))
         self.facts: dict[str, str] = {}

@@ -72,7 +72,7 @@ def reason(facts: dict[str, str], others: Sequence[tuple[dict[str, str], Guards]
     found = min((_differences(old, facts) + list(guards.differences()) for old, guards in reversed(others)), key=len)
     if not found:
         return "a captured tensor has another shape or dtype, or a number does not fit into the program that takes it as an input"
-    return "; ".join(found)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:

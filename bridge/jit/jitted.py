@@ -1,6 +1,7 @@
 """Jitted functions: each keeps compiled programs, chooses one of them for a call, and compiles a new one if none fits."""
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dataclasses
 import functools
@@ -23,12 +24,12 @@ from bridge.boundary.calls import Call
 from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import NeedsTorch, at_line
+from bridge.errors import CalledItself, NeedsTorch, at_line
 from bridge.intercepted.leaf_gradients import OutsideGraph
 from bridge.jit import explaining
-from bridge.jit.attributes import Setting
 from bridge.jit.compiled import Compiled, ProgramInfo
 from bridge.jit.donation import within
+from bridge.jit.effects import Change, Effects
 from bridge.jit.program import Program, aval, forward, stage
 from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
@@ -36,6 +37,7 @@ from bridge.private import opaque
 from bridge.process import having
 from bridge.programs import guards
 from bridge.programs.cache_keys import Same, by_identity, identical, weak
+from bridge.programs.closure_scan import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
@@ -44,19 +46,57 @@ from bridge.trace.storage import OutsideOfView
 from bridge.trace.torch_numbers import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
+_TURNS = 4  # how many programs in a row may each be of use for one call only, because they change what they depend on
+
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """The programs for calls that differ only in Python numbers."""
+    """The programs for calls that differ only in Python numbers.
+
+    The numbers are those among the arguments, and then those that the function itself counts.
+    """
 
     changing: frozenset[int] = frozenset()  # which of the numbers are inputs
     by_value: set[int] = dataclasses.field(default_factory=set)  # the numbers whose values the function asks for
     first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
     watched: list[Any] = dataclasses.field(default_factory=list)
+    counters: list[Change] = dataclasses.field(default_factory=list)
+    turns: int = 0  # how many programs in a row have changed what they depend on, so that they were of use for one call
+    itself: str = ""  # why the function itself is called, and no program
+
+    def counted(self) -> list[Any]:
+        """The numbers that the function counts, as they are now."""
+        return [guards.current(p) for p in self.counter_places()]
+
+    def counter_places(self) -> list[Place]:
+        return [change.holder.entry(change.key) for change in self.counters]
+
+    @contextlib.contextmanager
+    def counting(self, numbers: Sequence[Any]) -> Iterator[None]:
+        """While entered, the numbers that the function counts are the last ones of these."""
+        before = self.counted()
+        try:
+            self._count(numbers[len(numbers) - len(before) :])
+            yield
+        finally:
+            self._count(before)
+
+    def _count(self, numbers: Sequence[Any]) -> None:
+        for change, x in zip(self.counters, numbers, strict=True):
+            if x is not guards.GONE:
+                change.holder.put(change.holder.owner(), "set", change.key, x)
+
+    def count(self, program: Program) -> None:
+        """Take the numbers that a program counts for inputs of the programs to come."""
+        new = [c for c in program.changes if c.counts and c not in self.counters]
+        if new:
+            self.counters += new
+            self.programs.clear()
+            self.first = None
 
     def key(self, numbers: Sequence[Any]) -> Any:
-        return tuple([None if k in self.changing else identical(x) for k, x in enumerate(numbers)])
+        return tuple([type(x) if k in self.changing else identical(x) for k, x in enumerate(numbers)])
 
     def find(self, numbers: Sequence[Any]) -> list[Compiled]:
         """The programs for these numbers; programs that take them as inputs come first."""
@@ -67,7 +107,8 @@ class _Family:
         """Which of these numbers should be inputs."""
         if self.first is None:
             return frozenset()
-        differ = {k for k, (x, y) in enumerate(zip(numbers, self.first[0], strict=True)) if identical(x) != identical(y)}
+        pairs = zip(numbers, self.first[0], strict=True)
+        differ = {k for k, (x, y) in enumerate(pairs) if type(x) in (int, float) and type(x) is type(y) and identical(x) != identical(y)}
         return frozenset((self.changing | differ) - self.by_value)
 
 
@@ -168,6 +209,10 @@ class Jitted:
         misfit = False
         tried: list[Compiled] = []
         if family is not None:
+            if family.itself:
+                return self._unjitted(family.itself, torch_out, args, kwargs)
+            if family.counters:
+                numbers += family.counted()
             for entry in family.find(numbers) if numbers else family.programs.get((), ()):
                 tried.append(entry)
                 captured = entry.captured(leaves)
@@ -180,11 +225,18 @@ class Jitted:
         try:
             entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
         except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
+            if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
+                family.itself = str(error)
             return self._unjitted(str(error), torch_out, args, kwargs)
         captured = entry.captured(leaves)
         assert captured is not None
         out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)
         entry.seconds += time.perf_counter() - start
+        family = self._families.get(whole)
+        if family is not None and entry.program.changes:
+            family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
+            if family.turns == _TURNS:
+                family.itself = f"at each call it changes {', '.join(map(str, entry.program.changes))}, and what it does depends on that"
         return out
 
     def _run(
@@ -194,6 +246,7 @@ class Jitted:
         entry.used = next(self._clock)
         entry.calls += 1
         if entry.numbers is not None:
+            leaves = [*leaves, *[p.get() for p in entry.counters]]
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
         found, arrays = captured
@@ -202,9 +255,10 @@ class Jitted:
             if reason:
                 return self._unjitted(reason, entry.torch_out, args, kwargs)
         out = entry.call(leaves, [*inputs, *arrays], found, grads)
-        if type(out) is not Setting:
+        if type(out) is not Effects:
             return out
-        with having(state, arguments=leaves):
+        given = (args, kwargs) if entry.numbers is None else (((args, kwargs),), {})
+        with having(state, arguments=leaves, given=given):
             return out.done()
 
     def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
@@ -228,6 +282,7 @@ class Jitted:
                 families, family = self._families, _Family()
                 family.watched = [weakref.ref(x, lambda _: families.pop(key, None)) for x in _mortal(call.leaves)]
                 families[key] = family
+            numbers = [*[x for x in call.leaves if type(x) is float or type(x) is int], *family.counted()]
             for made in family.find(numbers):  # another thread may have made it while this one waited
                 if not any(made is t for t in tried) and made.captured() is not None:
                     return made
@@ -235,11 +290,14 @@ class Jitted:
             if entry is None:
                 program = stage(self._unwrapped, call, self._donated(call))
                 entry = Compiled(program, call, key[-3], self._donated(call, program))
-                if not misfit and (family.first is None or family.first[1].captured() is None):
+                before = len(family.counters)
+                family.count(program)
+                numbers += family.counted()[before:]
+                if not misfit and (family.first is None or self._of_first(family) is None):
                     family.first = (numbers, entry)
             entry.used = next(self._clock)
             sub = family.key(numbers) if entry.numbers is not None else tuple(map(identical, numbers))
-            self._describe(entry, family, key, call)
+            self._describe(entry, family, key, call, numbers)
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
             self._families.setdefault(key, family)  # it may have been dropped in the meantime
             self._limit()
@@ -253,32 +311,40 @@ class Jitted:
         if not changing or family.first is None or any(isinstance(x, jax.core.Tracer) for x in inputs):
             return None
         values, first = family.first
-        captured = first.captured()
+        captured = self._of_first(family)
         if captured is None:
             return None
-        numbered = [i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int]
+        counted = range(len(call.leaves), len(call.leaves) + len(family.counters))
+        numbered = [*[i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int], *counted]
         numbers_in = Inputs(numbers)
-        leaves = list(call.leaves)
-        for k in changing:
-            leaves[numbered[k]] = numbers_in.number(k)
+        standing = [numbers_in.number(k) if k in changing else x for k, x in enumerate(numbers)]
+        leaves = [*call.leaves, *[None for _ in counted]]
+        for i, x in zip(numbered, standing, strict=True):
+            leaves[i] = x
         vectors = [torch.zeros(python_numbers.SLOTS, dtype=d) for d in (torch.float64, torch.int64)]
-        inner = Call([*leaves, *vectors], trees.joined(trees.joined(call.spec, trees.LEAF, trees.LEAF), trees.flatten({})[1]), [])
+        spec = trees.joined(call.spec, *[trees.LEAF for _ in (*counted, *vectors)])
+        inner = Call([*leaves, *vectors], trees.joined(spec, trees.flatten({})[1]), [])
         inner.where = [*call.where, len(leaves), len(leaves) + 1]
 
-        def with_numbers(given: Any, floats: torch.Tensor, ints: torch.Tensor) -> Any:
-            with numbers_in.tracing(floats, ints, value_of):
+        def with_numbers(given: Any, *others: Any) -> Any:
+            with numbers_in.tracing(*others[-2:], value_of):
                 return self._unwrapped(*given[0], **given[1])
 
         try:
             traced = functools.wraps(self._func, updated=())(with_numbers)
-            program = stage(traced, inner, self._donated(call))
+            with family.counting(standing):
+                program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
-            entry = Compiled(program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing, given=call.arrays)
+            entry = Compiled(
+                program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing, given=call.arrays,
+                counters=family.counter_places(),
+            )  # fmt: skip
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with
             else:
-                right = entry.agrees(first, values, inputs, captured[1])
+                with family.counting(values):
+                    right = entry.agrees(first, values, inputs, captured[1])
         except Exception:  # whatever it is, the trace with static numbers shows it to the user
             right = False
         family.by_value |= numbers_in.asked if right else changing
@@ -287,10 +353,20 @@ class Jitted:
         family.changing = changing
         return entry
 
-    def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call) -> None:
+    @staticmethod
+    def _of_first(family: _Family) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """The captured tensors of the family's first program and their arrays; None if it no longer fits."""
+        assert family.first is not None
+        with family.counting(family.first[0]):
+            return family.first[1].captured()
+
+    def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call, numbers: Sequence[Any]) -> None:
         """Write down the conditions of the program, and why none of the existing programs fits."""
         every = [e for *_, e in self._entries()]
         entry.facts = explaining.facts(call, key, entry)
+        first = len(numbers) - len(family.counters)
+        for k, (change, x) in enumerate(zip(family.counters, numbers[first:], strict=True), first):
+            entry.facts[str(change)] = f"{type(x).__name__}, an input" if k in entry.changing else repr(x)
         entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
         explaining.say(self, f"a program was compiled: {entry.why}")
 

@@ -25,9 +25,9 @@ from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
 from bridge.convert import dtypes, tensors
-from bridge.errors import DataDependentError
+from bridge.errors import CalledItself, DataDependentError
 from bridge.jit import products
-from bridge.jit.attributes import noted
+from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.process import having
@@ -72,6 +72,7 @@ class Program:
         numbers: which of these draws are inputs of the jaxpr.
         graded: the places of the tensors whose ``.grad`` it sets.
         of_arguments: whether places or guards are those of a ``.grad`` of an argument.
+        changes: the changes of Python objects that it makes.
     """
 
     jaxpr: ClosedJaxpr
@@ -94,6 +95,7 @@ class Program:
     numbers: list[int]
     graded: list[closure_scan.Place]
     of_arguments: bool
+    changes: Sequence[Change] = ()
 
     def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
         """All outputs, from those of the jaxpr; call it when the written values have been written."""
@@ -187,6 +189,8 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     for attempt in range(1 + _TRACES):
         if attempt < 2:
             found = closure_scan.scan(*roots, deeper=attempt > 0)
+            for place, iterator in found.reached(found.iterators):
+                raise CalledItself(f"{place} is a {type(iterator).__name__}, which gives something else each time")
             candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
         # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
@@ -282,7 +286,7 @@ def trace(
             with contextlib.nullcontext() if watch is None else watch.watching(), push("plain") as level, _ValuesFromOutside():
                 result = traceable.run(level, arguments, take_apart)
             met = dict(root.captured)
-            info.update(read=root.read, graded=root.graded)
+            info.update(read=root.read, graded=root.graded, changes=root.changes)
             shared: list[tuple[int, Any, tuple[View, ...]]] = []
             if all(isinstance(x, torch.Tensor) for x in call.arrays):
                 for i, t, views in shared_memory.outputs(result, call.arrays, met.values()):
@@ -336,7 +340,7 @@ def trace(
         [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
         [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
         [] if drawn is None else drawn.draws, numbers, info["graded"],
-        any(isinstance(p.container, closure_scan.OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
+        any(isinstance(p.container, closure_scan.OfArgument) for p in [*places, *[p for p, _ in info["read"]]]), info["changes"],
     )
     return program, missing
 

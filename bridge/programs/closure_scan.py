@@ -12,7 +12,9 @@ import contextvars
 import dataclasses
 import dis
 import functools
+import io
 import operator
+import random
 import sys
 import types
 import weakref
@@ -22,10 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bridge.convert import sparse
+from bridge.convert import sparse, trees
 from bridge.convert.sparse import Sparse, is_sparse
 from bridge.programs.cache_keys import identical
 from bridge.trace.levels import state
+from bridge.trace.python_numbers import Inputs, is_input
 
 _DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
 _FUNCTION = type(torch.autograd.Function)
@@ -39,13 +42,17 @@ class Unsearched:
 _TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
 #: Objects of PyTorch's classes whose attributes the function may read.
 _HOLDERS = (torch.distributions.Distribution, torch.optim.Optimizer, functools.partialmethod, functools.singledispatchmethod)
-_SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched)
+_SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched, Inputs)
 _DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names by which code reads an attribute that it names as a string, and any attribute.
-_BY_STRING, _ANY_NAME = frozenset({"getattr", "hasattr"}), frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
-_GLOBAL = "the global variable"
+_SETTING, _STORING = frozenset({"setattr", "delattr"}), ("STORE_", "DELETE_")
+_BY_STRING = _SETTING | {"getattr", "hasattr"}
+_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"})
+_GLOBAL, _VARIABLE = "the global variable", "the variable "
+#: What adds to a list, deque or set, and reads nothing.
+_ADDING = frozenset({"append", "appendleft", "extend", "extendleft", "add"})
 #: Replaces "grad" if the attribute is read, as a tensor's is, and not called, as torch.func.grad is.
 _GRAD = ".grad"
 #: Methods that Python calls although the code does not name them; methods that only make or show an object are left out.
@@ -82,12 +89,39 @@ class Place:
         """Equal for two objects that stand for one place."""
         return id(self.container), self.key
 
+    @property
+    def names(self) -> tuple[Any, ...]:
+        """The names by which code gets there: of a variable or attribute, and of entries of dicts; None stands for another way."""
+        if isinstance(self.container, types.CellType):
+            return (self.owner.removeprefix(_VARIABLE),)
+        return (self.key if self.owner and type(self.key) is str else None,)
+
     def __str__(self) -> str:
         if self.key is None:
             return self.owner or "a value that the function uses"
         if self.owner == _GLOBAL:
             return f"{self.owner} {self.key}"
         return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
+
+
+class Entry(Place):
+    """The entry of a list, tuple, deque or dict that is at another place, the container, where another one may take its place."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.container.get()[self.key]
+
+    @property
+    def identity(self) -> Any:
+        return Entry, self.container.identity, self.key
+
+    @property
+    def names(self) -> tuple[Any, ...]:
+        return (*self.container.names, self.key if type(self.key) is str else None)
+
+    def __str__(self) -> str:
+        return f"the entry {self.key!r} of {self.container}"
 
 
 class Slots:
@@ -122,6 +156,35 @@ class OfArgument(Place):
 
     def __str__(self) -> str:
         return "an argument"
+
+
+class InArguments(Place):
+    """A node among the arguments of the call in progress; key: the path to it, by numbers."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return functools.reduce(lambda tree, i: trees.children(tree)[i], self.key, state.given)  # type: ignore[index]
+
+    @property
+    def identity(self) -> Any:
+        return InArguments, self.key
+
+    def __str__(self) -> str:
+        return f"an argument that is a {type(self.get()).__name__}"
+
+
+class DictOf(Place):
+    """The attributes of the object at another place, the container."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.container.get().__dict__
+
+    @property
+    def identity(self) -> Any:
+        return DictOf, self.container.identity
 
 
 class GradOf(Place):
@@ -168,13 +231,18 @@ class Found:
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.iterators: list[tuple[Place, Any, _Way]] = []  # (place, iterator) of those whose state Python cannot compare
         self._visited: dict[int, tuple[int, list[_Way]]] = {}  # how deep an object was searched, and the ways to it
         self._edges: list[_Edge] = []
         #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
         self.data: list[tuple[Place, Any, _Way]] = []
-        self.sizes: list[tuple[Any, Any, _Way]] = []  # (container, its ``keys``) of other containers
+        self.sizes: list[tuple[Place, Any, _Way]] = []  # (place, ``keys``) of other containers
+        self.containers: dict[int, list[Place]] = {}  # by id, where lists, dicts and other containers were found
+        self._used: set[Any] = {None}  # names that the code reads, and not only to add to what is there, or to look into it
         self._objects: list[tuple[Slots, dict[str, Any], _Way]] = []
         self._names: set[str] = set(_IMPLICIT)
+        self._loaded: set[str] = set(_IMPLICIT)  # those of them that the code reads, and does not only set
+        self._stored: set[str] = set()  # those that it sets
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
         self._done: set[tuple[Any, str]] = set()  # names in these that have been searched
@@ -194,9 +262,9 @@ class Found:
                     if name not in owner.__dict__ or owner is object:
                         continue
                     for heir in space.__mro__[:at]:
-                        if not _of_library(heir.__module__) and name not in heir.__dict__:
+                        if not of_library(heir.__module__) and name not in heir.__dict__:
                             self._inherited.setdefault(heir, set()).add(name)
-                    if owner is torch.nn.Module or _ours(owner.__module__):
+                    if owner is torch.nn.Module or is_ours(owner.__module__):
                         continue
                     function = _function_of(owner.__dict__[name])
                     if _installed(owner.__module__):
@@ -218,13 +286,46 @@ class Found:
         waiting = [function]
         while waiting:
             function = waiting.pop()
-            read, library = _read_by(function.__code__), _of_library(function.__module__)
+            read, library = _read_by(function.__code__), of_library(function.__module__)
             if function.__code__ not in self._codes:
                 self._codes.add(function.__code__)
-                self._names.update(set(read.names) - _ANY_NAME if library else read.names)
-                self._optional.update(() if library else read.optional)
+                self.note(read, library)
                 called = () if library else (function.__globals__.get(name) for name in read.globals)
                 waiting += [f for f in called if isinstance(f, types.FunctionType)]
+
+    def note(self, read: _Read, library: bool = False) -> None:
+        """Note the names that a code uses; library: it is PyTorch's or another one whose names as strings say nothing."""
+        self._names.update(set(read.names) - _ANY_NAME if library else read.names)
+        self._loaded.update(set(read.loaded) - _ANY_NAME if library else read.loaded)
+        self._stored.update(set(read.stored) - _ANY_NAME if library else read.stored)
+        self._optional.update(() if library else read.optional)
+        self._used.update(read.used)
+
+    @property
+    def alive(self) -> list[Any]:
+        """The objects that were visited."""
+        return self._alive
+
+    def sets(self, name: str) -> bool:
+        """Whether the function, or a method that it calls, sets an attribute or a global variable of that name."""
+        return name in self._stored or not _ANY_NAME.isdisjoint(self._stored) or self._named is None
+
+    def python_generators(self) -> list[Any]:
+        """The generators of random numbers of Python's and NumPy's that the function may draw from."""
+        found = [x for x in self._alive if isinstance(x, random.Random | np.random.Generator | np.random.RandomState)]
+        return [*found, *((random, np.random) if "random" in self._names else ())]
+
+    def only_adds(self, container: Any) -> bool:
+        """Whether the function adds to a container, and reads nothing of it: what is in it is then no condition."""
+        places = self.containers.get(id(container), ())
+        return bool(places) and self._named is not None and all(self._used.isdisjoint(p.names) for p in places)
+
+    def set_in_spaces(self) -> Iterator[tuple[type | types.ModuleType, list[str]]]:
+        """The user's classes and Python modules, each with the names of its attributes that the function sets."""
+        for space in self._spaces:
+            name = space.__name__ if isinstance(space, types.ModuleType) else space.__module__
+            if self._stored and _of_user(name):
+                yield space, sorted(self._stored)
 
     def _names_in(self, space: type | types.ModuleType) -> list[str]:
         """The names of a class, or of a Python module, that the function uses."""
@@ -232,7 +333,7 @@ class Found:
             return [n for n in self._names if n in space.__dict__]
         if self._named is not None:
             return list(self._names)
-        return [*self._names, *[n for c in space.__mro__ if not _of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
+        return [*self._names, *[n for c in space.__mro__ if not of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
 
     def visit_tensors(self) -> None:
         """Search the attributes of the tensors that the function may read beside their values."""
@@ -252,12 +353,12 @@ class Found:
     def visit_open(self) -> None:
         """Note which attributes the objects have, if the function may read any, also one that is not there yet."""
         if self._named is None:
-            self.sizes += [(attributes, keys(attributes), way) for _, attributes, way in self._objects]
+            self.sizes += [(Place(attributes, None), keys(attributes), way) for _, attributes, way in self._objects]
 
     @property
     def _named(self) -> set[str] | None:
         """Names of attributes that the function, and the methods that it calls, may read; None if it may read any."""
-        return None if not _ANY_NAME.isdisjoint(self._names) else self._names
+        return None if not _ANY_NAME.isdisjoint(self._loaded) else self._loaded
 
     def names(self, name: str) -> bool:
         """Whether the function, or a method that it calls, uses that name."""
@@ -293,7 +394,7 @@ class Found:
         owners.update([(id(slots.owner()), slots.owner) for slots, _ in self.reached(self._objects)])
         return [
             (owner, type(owner()), owner().__dict__) for owner in owners.values()
-            if type(getattr(owner(), "__dict__", None)) is dict and not _ours(type(owner()).__module__)
+            if type(getattr(owner(), "__dict__", None)) is dict and not is_ours(type(owner()).__module__)
         ]  # fmt: skip
 
     def absent(self) -> list[tuple[Any, frozenset[str]]]:
@@ -303,9 +404,9 @@ class Found:
             cls = type(slots.owner())
             names = {n for n in self._optional if not hasattr(cls, n)}
             for owner in cls.__mro__:
-                if not _of_library(owner.__module__):
-                    names.update(n for n, v in owner.__dict__.items() if n in self._names and not hasattr(type(v), "__set__"))
-                    names.update(self._names if "__getattr__" in owner.__dict__ else ())
+                if not of_library(owner.__module__):
+                    names.update(n for n, v in owner.__dict__.items() if n in self._loaded and not hasattr(type(v), "__set__"))
+                    names.update(self._loaded if "__getattr__" in owner.__dict__ else ())
             names.difference_update(attributes, _IMPLICIT)
             if names:
                 found.append((attributes, frozenset(names)))
@@ -327,22 +428,24 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
 def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     """Search x, and note the step that leads to it; edge None: the place never changes."""
     if isinstance(x, torch.Tensor):
-        first = found.tensors.setdefault(id(x), (x, place))[1]
-        if first is not place:  # one tensor at two places: the first is read while it is at both
-            both = _Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
-            found._edges.append(_Edge(both, True, edge, False))
-        elif is_sparse(x):
+        if not _first(x, found.tensors.setdefault(id(x), (x, place))[1], place, found, edge):
+            return
+        if is_sparse(x):
             _visit_sparse(x, place, found, depth, edge)
         return
     if isinstance(x, Sparse):  # an argument that is a sparse tensor
         _visit(x.tensor(), _Referent(x.tensor, None, "a sparse argument"), found, depth, edge)
         return
+    if is_input(x):  # a number that the function counts
+        return
     if isinstance(x, type) and _of_user(x.__module__):
         found._spaces[x] = None
-        if not _of_library(type(x).__module__):  # a metaclass of the user's
+        if not of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
     if isinstance(x, torch.optim.Optimizer):
         found.optimizers[id(x)] = x
+    if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and (of_library(type(x).__module__) or not hasattr(x, "__dict__")):
+        found.iterators.append((place, x, edge))
     if isinstance(x, torch.Generator):
         found.generators.append(x)
     elif isinstance(x, types.ModuleType):
@@ -351,6 +454,11 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         return
     elif isinstance(x, _FUNCTION) or not isinstance(x, _SKIP) or _has_attributes(x):
         data = frozen(x) if isinstance(x, _CONTAINERS) else None
+        if isinstance(x, _CONTAINERS) and (data is None or not isinstance(x, tuple | frozenset)):
+            places = found.containers.setdefault(id(x), [])
+            places.append(place)
+            _first(x, places[0], place, found, edge)
+            found._alive.append(x)
         if data is None or _has_attributes(x):
             before, ways = found._visited.get(id(x), (-1, []))
             ways.append(edge)
@@ -360,12 +468,28 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
                 if isinstance(x, torch.nn.Module):
                     _visit_module(x, found, depth, ways)
                 elif depth:
-                    _visit_children(x, found, depth, ways, data is None)
+                    _visit_children(x, found.containers.get(id(x), [place])[0], found, depth, ways, data is None)
         if data is not None and (not isinstance(x, tuple) or not _hashable(x)):
             found.data.append((place, data, edge))
             return
+        if data is None and _replaceable(x) and found._visited[id(x)][0]:
+            return
     if isinstance(edge, _Edge):
         found._edges.append(edge)
+
+
+def _first(x: Any, first: Place, place: Place, found: Found, edge: _Way) -> bool:
+    """Whether this is the place where x was found first; what is at two places is read at the first one while it is at both."""
+    if first is place or first.identity == place.identity:
+        return first is place
+    both = _Asked(lambda: first.get() is place.get(), None, f"whether one {type(x).__name__.lower()} is at {place} and at another place")
+    found._edges.append(_Edge(both, True, edge, False))
+    return False
+
+
+def _replaceable(x: Any) -> bool:
+    """Whether x is a container that counts as the same if another one of its type with the same keys has taken its place."""
+    return isinstance(x, _TREES) and not _has_attributes(x)
 
 
 def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
@@ -403,14 +527,14 @@ def entries(x: object) -> tuple[Any, tuple[Any, ...]]:
     return (x, found) if all(isinstance(v, _PLAIN) for v in found) else (None, ())
 
 
-def keys(x: Any) -> Any:
-    """What a container has beside its values: the keys of a dict in order, the members of a set; of a list or a large one, how many."""
-    return len(x) if isinstance(x, list | collections.deque) or len(x) > _DATA else tuple(x)
+def keys(x: Any) -> tuple[type, Any]:
+    """What a container has beside its values: its type, the keys of a dict in order, the members of a set; of others how many it has."""
+    return type(x), len(x) if isinstance(x, list | tuple | collections.deque) or len(x) > _DATA else tuple(x)
 
 
 def _has_attributes(x: object) -> bool:
     """Whether a container, a number or a string can hold more than its content: a class of the user's, a defaultdict."""
-    if _of_library(type(x).__module__) or type(x).__module__ == "collections":
+    if of_library(type(x).__module__) or type(x).__module__ == "collections":
         return isinstance(x, collections.defaultdict)
     return isinstance(x, _CONTAINERS) or (isinstance(x, str | bytes | int | float) and type(getattr(x, "__dict__", None)) is dict)
 
@@ -425,7 +549,7 @@ def _hashable(x: object) -> bool:
 
 def _frozen(x: object, room: Iterator[int]) -> Any:
     if isinstance(x, _PLAIN):
-        if next(room, None) is None:
+        if next(room, None) is None or is_input(x):
             raise TypeError
         return identical(x)
     if isinstance(x, _MAPPINGS):
@@ -445,38 +569,40 @@ def _frozen(x: object, room: Iterator[int]) -> Any:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _MAPPINGS, _BUFFERS = (dict, types.MappingProxyType), (bytearray, array.array, memoryview)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset, collections.deque, np.ndarray, *_BUFFERS)
+_TREES = (dict, list, tuple, collections.deque)
 
 
-def _visit_children(x: Any, found: Found, depth: int, edge: _Way, entries: bool) -> None:
+def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, entries: bool) -> None:
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and (not isinstance(x, _CONTAINERS) or _has_attributes(x))
     contained = isinstance(x, _CONTAINERS)
     if isinstance(x, types.FunctionType):
-        if _ours(_defined_in(x)) or _of_library(x.__module__):
+        if is_ours(_defined_in(x)) or of_library(x.__module__):
             pass
         elif _installed(x.__module__):
             found.read(x)
         else:
-            read = _read_by(x.__code__)
-            found._names.update(read.names)
-            found._optional.update(read.optional)
+            found.note(_read_by(x.__code__))
             found._edges.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
             _visit_attributes(x, x.__name__, found, depth, edge)
     elif isinstance(x, functools.partial):
         _visit_attributes(x, "functools.partial", found, depth, edge)
     elif isinstance(x, operator.attrgetter | operator.methodcaller):
-        found._names.update(*[name.split(".") for name in x.__reduce__()[1] if isinstance(name, str)])
+        for names in (found._names, found._loaded):
+            names.update(*[name.split(".") for name in x.__reduce__()[1] if isinstance(name, str)])
     elif attributes:
         found._spaces[type(x)] = None
-        if type(getattr(x, "__dict__", None)) is dict and not _of_library(type(x).__module__):
+        if type(getattr(x, "__dict__", None)) is dict and not of_library(type(x).__module__):
             found._objects.append((Slots(x), x.__dict__, edge))
+    nested = _replaceable(x) and (place.key is not None or place.get() is not place.container)
     for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
+        where = Entry(place, where.key) if nested and where.container is x else where
         constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
         attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
         step = edge if constant else _Edge(where, child, edge, attribute)
         _visit(child, where, found, depth if transparent else depth - 1, step)
-    if entries and isinstance(x, (*_MAPPINGS, list, set, collections.deque)):
-        found.sizes.append((x, keys(x), edge))
+    if entries and isinstance(x, (*_MAPPINGS, *_TREES, set)):
+        found.sizes.append((place, keys(x), edge))
 
 
 def _visit_attributes(x: Any, name: str, found: Found, depth: int, edge: _Way) -> None:
@@ -496,7 +622,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way)
         found._visited.setdefault(id(m), (depth, [edge]))
         found._spaces[type(m)] = None
         name = type(m).__name__
-        users = not _of_library(type(m).__module__)
+        users = not of_library(type(m).__module__)
         if users:
             found._objects.append((Slots(m), m.__dict__, edge))
         listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
@@ -505,7 +631,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way)
                 place = Place(store, key, name)
                 _visit(t, place, found, depth, _Edge(place, None, edge, False) if t is None else None)
             if listed or any(t is None for t in store.values()):
-                found.sizes.append((store, keys(store), edge))
+                found.sizes.append((Place(store, None), keys(store), edge))
         for hooks in HOOKS:
             for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
@@ -522,14 +648,14 @@ _OWN = frozenset(torch.nn.Module().__dict__)
 
 def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     if isinstance(x, types.FunctionType):
-        ours = _ours(_defined_in(x))
+        ours = is_ours(_defined_in(x))
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:
                 yield True, _Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
                 continue
-            yield content, Place(content, None) if ours else Place(cell, None, f"the variable {name}")  # our own variables are bound once
+            yield content, Place(content, None) if ours else Place(cell, None, _VARIABLE + name)  # our own variables are bound once
         inside = ours or _installed(x.__module__)  # globals of its module are not the user's
         for name in () if inside else _read_by(x.__code__).globals:
             if name in x.__globals__:
@@ -549,8 +675,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         if not isinstance(x.__self__, types.ModuleType | type):
             yield x.__self__, Place(x.__self__, None)
     elif isinstance(x, _FUNCTION):
-        for owner in () if _of_library(x.__module__) else x.__mro__:
-            for method in () if _of_library(owner.__module__) else owner.__dict__.values():
+        for owner in () if of_library(x.__module__) else x.__mro__:
+            for method in () if of_library(owner.__module__) else owner.__dict__.values():
                 if isinstance(method, staticmethod):
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, contextvars.ContextVar):
@@ -586,7 +712,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
 def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
     if isinstance(x, collections.defaultdict):
         yield x.default_factory, Place(Slots(x), "default_factory", "a defaultdict")
-    if _of_library(type(x).__module__) and not isinstance(x, _HOLDERS):
+    if of_library(type(x).__module__) and not isinstance(x, _HOLDERS):
         return
     if type(getattr(x, "__dict__", None)) is dict:
         for key, value in x.__dict__.items():
@@ -607,21 +733,21 @@ def _is_unbound(cell: types.CellType) -> bool:
         return True
 
 
-def _of_library(module: str | None) -> bool:
+def of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
 @functools.cache
 def _installed(module: str | None) -> bool:
     """Whether a Python module, by its name, is of a library or of an installed package, whose code and globals count as constant."""
-    if _of_library(module):
+    if of_library(module):
         return True
     top = (module or "").partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or next(iter(getattr(sys.modules.get(top), "__path__", ())), "")
     return top in sys.stdlib_module_names - {"__main__"} or "site-packages" in file or "dist-packages" in file
 
 
-def _ours(module: str | None) -> bool:
+def is_ours(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OURS
 
 
@@ -632,7 +758,7 @@ def _defined_in(function: types.FunctionType) -> str | None:
 
 def _of_user(module: str | None) -> bool:
     """Whether the user has written a Python module."""
-    return not _installed(module) and not _ours(module)
+    return not _installed(module) and not is_ours(module)
 
 
 def _function_of(attribute: Any) -> types.FunctionType | None:
@@ -645,13 +771,44 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
+def stored_globals(function: types.FunctionType) -> frozenset[str]:
+    """The names of global variables that a function sets or deletes, or one inside it."""
+    waiting, found = [function.__code__], set[str]()
+    while waiting:
+        code = waiting.pop()
+        found.update(s.argval for s in dis.get_instructions(code) if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+        waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset(found)
+
+
+def slots_of(x: Any) -> list[str]:
+    """The names of the attributes of an object that are slots of classes that are no library's."""
+    return [
+        name for cls in type(x).__mro__ if "__slots__" in cls.__dict__ and not of_library(cls.__module__)
+        for name, slot in cls.__dict__.items() if isinstance(slot, types.MemberDescriptorType)
+    ]  # fmt: skip
+
+
 class _Read(NamedTuple):
-    """Names that a function, or one inside it, may read: all of them, those of globals, those that it passes to getattr, and modules."""
+    """Names in the code of a function and of those inside it.
+
+    Attributes:
+        names: all.
+        globals: those of global variables that it reads.
+        optional: those that it passes to getattr and hasattr.
+        imports: those of the Python modules that it imports.
+        loaded: those of ``names`` that it does not only set or delete.
+        stored: those of attributes and global variables that it sets or deletes; "__dict__" if it may set any.
+        used: those of variables, attributes and entries that it reads, and not only to add to a container there, or to look into it.
+    """
 
     names: tuple[str, ...]
     globals: tuple[str, ...]
     optional: tuple[str, ...]
     imports: tuple[str, ...]
+    loaded: tuple[str, ...]
+    stored: tuple[str, ...]
+    used: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -660,12 +817,19 @@ def _read_by(code: types.CodeType) -> _Read:
     names, optional = list(code.co_names), []
     loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     imports = [s.argval for s in steps if s.opname == "IMPORT_NAME"]
+    named = [s for s in steps if s.opcode in dis.hasname]
+    stored = [s.argval for s in named if s.opname.startswith(_STORING)]
+    used = [s.argval for i, s in enumerate(steps) if _reads(s) and not _looks_into(steps[i + 1 :])]
+    used += [s.argval for i, s in enumerate(steps) if _is_key(steps[i : i + 2]) and not _looks_into(steps[i + 2 :])]
+    only_stored = {*stored}.difference([s.argval for s in named if not s.opname.startswith(_STORING)])
     for i, step in enumerate(steps):
         if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
             names.append(_GRAD)
         if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name = _second_argument(steps[i + 1 :])
-            if name is not None:
+            if step.argval in _SETTING:
+                stored.append(name or "__dict__")
+            elif name is not None:
                 optional.append(name)
             elif code.co_name != "__getattr__":  # which passes on a name that other code contains
                 names.append("__dict__")
@@ -676,7 +840,37 @@ def _read_by(code: types.CodeType) -> _Read:
             loaded += inner.globals
             optional += inner.optional
             imports += inner.imports
-    return _Read(*[tuple(dict.fromkeys(x)) for x in (names + optional, loaded, optional, imports)])
+            stored += inner.stored
+            used += inner.used
+            only_stored.difference_update(inner.loaded)
+    names += optional
+    read = [n for n in names if n not in only_stored]
+    return _Read(*[tuple(dict.fromkeys(x)) for x in (names, loaded, optional, imports, read, stored, used + optional)])
+
+
+def _reads(step: dis.Instruction) -> bool:
+    """Whether a step reads a variable, a global variable or an attribute that is no method."""
+    if step.opname == "LOAD_ATTR":
+        return not (sys.version_info >= (3, 12) and (step.arg or 0) & 1)
+    return step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+def _is_key(steps: list[dis.Instruction]) -> bool:
+    """Whether two steps read the entry of a container at a key that is a string."""
+    return len(steps) == 2 and steps[0].opname.startswith("LOAD_CONST") and type(steps[0].argval) is str and _subscribes(steps[1])
+
+
+def _subscribes(step: dis.Instruction) -> bool:
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and "[]" in (step.argrepr or ""))
+
+
+def _looks_into(steps: list[dis.Instruction]) -> bool:
+    """Whether the next steps add something to the object that has just been read, or read one of its entries."""
+    steps = [s for s in steps[:4] if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
+    if not steps:
+        return False
+    adds = steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[0].argval in _ADDING
+    return adds or _is_key(steps[:2])
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:

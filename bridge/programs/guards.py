@@ -17,6 +17,7 @@ import torch
 from bridge import private
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
+from bridge.trace.python_numbers import is_input
 
 #: The names of the entries of ``ambient``.
 AMBIENT = (
@@ -145,12 +146,13 @@ class Guards:
                 self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
         self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if owner().__dict__ is d]
         edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not closure_scan.GradOf]
-        self.places = [(p, child) for p, child in [*edges, *(read or ())] if _same(_now(p), child)]
+        self.places = [(p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
-        data = [(p, _now(p), data) for p, data in found.reached(found.data)]
+        data = [(p, x, data) for p, data in found.reached(found.data) if not found.only_adds(x := current(p))]
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
-        self.sizes = [(c, keys) for c, keys in found.reached(found.sizes) if _has_keys(c, keys)]
+        sizes = [(p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))]
+        self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
         self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
         self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
@@ -186,11 +188,11 @@ class Guards:
             for place, content in self.asked:
                 if _content(place.get()) != content:
                     return False
+            for place, keys in self.sizes:
+                if not _has_keys(place.get(), keys):
+                    return False
         except GONE_ERRORS:
             return False
-        for container, keys in self.sizes:
-            if not _has_keys(container, keys):
-                return False
         for d, names in self.absent:  # noqa: SIM110  # all() takes twice as long
             if not d.keys().isdisjoint(names):
                 return False
@@ -218,7 +220,7 @@ class Guards:
             elif x.__dict__ is not d:
                 yield f"the __dict__ of an object of the class {cls.__name__} was replaced"
         for place, child in self.places:
-            now = _now(place)
+            now = current(place)
             if _same(now, child):
                 continue
             if isinstance(child, _BY_VALUE):
@@ -226,34 +228,38 @@ class Guards:
             else:
                 yield f"{place} was one {_replaced(child, now)}"
         for place, _, _, data in self.data:
-            if closure_scan.frozen(_now(place)) != data:
+            if closure_scan.frozen(current(place)) != data:
                 yield f"{place} holds other numbers than before"
         for place, content in self.asked:
-            t = _now(place)
+            t = current(place)
             if not isinstance(t, torch.Tensor) or _content(t) != content:
                 yield f"{place}, whose values Python asked for, holds other values than before"
         for d, names in self.absent:
             for name in names.intersection(d):
                 yield f"an object that the function uses has been given an attribute {name}"
-        for c, keys in self.sizes:
-            if not _has_keys(c, keys):
+        for place, (kind, keys) in self.sizes:
+            c = current(place)
+            if type(c) is not kind:
+                yield f"{place} was one {kind.__name__} and now is {'gone' if c is GONE else type(c).__name__}"
+            elif not _has_keys(c, (kind, keys)):
                 n = keys if isinstance(keys, int) else len(keys)
-                yield f"a {type(c).__name__} that the function uses had {n} entries and now has {len(c) if len(c) != n else 'others'}"
+                yield f"a {kind.__name__} that the function uses had {n} entries and now has {len(c) if len(c) != n else 'others'}"
 
 
 #: Stands for an object that is no longer at its place.
-_GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
+GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
 #: What looking at a place raises if the object is no longer there.
 GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
 #: Types whose values are compared by content.
 _BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
 
 
-def _now(place: closure_scan.Place) -> Any:
+def current(place: closure_scan.Place) -> Any:
+    """What is at a place; GONE if it no longer exists."""
     try:
         return place.get()
     except GONE_ERRORS:
-        return _GONE
+        return GONE
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -274,7 +280,10 @@ def _holds(container: Any, entries: Any) -> bool:
     return len(now) == len(entries) and all(map(operator.is_, now, entries))
 
 
-def _has_keys(container: Any, keys: Any) -> bool:
+def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
+    kind, keys = found
+    if type(container) is not kind:
+        return False
     if isinstance(keys, int):
         return len(container) == keys
     return len(container) == len(keys) and (all(map(operator.is_, container, keys)) or _same(tuple(container), keys))
@@ -304,7 +313,7 @@ def _mode(training: bool) -> str:
 
 
 def _replaced(before: Any, now: Any) -> str:
-    old, new = ["missing" if x is None or x is _GONE else type(x).__name__ for x in (before, now)]
+    old, new = ["missing" if x is None or x is GONE else type(x).__name__ for x in (before, now)]
     return f"{old} and now is {'another ' if type(before) is type(now) else ''}{new}"
 
 

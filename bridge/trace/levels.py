@@ -67,6 +67,7 @@ class Level:
     grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
     read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
+    changes: Any = ()  # the jit.effects.Changes of Python objects that it makes
     device: Any = None  # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None: they are on the CPU
     lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
@@ -93,6 +94,7 @@ class _State(threading.local):
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
     checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
     arguments: Any = ()  # the leaves of the arguments of the compiled program that is called
+    given: Any = ((), {})  # and the arguments themselves, the positional and the named ones
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     compiling = False  # a piece is being compiled
     jitting = False  # a jitted function is being traced

@@ -1,0 +1,313 @@
+"""What a jitted function does to Python objects beside returning a result: it is found in the trace, undone, and done again at each call.
+
+All that the function reaches (its arguments, variables, globals, modules, hooks) is compared before the trace and after it.  Tensors that
+the function has put there become outputs of the program, other values are put there as they are.  What ``backward()`` leaves in a ``.grad``
+is an output too.  If a program cannot do a change again, jit calls the function itself.  holders.py says what can be changed, and how.
+"""
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from bridge import private, private_jax
+from bridge.boundary.calls import Call
+from bridge.convert import tensors, trees
+from bridge.errors import CalledItself, at_line
+from bridge.intercepted.leaf_gradients import LeafGradients
+from bridge.process import having
+from bridge.programs import closure_scan
+from bridge.programs.cache_keys import identical
+from bridge.programs.closure_scan import Found, GradOf, OfArgument, Place, is_ours, of_library, slots_of
+from bridge.programs.holders import MISSING, Difference, Holder, holders, in_arguments
+from bridge.trace import python_numbers
+from bridge.trace.aliasing import views_between
+from bridge.trace.levels import state
+from bridge.trace.tracing import Traced, exchanged, wrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One difference that the function makes to what a holder holds.
+
+    Attributes:
+        identity: that of the holder.
+        what, key: what is done, and at which key.
+        counts: whether a number takes the place of a number.
+    """
+
+    holder: Holder = dataclasses.field(compare=False)
+    identity: Any
+    what: str
+    key: Any
+    counts: bool = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        return self.holder.named(self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grad:
+    """The ``.grad`` of the tensor at a place."""
+
+    place: Place = dataclasses.field(compare=False)
+    identity: Any
+
+
+class Effects(NamedTuple):
+    """The result of a function, and what it has changed, each change with its value."""
+
+    out: Any
+    changes: list[tuple[Change | _Grad, Any]]
+
+    def done(self) -> Any:
+        """Change what the function changes, and return its result."""
+        owners = [change.holder.owner() if type(change) is Change else change.place.get() for change, _ in self.changes]
+        made: dict[int, Any] = {}
+        for owner, (change, value) in zip(owners, self.changes, strict=True):
+            if type(change) is Change:
+                change.holder.put(owner, change.what, change.key, _built(value, made))
+            else:
+                owner.grad = value
+        return self.out
+
+
+def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int, Place]) -> Callable[..., Any]:
+    """The function for a trace: it leaves what it changes as it was, and returns Effects if it has changed something.
+
+    found: what the function reaches.  places: by id, where captured tensors were found.
+    """
+
+    @functools.wraps(fn, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        root = state.level.root
+        arguments = _arguments(call, (args, kwargs))
+        grads = LeafGradients({id(t): i for i, t in arguments.items()})
+        if not any(isinstance(x, jax.Array) for x in call.arrays):
+            root.grads = grads
+
+        def place_of(t: torch.Tensor) -> Place:
+            if id(t) in grads.arguments:
+                return OfArgument(None, grads.arguments[id(t)])
+            return places.get(id(t)) or Place(t, None)
+
+        with having(state, given=(args, kwargs)):
+            watched = [(h, h.read()) for h in (*holders(found), *in_arguments((args, kwargs)))]
+            try:
+                out = fn(*args, **kwargs)
+            finally:
+                changed = [(h, old, differences) for h, old in watched if (differences := _undone(h, old))]
+                kept = [(place_of(t), value) for t, value in grads.changed()]
+                root.graded = [place for place, _ in kept]
+                read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
+                root.read = [(p, grad) for p, grad in read if grad is None or type(places.get(id(grad))) is not GradOf]
+            recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(h.owner()) for h, _ in watched]})
+            changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
+        root.changes = [change for change, _ in changes]
+        changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
+        return Effects(out, changes) if changes else out
+
+    return run
+
+
+def _undone(holder: Holder, old: Any) -> list[Difference]:
+    """What the function has changed, which is undone."""
+    differences = [d for d in holder.differences(old, holder.read()) if holder.counts(d[1]) or _has_traced(d[2])]
+    if differences:
+        holder.undo(old, differences)
+    return differences
+
+
+def _has_traced(value: Any) -> bool:
+    return any(type(x) is Traced for x in trees.flatten(value)[0])
+
+
+# -- values: they are made anew at each call ------------------------------------------------------------------------------------------
+class _Known:
+    """An object that was there before, or that cannot be changed; it is the same one at each call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Known and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """An object without its parts.
+
+    Attributes:
+        kind: its class.
+        keys: of a dict its keys, of another container how many elements it has, of another object the names of its attributes.
+        extra: the default_factory of a defaultdict, the maxlen of a deque.
+    """
+
+    kind: type
+    keys: Any
+    extra: Any = None
+
+
+class _New(NamedTuple):
+    """An object that the function makes, which is made anew at each call; where it is met again, its number stands for it."""
+
+    number: int
+    shape: _Shape
+    parts: list[Any]
+
+
+class _Again(NamedTuple):
+    """An object that is made at another place too."""
+
+    number: int
+
+
+_ELEMENTS = (list, tuple, set, frozenset, collections.deque)
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+
+
+class _Recipes:
+    """How the values that a function has put somewhere are made at a call; known: ids of the objects that were there before."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.known, self.made = known, dict[int, int]()
+        self.alive: list[Any] = []
+
+    def changes(self, changed: Sequence[tuple[Holder, Any, list[Difference]]]) -> list[Any]:
+        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no program can make."""
+        found = []
+        for holder, old, differences in changed:
+            if holder.refused:
+                raise CalledItself(f"it {holder.refused}")
+            for what, key, value in differences:
+                before = holder.at(old, key)
+                if what == "set" and self._alike(before, value):
+                    continue
+                if holder.place.key == "_parameters" and type(value) is Traced:
+                    raise exchanged(f"the parameter {key}")
+                counts = what == "set" and _is_number(before) and (_is_number(value) or python_numbers.is_input(value))
+                found.append((Change(holder, holder.identity, what, key, counts), self._of(value, holder, key)))
+        return found
+
+    def _of(self, x: Any, holder: Holder, key: Any) -> Any:
+        if type(x) is Traced:
+            outside = _outside(x)
+            return _Known(x) if outside is None else outside
+        if isinstance(x, torch.Tensor):
+            return x if tensors.crosses(x) else _Known(x)
+        if isinstance(x, _CONSTANT) or python_numbers.is_input(x):
+            return x
+        if id(x) in self.known:
+            return _Known(x)
+        if id(x) in self.made:
+            return _Again(self.made[id(x)])
+        if not (isinstance(x, (dict, *_ELEMENTS)) or _is_plain(x)):
+            if any(type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()):
+                raise CalledItself(f"it keeps a {type(x).__name__} that holds tensors: {holder.named(key)}{at_line()}")
+            return _Known(x)
+        self.made[id(x)] = number = len(self.made)
+        self.alive.append(x)
+        shape, parts = _taken_apart(x)
+        return _New(number, shape, [self._of(part, holder, key) for part in parts])
+
+    def _alike(self, before: Any, after: Any) -> bool:
+        """Whether another object with the same content has taken the place of one, so that nothing but its identity has changed."""
+        if before is after:
+            return True
+        if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
+            return False
+        if isinstance(after, _CONSTANT):
+            return bool(identical(before) == identical(after))
+        if id(after) in self.known or not (isinstance(after, (dict, *_ELEMENTS)) or _is_plain(after)):
+            return False
+        (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
+        return shape == other and all(map(self._alike, parts, more))
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) is int or type(x) is float
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an object of a class in Python is its attributes, and nothing else."""
+    cls = type(x)
+    return (
+        (type(getattr(x, "__dict__", None)) is dict or bool(slots_of(x)))
+        and all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__"))
+        and not of_library(cls.__module__) and not is_ours(cls.__module__)
+    )
+
+
+def _taken_apart(x: Any) -> tuple[_Shape, list[Any]]:
+    kind = type(x)
+    if isinstance(x, dict):
+        return _Shape(kind, tuple(x), getattr(x, "default_factory", None)), list(x.values())
+    if isinstance(x, _ELEMENTS):
+        return _Shape(kind, len(x), getattr(x, "maxlen", None)), list(x)
+    names = [*[n for n in slots_of(x) if hasattr(x, n)], *getattr(x, "__dict__", ())]
+    return _Shape(kind, tuple(names)), [getattr(x, n) for n in names]
+
+
+def _built(recipe: Any, made: dict[int, Any]) -> Any:
+    """The value of a recipe; made: by their numbers, the objects of this call that have been made."""
+    if type(recipe) is _Known:
+        return recipe.value
+    if type(recipe) is _Again:
+        return made[recipe.number]
+    if type(recipe) is not _New:
+        return recipe
+    kind, keys, extra = recipe.shape.kind, recipe.shape.keys, recipe.shape.extra
+    if issubclass(kind, tuple | frozenset):
+        parts = [_built(part, made) for part in recipe.parts]
+        made[recipe.number] = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        return made[recipe.number]
+    new: Any = kind(maxlen=extra) if issubclass(kind, collections.deque) else kind.__new__(kind)
+    made[recipe.number] = new
+    parts = [_built(part, made) for part in recipe.parts]
+    if issubclass(kind, dict):
+        dict.update(new, zip(keys, parts, strict=True))
+        if extra is not None:
+            new.default_factory = extra
+    elif issubclass(kind, set):
+        new.update(parts)
+    elif issubclass(kind, list | collections.deque):
+        new.extend(parts)
+    else:
+        for name, part in zip(keys, parts, strict=True):
+            object.__setattr__(new, name, part)
+    return new
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------------------------
+def _arguments(call: Call, given: Any) -> dict[int, Traced]:
+    """The traced tensors that stand for the arguments, by their numbers among the leaves; each gets the ``.grad`` of its argument."""
+    found = {i: t for i, t in enumerate(trees.flatten(given)[0]) if type(t) is Traced}
+    for i, t in found.items():
+        x = call.leaves[i]
+        if isinstance(x, torch.Tensor) and x.is_leaf and x.grad is not None:
+            with private.below_python():
+                t.grad = x.grad
+    return found
+
+
+def _outside(t: Traced) -> Traced | None:
+    """A traced tensor as it is outside of the transforms that it was computed in; None if they map it, or if it is one step of a loop."""
+    if t.node.level is state.level:
+        return t
+    root, views = views_between(t.node)
+    if private_jax.mapping(root.value):
+        return None
+    value = private_jax.innermost_removed(root.value, True)
+    if private_jax.trace_of(value) not in (None, private_jax.current_trace()):
+        return None
+    return wrap(functools.reduce(lambda base, view: view.lowering(base, *view.args, **view.kwargs), views, value), t.device)

@@ -1,0 +1,339 @@
+"""What a function can change among the objects that it reaches: containers, attributes, variables.
+
+A holder reads what it holds before a trace and after it, says what differs, undoes that, and can do it again at a later call.
+"""
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import copy
+import pickle
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge.convert import trees
+from bridge.programs.closure_scan import (
+    HOOKS,
+    DictOf,
+    Entry,
+    Found,
+    InArguments,
+    Place,
+    Slots,
+    is_ours,
+    of_library,
+    slots_of,
+    stored_globals,
+)  # fmt: skip
+
+#: Stands for what is not there.
+MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
+#: What is to be done ("set", "delete" or a word of the holder's own), at which key, with which value.
+Difference = tuple[str, Any, Any]
+
+
+class Holder:
+    """The entries of a dict, or the attributes in the ``__dict__`` of an object.
+
+    Args:
+        place: where the dict is.
+        of: the object's name, for messages; "" for a dict.
+        counts: whether an attribute of that name is the function's if it holds no tensor of the trace: another thread may have set it.
+
+    Attributes:
+        refused: what a function does that changes it, if no program can do that again.
+    """
+
+    refused = ""
+
+    def __init__(self, place: Place, of: str = "", counts: Callable[[Any], bool] = lambda name: True) -> None:
+        self.place, self.of, self.counts = place, of, counts
+
+    def owner(self) -> Any:
+        """What holds it now."""
+        return self.place.get()
+
+    @property
+    def identity(self) -> Any:
+        return type(self), self.place.identity
+
+    def entry(self, key: Any) -> Place:
+        """The place of an entry."""
+        return Place(self.owner(), key, self.of) if self.of else Entry(self.place, key)
+
+    def named(self, key: Any) -> str:
+        """An entry in words."""
+        return str(self.entry(key))
+
+    def read(self) -> Any:
+        """A copy of what it holds."""
+        return dict(self.owner())
+
+    def at(self, old: Any, key: Any) -> Any:
+        """What was at a key; old: what ``read`` gave."""
+        return old.get(key, MISSING)
+
+    def differences(self, old: Any, new: Any) -> list[Difference]:
+        """What has to be done to make the new out of the old."""
+        both = [k for k in old if k in new]
+        if both != [*new][: len(both)] and not self.of:  # the keys have another order
+            return [("replace", None, new)]
+        deleted: list[Difference] = [("delete", k, None) for k in old if k not in new]
+        return deleted + [("set", k, v) for k, v in new.items() if v is not old.get(k, MISSING)]
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        """Do a difference."""
+        if what == "set":
+            owner[key] = value
+        elif what == "delete":
+            owner.pop(key, None)
+        else:
+            owner.clear()
+            owner.update(value)
+
+    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
+        """Make the differences undone; old: what ``read`` gave before."""
+        if not self.of and any(what != "set" for what, _, _ in differences):
+            self.put(self.owner(), "replace", None, old)  # its keys have the order that they had
+            return
+        for _, key, _ in differences:
+            before = self.at(old, key)
+            self.put(self.owner(), "delete" if before is MISSING else "set", key, before)
+
+
+class Attributes(Holder):
+    """Attributes with these names of an object, a class or a Python module, to be set by setattr."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        super().__init__(Place(owner, None), getattr(owner, "__name__", type(owner).__name__))
+        self.names, self.there = names, owner.__dict__ if isinstance(owner, type | types.ModuleType) else Slots(owner)
+
+    def entry(self, key: Any) -> Place:
+        return Place(self.there, key, self.of)
+
+    def read(self) -> dict[str, Any]:
+        found = {}
+        for name in self.names:
+            try:
+                found[name] = self.there[name]
+            except (KeyError, AttributeError):
+                continue
+        return found
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        setattr(owner, key, value) if what == "set" else delattr(owner, key)
+
+
+class Variable(Holder):
+    """A variable of the function around the function, which is a cell, or a context variable."""
+
+    def __init__(self, variable: Any, name: str) -> None:
+        super().__init__(Place(variable, None, f"the variable {name}"), name)
+        self.variable = variable
+
+    def owner(self) -> Any:
+        return self.variable
+
+    def entry(self, key: Any) -> Place:
+        return self.place
+
+    def read(self) -> dict[None, Any]:
+        try:
+            return {None: self.variable.cell_contents if type(self.variable) is types.CellType else self.variable.get()}
+        except (ValueError, LookupError):  # it is not bound
+            return {}
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        if type(owner) is not types.CellType:
+            owner.set(None if what == "delete" else value)
+        elif what == "delete":
+            del owner.cell_contents
+        else:
+            owner.cell_contents = value
+
+
+class Elements(Holder):
+    """The elements of a list or deque; what is appended is appended again, whatever the list has by then."""
+
+    def named(self, key: Any) -> str:
+        return str(self.place)
+
+    def read(self) -> list[Any]:
+        return list(self.owner())
+
+    def at(self, old: list[Any], key: Any) -> Any:
+        return MISSING if key is None else old[key]
+
+    def differences(self, old: list[Any], new: list[Any]) -> list[Difference]:
+        if len(old) == len(new) and type(self.owner()) is list:
+            return [("set", i, v) for i, (u, v) in enumerate(zip(old, new, strict=True)) if u is not v]
+        if len(old) == len(new) and _agree(old, new) == len(old):
+            return []
+        kept = _agree(old, new)
+        left = next(d for d in range(len(old) + 1) if _agree(old[d:], new) == len(old) - d)  # how many have gone from the front
+        if len(old) - left >= kept:
+            steps = [("drop", left, None), ("extend", None, new[len(old) - left :])]
+        else:
+            steps = [("cut", len(old) - kept, None), ("extend", None, new[kept:])]
+        return [step for step in steps if step[1] or step[2]]
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        if what == "set":
+            owner[key] = value
+        elif what == "extend":
+            owner.extend(value)
+        else:
+            for _ in range(key):
+                del owner[0 if what == "drop" else -1]
+
+    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
+        owner = self.owner()
+        owner.clear()
+        owner.extend(old)
+
+
+class Content(Holder):
+    """What a set, a NumPy array or another array of numbers contains, as a whole."""
+
+    def named(self, key: Any) -> str:
+        return str(self.place)
+
+    def read(self) -> Any:
+        return copy.copy(self.owner())
+
+    def at(self, old: Any, key: Any) -> Any:
+        return old
+
+    def differences(self, old: Any, new: Any) -> list[Difference]:
+        if isinstance(old, np.ndarray):
+            same = old.tobytes() == new.tobytes()  # of objects, these are their addresses
+        else:
+            same = set(map(id, old)) == set(map(id, new)) if isinstance(old, set) else old == new
+        return [] if same else [("replace", None, new)]
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        if isinstance(owner, set):
+            owner.clear()
+            owner.update(value)
+        else:
+            owner[:] = value
+
+    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
+        self.put(self.owner(), "replace", None, old)
+
+
+class Draws(Holder):
+    """The state of one of Python's or NumPy's generators of random numbers."""
+
+    refused = "draws from Python's or NumPy's random numbers"
+
+    def read(self) -> bytes:
+        return pickle.dumps(_state_of(self.owner()))
+
+    def at(self, old: Any, key: Any) -> Any:
+        return MISSING
+
+    def differences(self, old: bytes, new: bytes) -> list[Difference]:
+        return [] if old == new else [("replace", None, None)]
+
+    def undo(self, old: bytes, differences: Sequence[Difference]) -> None:
+        _set_state(self.owner(), pickle.loads(old))
+
+
+def _state_of(generator: Any) -> Any:
+    for read in ("getstate", "get_state"):  # of Python's, and of NumPy's own ones and its older class
+        if hasattr(generator, read):
+            return getattr(generator, read)()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    for write in ("setstate", "set_state"):
+        if hasattr(generator, write):
+            return getattr(generator, write)(state)
+    generator.bit_generator.state = state
+
+
+class Hooks(Holder):
+    """The hooks of a module."""
+
+    refused = "adds or removes hooks of a module"
+
+
+def _agree(old: Sequence[Any], new: Sequence[Any]) -> int:
+    """How many of the first elements are the same objects."""
+    return next((i for i, (u, v) in enumerate(zip(old, new, strict=False)) if u is not v), min(len(old), len(new)))
+
+
+def _of_container(x: Any, place: Place) -> Holder | None:
+    if isinstance(x, dict):
+        return Holder(place)
+    if isinstance(x, list | collections.deque):
+        return Elements(place)
+    if isinstance(x, set | bytearray | array.array) or (isinstance(x, np.ndarray) and x.ndim and x.flags.writeable):
+        return Content(place)
+    return None
+
+
+def holders(found: Found) -> Iterator[Holder]:
+    """The holders among what a function reaches beside its arguments; another thread may have changed attributes that it does not name."""
+    seen = set[int]()
+    for x in [*found.alive, *found.modules.values(), *found.optimizers.values()]:
+        if id(x) not in seen and not is_ours(type(x).__module__):
+            seen.add(id(x))
+            yield from _of(x, found, seen)
+    for generator in found.python_generators():
+        yield Draws(Place(generator, None))
+    for space, names in found.set_in_spaces():
+        yield Attributes(space, names)
+
+
+def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
+    container = _of_container(x, found.containers.get(id(x), [Place(x, None)])[0])
+    if container is not None:
+        yield container
+    if isinstance(x, types.FunctionType) and not is_ours(x.__module__):
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            if id(cell) not in seen:
+                seen.add(id(cell))
+                yield Variable(cell, name)
+        if names := stored_globals(x):
+            yield Holder(Place(x.__globals__, None), "the global variable", names.__contains__)
+    elif isinstance(x, contextvars.ContextVar):
+        yield Variable(x, x.name)
+    attributes = getattr(x, "__dict__", None)
+    if type(attributes) is dict and not isinstance(x, types.ModuleType):
+        own = of_library(type(x).__module__)
+        yield Holder(Place(attributes, None), type(x).__name__, lambda name: own or name in _ALWAYS or found.sets(name))
+    if names := slots_of(x):
+        yield Attributes(x, names)
+    if isinstance(x, torch.nn.Module):
+        for store in ("_parameters", "_buffers", "_modules", *HOOKS):
+            yield (Hooks if store in HOOKS else Holder)(Place(x.__dict__, store, type(x).__name__))
+    if isinstance(x, torch.optim.Optimizer):
+        for entries in (x.state, *x.state.values()):
+            if id(entries) not in seen:
+                seen.add(id(entries))
+                yield Holder(Place(entries, None))
+
+
+#: Attributes that methods of PyTorch's set, which the function's code does not name.
+_ALWAYS = frozenset(["training"])
+
+
+def in_arguments(given: Any, path: tuple[int, ...] = ()) -> Iterator[Holder]:
+    """The holders among the arguments, a tuple of the positional and the named ones: lists, dicts and other nodes that can be changed."""
+    place = InArguments(None, path)
+    if len(path) > 1:
+        container = _of_container(given, place)
+        if container is not None:
+            yield container
+        elif type(getattr(given, "__dict__", None)) is dict:
+            yield Holder(DictOf(place, None), type(given).__name__)
+    for i, child in enumerate(trees.children(given) or ()):
+        yield from in_arguments(child, (*path, i))

@@ -264,7 +264,7 @@ def _map(
     randomness: str, size: int,
 ) -> Any:
     finish = functools.partial(_check_outputs, out_dims=out_dims, func=func)
-    call = Call.of_flat(leaves, spec, kwargs)
+    call = Call.of_flat(leaves, spec, kwargs).each_once(dims)
     arrays = call.arrays
     # leaves of keyword arguments come after the positional ones and are never mapped
     every = dims + [None] * (len(call.leaves) - len(dims))

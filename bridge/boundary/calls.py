@@ -18,9 +18,18 @@ from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
 from bridge.boundary.closures import known as known_captures
 from bridge.boundary.closures import remember
-from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed, split_arrays, write_back
+from bridge.boundary.results import (
+    Computation,
+    Output,
+    Result,
+    SharedOutput,
+    placed,
+    split_arrays,
+    with_twins,
+    without_twins,
+    write_back,
+)  # fmt: skip
 from bridge.convert import tensors, trees
-from bridge.convert.sparse import opened
 from bridge.errors import NeedsTorch, rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
@@ -77,7 +86,7 @@ class Traceable:
             if k in self.active:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t
-        args, kwargs = trees.unflatten(self.spec, map(opened, leaves))
+        args, kwargs = trees.unflatten(self.spec, with_twins(leaves))
         with contextlib.nullcontext() if level.root.staged or level.parent is not level.root else _MemoryOfTrace():
             outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
@@ -259,6 +268,11 @@ class Call:
         more, kwargs_spec = trees.flatten(kwargs)
         leaves = leaves + more
         return cls(leaves, trees.joined(spec, kwargs_spec), split_arrays(leaves))
+
+    def each_once(self, dims: Sequence[int | None] = ()) -> Call:
+        """The call, in which a tensor that is several leaves is one; dims: as for ``without_twins``."""
+        leaves = without_twins(self.leaves, dims)
+        return Call(leaves, self.spec, split_arrays(leaves))
 
     @property
     def arrays(self) -> list[Any]:

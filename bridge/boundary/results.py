@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge.convert import trees
+from bridge.convert.sparse import opened
 from bridge.lowering.common.provided import refuse
 from bridge.trace.aliasing import View, again
 from bridge.trace.storage import Node
@@ -61,6 +62,25 @@ def is_array(x: Any) -> bool:
 def split_arrays(leaves: Sequence[Any]) -> list[int]:
     """The positions of the leaves that cross the border."""
     return [i for i, x in enumerate(leaves) if is_array(x)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Twin:
+    """Stands for a leaf that is the same tensor as an earlier one, so that the function gets one object in both places."""
+
+    first: int
+
+
+def without_twins(leaves: Sequence[Any], dims: Sequence[int | None] = ()) -> list[Any]:
+    """The leaves, each tensor once, and a Twin in its other places; what a vmap maps (dims) is another tensor in each place."""
+    first: dict[int, int] = {}
+    once = [isinstance(x, torch.Tensor) and (i >= len(dims) or dims[i] is None) for i, x in enumerate(leaves)]
+    return [Twin(k) if o and (k := first.setdefault(id(x), i)) != i else x for i, (x, o) in enumerate(zip(leaves, once, strict=True))]
+
+
+def with_twins(leaves: list[Any]) -> list[Any]:
+    """The leaves as the function gets them: ``without_twins`` undone, and sparse tensors opened."""
+    return [opened(leaves[x.first] if type(x) is Twin else x) for x in leaves]
 
 
 def take_apart(out: Any) -> tuple[list[Any], Any]:

@@ -23,7 +23,7 @@ from bridge.intercepted.leaf_gradients import LeafGradients
 from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
-from bridge.programs.closure_scan import Found, GradOf, OfArgument, Place, is_ours, of_library, slots_of
+from bridge.programs.closure_scan import Found, GradOf, OfArgument, Place, is_plain, slots_of
 from bridge.programs.holders import MISSING, Difference, Holder, holders, in_arguments
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import views_between
@@ -47,6 +47,12 @@ class Change:
     key: Any
     counts: bool = dataclasses.field(compare=False)
 
+    def owner(self) -> Any:
+        return self.holder.owner()
+
+    def put(self, owner: Any, value: Any) -> None:
+        self.holder.put(owner, self.what, self.key, value)
+
     def __str__(self) -> str:
         return self.holder.named(self.key)
 
@@ -58,6 +64,12 @@ class _Grad:
     place: Place = dataclasses.field(compare=False)
     identity: Any
 
+    def owner(self) -> torch.Tensor:
+        return self.place.get()  # type: ignore[no-any-return]
+
+    def put(self, owner: torch.Tensor, value: torch.Tensor | None) -> None:
+        owner.grad = value
+
 
 class Effects(NamedTuple):
     """The result of a function, and what it has changed, each change with its value."""
@@ -67,13 +79,10 @@ class Effects(NamedTuple):
 
     def done(self) -> Any:
         """Change what the function changes, and return its result."""
-        owners = [change.holder.owner() if type(change) is Change else change.place.get() for change, _ in self.changes]
+        owners = [change.owner() for change, _ in self.changes]
         made: dict[int, Any] = {}
         for owner, (change, value) in zip(owners, self.changes, strict=True):
-            if type(change) is Change:
-                change.holder.put(owner, change.what, change.key, _built(value, made))
-            else:
-                owner.grad = value
+            change.put(owner, _built(value, made))
         return self.out
 
 
@@ -97,16 +106,17 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
             return places.get(id(t)) or Place(t, None)
 
         with having(state, given=(args, kwargs)):
-            watched = [(h, h.read()) for h in (*holders(found), *in_arguments((args, kwargs)))]
+            owners = [(h, h.owner()) for h in (*holders(found), *in_arguments((args, kwargs)))]
+            watched = [(h, owner, h.read(owner)) for h, owner in owners]
             try:
                 out = fn(*args, **kwargs)
             finally:
-                changed = [(h, old, differences) for h, old in watched if (differences := _undone(h, old))]
+                changed = [(h, old, differences) for h, owner, old in watched if (differences := _undone(h, owner, old))]
                 kept = [(place_of(t), value) for t, value in grads.changed()]
                 root.graded = [place for place, _ in kept]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
                 root.read = [(p, grad) for p, grad in read if grad is None or type(places.get(id(grad))) is not GradOf]
-            recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(h.owner()) for h, _ in watched]})
+            recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]})
             changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
         root.changes = [change for change, _ in changes]
         changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
@@ -115,11 +125,11 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
     return run
 
 
-def _undone(holder: Holder, old: Any) -> list[Difference]:
+def _undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
     """What the function has changed, which is undone."""
-    differences = [d for d in holder.differences(old, holder.read()) if holder.counts(d[1]) or _has_traced(d[2])]
+    differences = [d for d in holder.differences(old, holder.read(owner)) if holder.counts(d[1]) or _has_traced(d[2])]
     if differences:
-        holder.undo(old, differences)
+        holder.undo(owner, old, differences)
     return differences
 
 
@@ -187,15 +197,17 @@ class _Recipes:
         """(the Change, its recipe) for each difference; raises CalledItself if there is one that no program can make."""
         found = []
         for holder, old, differences in changed:
+            holder.counts = _any  # it holds on to nothing else that was found
             if holder.refused:
                 raise CalledItself(f"it {holder.refused}")
             for what, key, value in differences:
-                before = holder.at(old, key)
+                before = holder.at(old, key) if what == "set" else MISSING
                 if what == "set" and self._alike(before, value):
                     continue
                 if holder.place.key == "_parameters" and type(value) is Traced:
                     raise exchanged(f"the parameter {key}")
-                counts = what == "set" and _is_number(before) and (_is_number(value) or python_numbers.is_input(value))
+                counts = what == "set" and not holder.of_argument and _is_number(before) and (
+                    _is_number(value) or python_numbers.is_input(value))
                 found.append((Change(holder, holder.identity, what, key, counts), self._of(value, holder, key)))
         return found
 
@@ -211,7 +223,7 @@ class _Recipes:
             return _Known(x)
         if id(x) in self.made:
             return _Again(self.made[id(x)])
-        if not (isinstance(x, (dict, *_ELEMENTS)) or _is_plain(x)):
+        if not (isinstance(x, (dict, *_ELEMENTS)) or is_plain(x)):
             if any(type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()):
                 raise CalledItself(f"it keeps a {type(x).__name__} that holds tensors: {holder.named(key)}{at_line()}")
             return _Known(x)
@@ -228,24 +240,18 @@ class _Recipes:
             return False
         if isinstance(after, _CONSTANT):
             return bool(identical(before) == identical(after))
-        if id(after) in self.known or not (isinstance(after, (dict, *_ELEMENTS)) or _is_plain(after)):
+        if id(after) in self.known or not (isinstance(after, (dict, *_ELEMENTS)) or is_plain(after)):
             return False
         (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
         return shape == other and all(map(self._alike, parts, more))
 
 
+def _any(_: Any) -> bool:
+    return True
+
+
 def _is_number(x: Any) -> bool:
     return type(x) is int or type(x) is float
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether an object of a class in Python is its attributes, and nothing else."""
-    cls = type(x)
-    return (
-        (type(getattr(x, "__dict__", None)) is dict or bool(slots_of(x)))
-        and all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__"))
-        and not of_library(cls.__module__) and not is_ours(cls.__module__)
-    )
 
 
 def _taken_apart(x: Any) -> tuple[_Shape, list[Any]]:

@@ -11,6 +11,7 @@ import jax
 import torch
 
 from bridge.boundary.calls import Call
+from bridge.boundary.results import Twin
 from bridge.convert import trees
 from bridge.jit.compiled import Compiled
 from bridge.process import process
@@ -97,6 +98,8 @@ def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
             what += f" with strides {list(strides)}" if strides else ""
             what += f" on {x.device}" if x.device.type != "cpu" else ""
             what += ", requires grad" if recording and x.requires_grad else ""
+        elif type(x) is Twin:
+            what = f"the same tensor as {[*found][1 + x.first]}"
         elif isinstance(x, jax.Array):
             what = f"a jax.Array, {x.dtype}{list(x.shape)}"
         elif numbered.get(i) in entry.changing:

@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from bridge import compiling
 from bridge.boundary.calls import Call
 from bridge.boundary.handing_over import has_fake, torch_looks
+from bridge.boundary.results import without_twins
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import CalledItself, NeedsTorch, at_line
@@ -173,6 +174,8 @@ class Jitted:
             except TypeError as error:
                 raise _unhashable(error) from None
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
+        if len({*map(id, leaves)}) < len(leaves):
+            leaves = without_twins(leaves)
         inputs: list[Any] = []
         numbers: list[Any] = []
         key: list[Any] = [spec]
@@ -223,7 +226,7 @@ class Jitted:
                         misfit = True
         start = time.perf_counter()
         try:
-            entry = self._compile(whole, Call.of(args, kwargs), inputs, numbers, misfit, tried)
+            entry = self._compile(whole, Call.of(args, kwargs).each_once(), inputs, numbers, misfit, tried)
         except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
             if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
                 family.itself = str(error)
@@ -327,7 +330,7 @@ class Jitted:
         inner.where = [*call.where, len(leaves), len(leaves) + 1]
 
         def with_numbers(given: Any, *others: Any) -> Any:
-            with numbers_in.tracing(*others[-2:], value_of):
+            with numbers_in.tracing(others[-2], others[-1], value_of):
                 return self._unwrapped(*given[0], **given[1])
 
         try:
@@ -442,7 +445,7 @@ class Jitted:
             >>> "sine" in jit(torch.sin).lower(torch.ones(2)).as_text()
             True
         """
-        call = Call.of(args, kwargs)
+        call = Call.of(args, kwargs).each_once()
         with random_numbers(self._random), having(state, arguments=call.leaves):
             program = stage(self._unwrapped, call)
         with jax.enable_x64(True), compiling.correctly(), having(state, arguments=call.leaves):
@@ -465,7 +468,7 @@ class Jitted:
             >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
             ['sin']
         """
-        call = Call.of(args, kwargs)
+        call = Call.of(args, kwargs).each_once()
         with random_numbers(self._random), having(state, arguments=call.leaves):
             return stage(self._unwrapped, call).jaxpr
 

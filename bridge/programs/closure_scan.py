@@ -118,10 +118,11 @@ class Entry(Place):
 
     @property
     def names(self) -> tuple[Any, ...]:
-        return (*self.container.names, self.key if type(self.key) is str else None)
+        own = self.key if type(self.key) is str else None
+        return (own,) if self.owner else (*self.container.names, own)
 
     def __str__(self) -> str:
-        return f"the entry {self.key!r} of {self.container}"
+        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of {self.container}"
 
 
 class Slots:
@@ -238,8 +239,10 @@ class Found:
         self.data: list[tuple[Place, Any, _Way]] = []
         self.sizes: list[tuple[Place, Any, _Way]] = []  # (place, ``keys``) of other containers
         self.containers: dict[int, list[Place]] = {}  # by id, where lists, dicts and other containers were found
-        self._used: set[Any] = {None}  # names that the code reads, and not only to add to what is there, or to look into it
-        self._objects: list[tuple[Slots, dict[str, Any], _Way]] = []
+        self._used: set[Any] = {None}  # names that the code reads, and not only to add to what is there, or to read an entry of it
+        self._opened: set[Any] = set()  # names that it reads to read an entry of what is there, and
+        self._added: set[Any] = set()  # to add to it
+        self._objects: list[tuple[Any, Place, _Way]] = []  # (object, the place of its attributes)
         self._names: set[str] = set(_IMPLICIT)
         self._loaded: set[str] = set(_IMPLICIT)  # those of them that the code reads, and does not only set
         self._stored: set[str] = set()  # those that it sets
@@ -300,6 +303,13 @@ class Found:
         self._stored.update(set(read.stored) - _ANY_NAME if library else read.stored)
         self._optional.update(() if library else read.optional)
         self._used.update(read.used)
+        self._opened.update(read.opened)
+        self._added.update(read.added)
+
+    def at(self, x: Any, place: Place) -> None:
+        """Note where a container, or an object that may be replaced, was found."""
+        self.containers.setdefault(id(x), []).append(place)
+        self._alive.append(x)
 
     @property
     def alive(self) -> list[Any]:
@@ -318,7 +328,11 @@ class Found:
     def only_adds(self, container: Any) -> bool:
         """Whether the function adds to a container, and reads nothing of it: what is in it is then no condition."""
         places = self.containers.get(id(container), ())
-        return bool(places) and self._named is not None and all(self._used.isdisjoint(p.names) for p in places)
+        return bool(places) and self._named is not None and all(
+            self._used.isdisjoint(p.names) and self._opened.issuperset(p.names[:-1])
+            and p.names[-1] in self._added and p.names[-1] not in self._opened
+            for p in places
+        )  # fmt: skip
 
     def set_in_spaces(self) -> Iterator[tuple[type | types.ModuleType, list[str]]]:
         """The user's classes and Python modules, each with the names of its attributes that the function sets."""
@@ -353,7 +367,7 @@ class Found:
     def visit_open(self) -> None:
         """Note which attributes the objects have, if the function may read any, also one that is not there yet."""
         if self._named is None:
-            self.sizes += [(Place(attributes, None), keys(attributes), way) for _, attributes, way in self._objects]
+            self.sizes += [(attributes, keys(x.__dict__), way) for x, attributes, way in self._objects]
 
     @property
     def _named(self) -> set[str] | None:
@@ -381,33 +395,45 @@ class Found:
         return reaches
 
     def edges(self) -> list[tuple[Place, Any]]:
-        """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects."""
-        return [(e.place, e.child) for e in self._edges if self._reaches(e)]
+        """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects.
+
+        A container or a plain object that is at one place is left out: another one that is like it may take its place.
+        """
+        return [(e.place, e.child) for e in self._edges if self._reaches(e) and not self._may_be_replaced(e.child)]
+
+    def _may_be_replaced(self, x: Any) -> bool:
+        places, opened = self.containers.get(id(x), ()), self._visited.get(id(x), (0, []))[0] > 0
+        return bool(places) and opened and _replaceable(x) and len({p.identity for p in places}) == 1
 
     def reached(self, found: Sequence[tuple[Any, Any, _Way]]) -> list[tuple[Any, Any]]:
         """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it names."""
         return [(x, y) for x, y, way in found if self._reaches(way)]
 
-    def objects(self) -> list[tuple[Callable[[], Any], type, dict[str, Any]]]:
-        """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes."""
-        owners = {id(m): Slots(m).owner for m in self.modules.values()}
-        owners.update([(id(slots.owner()), slots.owner) for slots, _ in self.reached(self._objects)])
+    def objects(self) -> list[tuple[Callable[[], Any], type, dict[str, Any] | None]]:
+        """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes.
+
+        The attributes are None if another object of that class may take its place.
+        """
+        found: dict[int, tuple[Any, Callable[[], Any], bool]] = {id(m): (m, Slots(m).owner, True) for m in self.modules.values()}
+        for x, attributes in self.reached(self._objects):
+            fixed = type(attributes) is not DictOf
+            found[id(x)] = (x, Slots(x).owner if fixed else attributes.container.get, fixed)
         return [
-            (owner, type(owner()), owner().__dict__) for owner in owners.values()
-            if type(getattr(owner(), "__dict__", None)) is dict and not is_ours(type(owner()).__module__)
+            (owner, type(x), x.__dict__ if fixed else None) for x, owner, fixed in found.values()
+            if type(getattr(x, "__dict__", None)) is dict and not is_ours(type(x).__module__)
         ]  # fmt: skip
 
-    def absent(self) -> list[tuple[Any, frozenset[str]]]:
-        """(attributes of an object or class, names missing there): adding one of them would change what the function reads."""
-        found: list[tuple[Any, frozenset[str]]] = [(cls.__dict__, frozenset(names)) for cls, names in self._inherited.items()]
-        for slots, attributes in self.reached(self._objects):
-            cls = type(slots.owner())
+    def absent(self) -> list[tuple[Place, frozenset[str]]]:
+        """(the place of an object's or a class' attributes, names missing there): one more would change what the function reads."""
+        found = [(Place(cls.__dict__, None), frozenset(names)) for cls, names in self._inherited.items()]
+        for x, attributes in self.reached(self._objects):
+            cls = type(x)
             names = {n for n in self._optional if not hasattr(cls, n)}
             for owner in cls.__mro__:
                 if not of_library(owner.__module__):
                     names.update(n for n, v in owner.__dict__.items() if n in self._loaded and not hasattr(type(v), "__set__"))
                     names.update(self._loaded if "__getattr__" in owner.__dict__ else ())
-            names.difference_update(attributes, _IMPLICIT)
+            names.difference_update(x.__dict__, _IMPLICIT)
             if names:
                 found.append((attributes, frozenset(names)))
         return found
@@ -428,9 +454,11 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
 def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     """Search x, and note the step that leads to it; edge None: the place never changes."""
     if isinstance(x, torch.Tensor):
-        if not _first(x, found.tensors.setdefault(id(x), (x, place))[1], place, found, edge):
-            return
-        if is_sparse(x):
+        first = found.tensors.setdefault(id(x), (x, place))[1]
+        if first is not place and first.identity != place.identity:  # one tensor at two places: it is read at the first one
+            both = _Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
+            found._edges.append(_Edge(both, True, edge, False))
+        elif first is place and is_sparse(x):
             _visit_sparse(x, place, found, depth, edge)
         return
     if isinstance(x, Sparse):  # an argument that is a sparse tensor
@@ -444,7 +472,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
             found._spaces[type(x)] = None
     if isinstance(x, torch.optim.Optimizer):
         found.optimizers[id(x)] = x
-    if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and (of_library(type(x).__module__) or not hasattr(x, "__dict__")):
+    if isinstance(x, Iterator) and _opaque(x) and place.key != "gen":  # a context manager as a decorator makes its generator anew
         found.iterators.append((place, x, edge))
     if isinstance(x, torch.Generator):
         found.generators.append(x)
@@ -454,11 +482,10 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         return
     elif isinstance(x, _FUNCTION) or not isinstance(x, _SKIP) or _has_attributes(x):
         data = frozen(x) if isinstance(x, _CONTAINERS) else None
-        if isinstance(x, _CONTAINERS) and (data is None or not isinstance(x, tuple | frozenset)):
-            places = found.containers.setdefault(id(x), [])
-            places.append(place)
-            _first(x, places[0], place, found, edge)
-            found._alive.append(x)
+        if _replaceable(x) or (isinstance(x, _CONTAINERS) and not isinstance(x, tuple | frozenset)):
+            found.at(x, place)
+        if data is not None:
+            _note_containers(x, place, found)
         if data is None or _has_attributes(x):
             before, ways = found._visited.get(id(x), (-1, []))
             ways.append(edge)
@@ -472,24 +499,36 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         if data is not None and (not isinstance(x, tuple) or not _hashable(x)):
             found.data.append((place, data, edge))
             return
-        if data is None and _replaceable(x) and found._visited[id(x)][0]:
-            return
     if isinstance(edge, _Edge):
         found._edges.append(edge)
 
 
-def _first(x: Any, first: Place, place: Place, found: Found, edge: _Way) -> bool:
-    """Whether this is the place where x was found first; what is at two places is read at the first one while it is at both."""
-    if first is place or first.identity == place.identity:
-        return first is place
-    both = _Asked(lambda: first.get() is place.get(), None, f"whether one {type(x).__name__.lower()} is at {place} and at another place")
-    found._edges.append(_Edge(both, True, edge, False))
-    return False
+def _note_containers(x: Any, place: Place, found: Found) -> None:
+    """Note the containers in a container of numbers, which is compared as a whole: the function may change each of them."""
+    for child, where in _children(x):
+        if isinstance(child, _CONTAINERS):
+            found.at(child, inner := Entry(place, where.key))
+            _note_containers(child, inner, found)
 
 
 def _replaceable(x: Any) -> bool:
-    """Whether x is a container that counts as the same if another one of its type with the same keys has taken its place."""
-    return isinstance(x, _TREES) and not _has_attributes(x)
+    """Whether another container of its type with the same keys, or another object of its class with such attributes, may take its place."""
+    return (isinstance(x, _TREES) and not _has_attributes(x) and frozen(x) is None) or (is_plain(x) and not slots_of(x))
+
+
+def _opaque(x: Any) -> bool:
+    """Whether C or a library keeps the state of an object where it cannot be compared; files are outside of the process."""
+    return not isinstance(x, io.IOBase) and (of_library(type(x).__module__) or not hasattr(x, "__dict__"))
+
+
+def is_plain(x: Any) -> bool:
+    """Whether an object of a class in Python is its attributes, and nothing else."""
+    cls = type(x)
+    return (
+        (type(getattr(x, "__dict__", None)) is dict or bool(slots_of(x)))
+        and all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__"))
+        and not of_library(cls.__module__) and not is_ours(cls.__module__) and not isinstance(x, torch.nn.Module | Unsearched)
+    )
 
 
 def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
@@ -576,6 +615,7 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and (not isinstance(x, _CONTAINERS) or _has_attributes(x))
     contained = isinstance(x, _CONTAINERS)
+    nested = _replaceable(x) and (place.key is not None or place.get() is not place.container)
     if isinstance(x, types.FunctionType):
         if is_ours(_defined_in(x)) or of_library(x.__module__):
             pass
@@ -593,12 +633,12 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not of_library(type(x).__module__):
-            found._objects.append((Slots(x), x.__dict__, edge))
-    nested = _replaceable(x) and (place.key is not None or place.get() is not place.container)
+            found._objects.append((x, DictOf(place, None) if nested else Place(x.__dict__, None), edge))
     for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
-        where = Entry(place, where.key) if nested and where.container is x else where
         constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
         attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
+        if nested and not constant:
+            where = Entry(place if where.container is x else DictOf(place, None), where.key, where.owner)
         step = edge if constant else _Edge(where, child, edge, attribute)
         _visit(child, where, found, depth if transparent else depth - 1, step)
     if entries and isinstance(x, (*_MAPPINGS, *_TREES, set)):
@@ -624,7 +664,7 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way)
         name = type(m).__name__
         users = not of_library(type(m).__module__)
         if users:
-            found._objects.append((Slots(m), m.__dict__, edge))
+            found._objects.append((m, Place(m.__dict__, None), edge))
         listed = isinstance(m, torch.nn.ParameterList | torch.nn.ParameterDict)
         for store in (m._parameters, m._buffers):
             for key, t in store.items():
@@ -655,6 +695,8 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             except ValueError:
                 yield True, _Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
                 continue
+            if _defined_in(x) == "functools" and isinstance(content, weakref.WeakKeyDictionary):
+                continue  # what singledispatch has found already
             yield content, Place(content, None) if ours else Place(cell, None, _VARIABLE + name)  # our own variables are bound once
         inside = ours or _installed(x.__module__)  # globals of its module are not the user's
         for name in () if inside else _read_by(x.__code__).globals:
@@ -799,7 +841,8 @@ class _Read(NamedTuple):
         imports: those of the Python modules that it imports.
         loaded: those of ``names`` that it does not only set or delete.
         stored: those of attributes and global variables that it sets or deletes; "__dict__" if it may set any.
-        used: those of variables, attributes and entries that it reads, and not only to add to a container there, or to look into it.
+        used: those of variables, attributes and entries that it reads, and not only to add to a container there, or to read its entries.
+        opened, added: those that it reads to read an entry of the container there, and to add to it.
     """
 
     names: tuple[str, ...]
@@ -809,6 +852,8 @@ class _Read(NamedTuple):
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
     used: tuple[str, ...]
+    opened: tuple[str, ...]
+    added: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -819,8 +864,12 @@ def _read_by(code: types.CodeType) -> _Read:
     imports = [s.argval for s in steps if s.opname == "IMPORT_NAME"]
     named = [s for s in steps if s.opcode in dis.hasname]
     stored = [s.argval for s in named if s.opname.startswith(_STORING)]
-    used = [s.argval for i, s in enumerate(steps) if _reads(s) and not _looks_into(steps[i + 1 :])]
-    used += [s.argval for i, s in enumerate(steps) if _is_key(steps[i : i + 2]) and not _looks_into(steps[i + 2 :])]
+    steps = [s for s in steps if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
+    reads = [(s.argval, steps[i + 1 : i + 3]) for i, s in enumerate(steps) if _reads(s)]
+    reads += [(s.argval, steps[i + 2 : i + 4]) for i, s in enumerate(steps) if _is_key(steps[i : i + 2])]
+    opened = [name for name, then in reads if _is_key(then)]
+    added = [name for name, then in reads if _adds(then)]
+    used = [name for name, then in reads if not _is_key(then) and not _adds(then)]
     only_stored = {*stored}.difference([s.argval for s in named if not s.opname.startswith(_STORING)])
     for i, step in enumerate(steps):
         if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
@@ -842,10 +891,12 @@ def _read_by(code: types.CodeType) -> _Read:
             imports += inner.imports
             stored += inner.stored
             used += inner.used
+            opened += inner.opened
+            added += inner.added
             only_stored.difference_update(inner.loaded)
     names += optional
     read = [n for n in names if n not in only_stored]
-    return _Read(*[tuple(dict.fromkeys(x)) for x in (names, loaded, optional, imports, read, stored, used + optional)])
+    return _Read(*[tuple(dict.fromkeys(x)) for x in (names, loaded, optional, imports, read, stored, used + optional, opened, added)])
 
 
 def _reads(step: dis.Instruction) -> bool:
@@ -864,13 +915,9 @@ def _subscribes(step: dis.Instruction) -> bool:
     return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and "[]" in (step.argrepr or ""))
 
 
-def _looks_into(steps: list[dis.Instruction]) -> bool:
-    """Whether the next steps add something to the object that has just been read, or read one of its entries."""
-    steps = [s for s in steps[:4] if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
-    if not steps:
-        return False
-    adds = steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[0].argval in _ADDING
-    return adds or _is_key(steps[:2])
+def _adds(steps: list[dis.Instruction]) -> bool:
+    """Whether the next step calls a method that adds to the object that has just been read."""
+    return bool(steps) and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[0].argval in _ADDING
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:

@@ -144,7 +144,7 @@ class Guards:
             d = m.__dict__
             if all(name in d for name in _MODULE):  # not ScriptModules
                 self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
-        self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if owner().__dict__ is d]
+        self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if d is None or owner().__dict__ is d]
         edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not closure_scan.GradOf]
         self.places = [(p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
@@ -153,15 +153,18 @@ class Guards:
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         sizes = [(p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))]
         self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
-        self.absent = [(d, names) for d, names in found.absent() if names.isdisjoint(d)]
+        self.absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
         self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
     def hold(self) -> bool:
         """Whether everything is as it was; always True if not ``needed``."""
-        for owner, cls, d in self.objects:
-            x = owner()
-            if type(x) is not cls or x.__dict__ is not d:
-                return False
+        try:
+            for owner, cls, d in self.objects:
+                x = owner()
+                if type(x) is not cls or (d is not None and x.__dict__ is not d):
+                    return False
+        except GONE_ERRORS:
+            return False
         for d, _, training, children, hooks, forward in self.modules:
             if (
                 d["training"] is not training or d.get("forward") is not forward
@@ -175,7 +178,7 @@ class Guards:
                 if function().__code__ is not code:
                     return False
             for container, getter, values in self.grouped:
-                now = getter(container)
+                now = getter(container.get() if isinstance(container, closure_scan.Place) else container)
                 if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
                     return False
             for place, value in self.single:
@@ -191,11 +194,11 @@ class Guards:
             for place, keys in self.sizes:
                 if not _has_keys(place.get(), keys):
                     return False
+            for place, names in self.absent:
+                if not place.get().keys().isdisjoint(names):
+                    return False
         except GONE_ERRORS:
             return False
-        for d, names in self.absent:  # noqa: SIM110  # all() takes twice as long
-            if not d.keys().isdisjoint(names):
-                return False
         return True
 
     def differences(self) -> Iterator[str]:
@@ -214,10 +217,13 @@ class Guards:
             if _hooks(d) != hooks:
                 yield f"the hooks of the module {name} were numbers {hooks} and now are numbers {_hooks(d)}"
         for owner, cls, d in self.objects:
-            x = owner()
+            try:
+                x = owner()
+            except GONE_ERRORS:
+                x = None
             if type(x) is not cls:
                 yield f"an object of the class {cls.__name__} now is {'gone' if x is None else f'of the class {type(x).__name__}'}"
-            elif x.__dict__ is not d:
+            elif d is not None and x.__dict__ is not d:
                 yield f"the __dict__ of an object of the class {cls.__name__} was replaced"
         for place, child in self.places:
             now = current(place)
@@ -234,8 +240,8 @@ class Guards:
             t = current(place)
             if not isinstance(t, torch.Tensor) or _content(t) != content:
                 yield f"{place}, whose values Python asked for, holds other values than before"
-        for d, names in self.absent:
-            for name in names.intersection(d):
+        for place, names in self.absent:
+            for name in names.intersection(current(place) if current(place) is not GONE else ()):
                 yield f"an object that the function uses has been given an attribute {name}"
         for place, (kind, keys) in self.sizes:
             c = current(place)
@@ -281,7 +287,8 @@ def _holds(container: Any, entries: Any) -> bool:
 
 
 def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
-    kind, keys = found
+    kind: type = found[0]
+    keys: Any = found[1]
     if type(container) is not kind:
         return False
     if isinstance(keys, int):
@@ -295,11 +302,12 @@ def _is_code(place: closure_scan.Place) -> bool:
 
 def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[tuple[closure_scan.Place, Any]]]:
     """Group the places by container: [(container, getter of several entries, these entries)], and the places in no container."""
-    groups: dict[int, tuple[Any, dict[Any, Any]]] = {}
+    groups: dict[Any, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
-        if type(place) is closure_scan.Place and place.key is not None:
-            groups.setdefault(id(place.container), (place.container, {}))[1][place.key] = value
+        if type(place) in (closure_scan.Place, closure_scan.Entry) and place.key is not None:
+            key = place.identity[:-1]
+            groups.setdefault(key, (place.container, {}))[1][place.key] = value
         else:
             single.append((place, value))
     return [

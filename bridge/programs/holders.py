@@ -26,6 +26,7 @@ from bridge.programs.closure_scan import (
     Place,
     Slots,
     is_ours,
+    is_plain,
     of_library,
     slots_of,
     stored_globals,
@@ -47,9 +48,10 @@ class Holder:
 
     Attributes:
         refused: what a function does that changes it, if no program can do that again.
+        of_argument: whether it is an argument, whose numbers are inputs of programs as other arguments are.
     """
 
-    refused = ""
+    refused, of_argument = "", False
 
     def __init__(self, place: Place, of: str = "", counts: Callable[[Any], bool] = lambda name: True) -> None:
         self.place, self.of, self.counts = place, of, counts
@@ -64,15 +66,15 @@ class Holder:
 
     def entry(self, key: Any) -> Place:
         """The place of an entry."""
-        return Place(self.owner(), key, self.of) if self.of else Entry(self.place, key)
+        return Place(self.owner(), key, self.of) if self.of and type(self.place) is Place else Entry(self.place, key, self.of)
 
     def named(self, key: Any) -> str:
         """An entry in words."""
         return str(self.entry(key))
 
-    def read(self) -> Any:
-        """A copy of what it holds."""
-        return dict(self.owner())
+    def read(self, owner: Any) -> Any:
+        """A copy of what it holds; owner: the answer of ``owner`` before the trace, in which another one may take its place."""
+        return dict(owner)
 
     def at(self, old: Any, key: Any) -> Any:
         """What was at a key; old: what ``read`` gave."""
@@ -96,27 +98,33 @@ class Holder:
             owner.clear()
             owner.update(value)
 
-    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
+    def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
         """Make the differences undone; old: what ``read`` gave before."""
         if not self.of and any(what != "set" for what, _, _ in differences):
-            self.put(self.owner(), "replace", None, old)  # its keys have the order that they had
+            self.put(owner, "replace", None, old)  # its keys have the order that they had
             return
         for _, key, _ in differences:
             before = self.at(old, key)
-            self.put(self.owner(), "delete" if before is MISSING else "set", key, before)
+            self.put(owner, "delete" if before is MISSING else "set", key, before)
 
 
 class Attributes(Holder):
     """Attributes with these names of an object, a class or a Python module, to be set by setattr."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
-        super().__init__(Place(owner, None), getattr(owner, "__name__", type(owner).__name__))
-        self.names, self.there = names, owner.__dict__ if isinstance(owner, type | types.ModuleType) else Slots(owner)
+        lasts = isinstance(owner, type | types.ModuleType)
+        self.there: Any = owner.__dict__ if lasts else Slots(owner)
+        self.found: Callable[[], Any] = (lambda: owner) if lasts else self.there.owner
+        super().__init__(Place(self.there, None), getattr(owner, "__name__", type(owner).__name__))
+        self.names = names
+
+    def owner(self) -> Any:
+        return self.found()
 
     def entry(self, key: Any) -> Place:
         return Place(self.there, key, self.of)
 
-    def read(self) -> dict[str, Any]:
+    def read(self, owner: Any) -> dict[str, Any]:
         found = {}
         for name in self.names:
             try:
@@ -142,7 +150,7 @@ class Variable(Holder):
     def entry(self, key: Any) -> Place:
         return self.place
 
-    def read(self) -> dict[None, Any]:
+    def read(self, owner: Any) -> dict[None, Any]:
         try:
             return {None: self.variable.cell_contents if type(self.variable) is types.CellType else self.variable.get()}
         except (ValueError, LookupError):  # it is not bound
@@ -163,19 +171,17 @@ class Elements(Holder):
     def named(self, key: Any) -> str:
         return str(self.place)
 
-    def read(self) -> list[Any]:
-        return list(self.owner())
+    def read(self, owner: Any) -> list[Any]:
+        return list(owner)
 
     def at(self, old: list[Any], key: Any) -> Any:
         return MISSING if key is None else old[key]
 
     def differences(self, old: list[Any], new: list[Any]) -> list[Difference]:
-        if len(old) == len(new) and type(self.owner()) is list:
-            return [("set", i, v) for i, (u, v) in enumerate(zip(old, new, strict=True)) if u is not v]
-        if len(old) == len(new) and _agree(old, new) == len(old):
-            return []
         kept = _agree(old, new)
         left = next(d for d in range(len(old) + 1) if _agree(old[d:], new) == len(old) - d)  # how many have gone from the front
+        if len(old) == len(new) and left in (0, len(old)):
+            return [("set", i, v) for i, (u, v) in enumerate(zip(old, new, strict=True)) if u is not v]
         if len(old) - left >= kept:
             steps = [("drop", left, None), ("extend", None, new[len(old) - left :])]
         else:
@@ -191,8 +197,7 @@ class Elements(Holder):
             for _ in range(key):
                 del owner[0 if what == "drop" else -1]
 
-    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
-        owner = self.owner()
+    def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
         owner.clear()
         owner.extend(old)
 
@@ -203,8 +208,8 @@ class Content(Holder):
     def named(self, key: Any) -> str:
         return str(self.place)
 
-    def read(self) -> Any:
-        return copy.copy(self.owner())
+    def read(self, owner: Any) -> Any:
+        return copy.copy(owner)
 
     def at(self, old: Any, key: Any) -> Any:
         return old
@@ -223,8 +228,8 @@ class Content(Holder):
         else:
             owner[:] = value
 
-    def undo(self, old: Any, differences: Sequence[Difference]) -> None:
-        self.put(self.owner(), "replace", None, old)
+    def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
+        self.put(owner, "replace", None, old)
 
 
 class Draws(Holder):
@@ -232,8 +237,8 @@ class Draws(Holder):
 
     refused = "draws from Python's or NumPy's random numbers"
 
-    def read(self) -> bytes:
-        return pickle.dumps(_state_of(self.owner()))
+    def read(self, owner: Any) -> bytes:
+        return pickle.dumps(_state_of(owner))
 
     def at(self, old: Any, key: Any) -> Any:
         return MISSING
@@ -241,8 +246,8 @@ class Draws(Holder):
     def differences(self, old: bytes, new: bytes) -> list[Difference]:
         return [] if old == new else [("replace", None, None)]
 
-    def undo(self, old: bytes, differences: Sequence[Difference]) -> None:
-        _set_state(self.owner(), pickle.loads(old))
+    def undo(self, owner: Any, old: bytes, differences: Sequence[Difference]) -> None:
+        _set_state(owner, pickle.loads(old))
 
 
 def _state_of(generator: Any) -> Any:
@@ -309,9 +314,12 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
     attributes = getattr(x, "__dict__", None)
     if type(attributes) is dict and not isinstance(x, types.ModuleType):
         own = of_library(type(x).__module__)
-        yield Holder(Place(attributes, None), type(x).__name__, lambda name: own or name in _ALWAYS or found.sets(name))
-    if names := slots_of(x):
-        yield Attributes(x, names)
+        where = found.containers.get(id(x), [Place(x, None)])[0]
+        fixed = where.key is None and where.get() is where.container
+        place = Place(attributes, None) if fixed or not is_plain(x) else DictOf(where, None)
+        yield Holder(place, type(x).__name__, lambda name: own or name in _ALWAYS or found.sets(name))
+    if slots := slots_of(x):
+        yield Attributes(x, slots)
     if isinstance(x, torch.nn.Module):
         for store in ("_parameters", "_buffers", "_modules", *HOOKS):
             yield (Hooks if store in HOOKS else Holder)(Place(x.__dict__, store, type(x).__name__))
@@ -331,9 +339,10 @@ def in_arguments(given: Any, path: tuple[int, ...] = ()) -> Iterator[Holder]:
     place = InArguments(None, path)
     if len(path) > 1:
         container = _of_container(given, place)
+        if container is None and type(getattr(given, "__dict__", None)) is dict and trees.children(given) is not None:
+            container = Holder(DictOf(place, None), type(given).__name__)
         if container is not None:
+            container.of_argument = True
             yield container
-        elif type(getattr(given, "__dict__", None)) is dict:
-            yield Holder(DictOf(place, None), type(given).__name__)
     for i, child in enumerate(trees.children(given) or ()):
         yield from in_arguments(child, (*path, i))

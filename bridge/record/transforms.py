@@ -14,9 +14,8 @@ import torch
 from bridge import private
 from bridge.boundary import autograd
 from bridge.boundary.closures import code_of
-from bridge.boundary.results import split_arrays
+from bridge.boundary.results import split_arrays, with_twins
 from bridge.convert import trees
-from bridge.convert.sparse import opened
 from bridge.errors import escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
@@ -204,7 +203,7 @@ def entered(
     arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
 
     def call() -> Any:
-        args, kwargs = trees.unflatten(spec, [next(arguments) if isinstance(x, torch.Tensor) else opened(x) for x in leaves])
+        args, kwargs = trees.unflatten(spec, with_twins([next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves]))
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())

@@ -356,3 +356,12 @@ def outcome(tf: Any, jit: Callable[[Function], Function] | None, kind: str, reac
             found += [x.grad, y.grad]
         found += [out.detach(), content(c)]
     return found
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Whether two outcomes are equal; tensors within rounding, and with the same ``requires_grad``."""
+    if isinstance(theirs, torch.Tensor):
+        return isinstance(mine, torch.Tensor) and mine.requires_grad == theirs.requires_grad and torch.allclose(mine, theirs)
+    if isinstance(theirs, list | tuple):
+        return type(mine) is type(theirs) and len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return type(mine) is type(theirs) and bool(mine == theirs)

@@ -138,7 +138,7 @@ def children(tree: Any) -> Sequence[Any] | None:
     if kind in _ATOMS:
         return None
     if kind is tuple or kind is list:
-        return tree  # type: ignore[no-any-return]
+        return tree
     if kind is dict or kind is OrderedDict:
         return list(tree.values())
     found = _open(tree)

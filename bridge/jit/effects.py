@@ -65,7 +65,7 @@ class _Grad:
     identity: Any
 
     def owner(self) -> torch.Tensor:
-        return self.place.get()  # type: ignore[no-any-return]
+        return self.place.get()
 
     def put(self, owner: torch.Tensor, value: torch.Tensor | None) -> None:
         owner.grad = value

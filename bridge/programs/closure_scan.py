@@ -165,7 +165,7 @@ class InArguments(Place):
     __slots__ = ()
 
     def get(self) -> Any:
-        return functools.reduce(lambda tree, i: trees.children(tree)[i], self.key, state.given)  # type: ignore[index]
+        return functools.reduce(lambda tree, i: trees.children(tree)[i], self.key, state.given)
 
     @property
     def identity(self) -> Any:

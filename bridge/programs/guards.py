@@ -131,7 +131,7 @@ class Guards:
     """
 
     __slots__ = (
-        "absent", "asked", "codes", "data", "grouped", "modules", "needed", "objects", "places", "single", "sizes",
+        "absent", "asked", "codes", "data", "grouped", "modules", "needed", "nested", "objects", "places", "single", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -148,12 +148,13 @@ class Guards:
         edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not closure_scan.GradOf]
         self.places = [(p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
-        self.grouped, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
+        self.grouped, self.nested, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
         data = [(p, x, data) for p, data in found.reached(found.data) if not found.only_adds(x := current(p))]
         self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
         sizes = [(p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))]
         self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
-        self.absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
+        absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
+        self.absent = [(p.container if type(p) is closure_scan.Place else p, names) for p, names in absent]
         self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
     def hold(self) -> bool:
@@ -178,7 +179,11 @@ class Guards:
                 if function().__code__ is not code:
                     return False
             for container, getter, values in self.grouped:
-                now = getter(container.get() if isinstance(container, closure_scan.Place) else container)
+                now = getter(container)
+                if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
+                    return False
+            for place, getter, values in self.nested:
+                now = getter(place.get())
                 if not all(map(operator.is_, now, values)) and not all(map(_same, now, values)):
                     return False
             for place, value in self.single:
@@ -194,8 +199,8 @@ class Guards:
             for place, keys in self.sizes:
                 if not _has_keys(place.get(), keys):
                     return False
-            for place, names in self.absent:
-                if not place.get().keys().isdisjoint(names):
+            for d, names in self.absent:
+                if not (d.get() if isinstance(d, closure_scan.Place) else d).keys().isdisjoint(names):
                     return False
         except GONE_ERRORS:
             return False
@@ -240,8 +245,9 @@ class Guards:
             t = current(place)
             if not isinstance(t, torch.Tensor) or _content(t) != content:
                 yield f"{place}, whose values Python asked for, holds other values than before"
-        for place, names in self.absent:
-            for name in names.intersection(current(place) if current(place) is not GONE else ()):
+        for where, names in self.absent:
+            attributes = current(where) if isinstance(where, closure_scan.Place) else where
+            for name in names.intersection(attributes if attributes is not GONE else ()):
                 yield f"an object that the function uses has been given an attribute {name}"
         for place, (kind, keys) in self.sizes:
             c = current(place)
@@ -287,9 +293,9 @@ def _holds(container: Any, entries: Any) -> bool:
 
 
 def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
-    kind: type = found[0]
     keys: Any = found[1]
-    if type(container) is not kind:
+    kind: Any = type(container)  # or mypy takes the container for one of that class
+    if kind is not found[0]:
         return False
     if isinstance(keys, int):
         return len(container) == keys
@@ -300,20 +306,24 @@ def _is_code(place: closure_scan.Place) -> bool:
     return place.key == "__code__" and type(place.container) is closure_scan.Slots
 
 
-def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[tuple[closure_scan.Place, Any]]]:
-    """Group the places by container: [(container, getter of several entries, these entries)], and the places in no container."""
+def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[Any], list[tuple[closure_scan.Place, Any]]]:
+    """Group the places: [(container, getter of several entries, these entries)], the same with places of containers, and other places."""
     groups: dict[Any, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
         if type(place) in (closure_scan.Place, closure_scan.Entry) and place.key is not None:
-            key = place.identity[:-1]
-            groups.setdefault(key, (place.container, {}))[1][place.key] = value
+            groups.setdefault(place.identity[:-1], (place.container, {}))[1][place.key] = value
         else:
             single.append((place, value))
-    return [
+    every = [
         (c, operator.itemgetter(*values, next(iter(values))), (*values.values(), next(iter(values.values()))))
         for c, values in groups.values()
-    ], single
+    ]
+    return [g for g in every if not _is_place(g[0])], [g for g in every if _is_place(g[0])], single
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, closure_scan.Place)
 
 
 def _mode(training: bool) -> str:

@@ -6,12 +6,49 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import threading
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import torch
+
+
+class Recent:
+    """A cache for all threads; the entries that were used least recently go."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(list(self._entries))
+
+    def get(self, key: Hashable) -> Any:
+        """The value, which becomes the one used last; None if there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
+
+    def add(self, key: Hashable, value: Any) -> list[Any]:
+        """Add an entry, or replace it; returns the values that had to go."""
+        with self._lock:
+            self._entries[key] = value
+            self._entries.move_to_end(key)
+            return [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self.most)]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
 
 
 @dataclass
@@ -39,8 +76,8 @@ class Process:
     plans: dict[Any, Any] = field(default_factory=dict)  # what is done with an operator, by operator
     #: an object for each operator with its static arguments that has run outside of programs
     operators_met: dict[Any, object] = field(default_factory=dict)
-    #: single operators compiled, by that object and shapes; the last used ones come last
-    pieces: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
+    #: single operators compiled, by that object and shapes: (piece, whether it is one primitive); a piece takes 1.5 MB
+    pieces: Recent = field(default_factory=lambda: Recent(1024))
     no_pieces: dict[Any, set[Any]] = field(default_factory=dict)  # operands for which an operator cannot be compiled by itself
     lowerings_changed: int = 0  # how often a user has registered a lowering
     recorded: dict[Any, Any] = field(default_factory=dict)  # one object for each operator of a record with its static arguments and avals
@@ -58,9 +95,17 @@ class Process:
     uses_jax: bool = False  # whether JAX had started when this process forked last, and
     forked: bool = False  # whether this is a child of a process in which it had: JAX cannot compile here (bridge/boundary/handing_over.py)
     compiler: Any = None  # the thread that compiles programs well (bridge/record/tiers.py)
+    logged: dict[str, object] = field(default_factory=dict)  # the messages that were logged once (log_once)
 
 
 process = Process()
+
+
+def log_once(message: str, *given: Any) -> None:
+    """Log a warning about the exception that is being handled, once for each message: what goes on without it must not be silent."""
+    mine = object()
+    if process.logged.setdefault(message, mine) is mine:  # one step: another thread may come here too
+        logging.getLogger("torchfunc_jax").warning(message, *given, exc_info=True)
 
 
 @contextlib.contextmanager

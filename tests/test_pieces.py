@@ -8,8 +8,7 @@ import pytest
 import torch
 from agreement import same
 
-from bridge.process import process
-from bridge.trace import pieces
+from bridge.process import Recent, process
 from bridge.trace.levels import state
 from torchfunc_jax import grad, vmap
 
@@ -45,9 +44,8 @@ def test_a_function_in_c_that_cannot_be_followed_bars_no_other(caplog: pytest.Lo
 
 def test_the_last_used_pieces_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that change at each call must not fill the memory."""
-    for name in ("pieces", "operators_met"):
-        monkeypatch.setattr(process, name, {})
-    monkeypatch.setattr(pieces, "_LIMIT", 3)
+    monkeypatch.setattr(process, "pieces", Recent(3))
+    monkeypatch.setattr(process, "operators_met", {})
     monkeypatch.setattr(state, "unrecorded", True)
 
     def f(x: torch.Tensor) -> torch.Tensor:

@@ -1134,6 +1134,19 @@ def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     assert len(made) == 1
 
 
+def test_a_stored_program_that_is_not_understood_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything works without the cache, but a fault that switches it off must not be silent."""
+    monkeypatch.setattr(process, "logged", {})
+    with stored(monkeypatch, tmp_path), caplog.at_level(logging.WARNING, "torchfunc_jax"):
+        for function in (torch.sin, torch.cos):
+            monkeypatch.setattr(disk, "load", lambda path: {"static": ()})
+            same(torchfunc_jax.vmap(function)(X), function(X))
+    (record,) = caplog.records
+    assert "could not be loaded" in record.getMessage() and "KeyError" in str(record.exc_info)
+
+
 def test_a_damaged_program_is_not_loaded(tmp_path: Any) -> None:
     """A byte may have changed in the compiled code, which XLA does not check."""
     path = tmp_path / "program"

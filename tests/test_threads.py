@@ -12,6 +12,7 @@ from agreement import same
 from torch import nn
 
 import torchfunc_jax
+from bridge.process import Recent, having, process
 from bridge.trace.levels import state
 from torchfunc_jax import jit
 
@@ -108,5 +109,18 @@ def test_a_failing_thread_does_not_disturb_the_others() -> None:
                     torchfunc_jax.grad(torch.sin)(x)
             else:
                 same(torchfunc_jax.grad(lambda a: a.sin().sum())(x), x.cos())
+
+    together(work)
+
+
+def test_a_piece_goes_while_another_thread_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators that run one by one are compiled pieces, of which only so many are kept."""
+    monkeypatch.setattr(process, "pieces", Recent(2))
+
+    def work(n: int) -> None:
+        with having(state, unrecorded=True):
+            for r in range(40):
+                x = torch.randn(2 + (n + r) % 5)
+                same(torchfunc_jax.grad(lambda a: a.softmax(0)[0])(x), torch.func.grad(lambda a: a.softmax(0)[0])(x))
 
     together(work)

@@ -19,7 +19,7 @@ from bridge.convert import tensors, trees
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
-from bridge.jit.program import Packing, Program, differentiated, forward, in_two, pull_back, pull_back_packed
+from bridge.jit.program import Program, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.process import having
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Place
@@ -62,10 +62,22 @@ class Pair(NamedTuple):
         inputs: which of the program's inputs the backward pass needs the earlier values of, and has copies of.
     """
 
-    run: Callable[..., Any]
-    back: Callable[..., Any]
+    run: Any
+    back: Any
     kinds: list[bool]
     inputs: list[int]
+
+
+class Executables(NamedTuple):
+    """What XLA has made of a program.
+
+    Attributes:
+        made: the forward pass, by None, and by the inputs that are differentiated: the forward and backward passes of the Pair.
+        copied: by these: ``Pair.inputs``.
+    """
+
+    made: dict[tuple[int, ...] | None, list[Any]]
+    copied: dict[tuple[int, ...], list[int]]
 
 
 class Compiled:
@@ -74,11 +86,12 @@ class Compiled:
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
         numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
-        given: Sequence[Any] | None = None, counters: Sequence[Place] = (),
+        given: Sequence[Any] | None = None, counters: Sequence[Place] = (), executables: Executables | None = None,
     ) -> None:
         """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers.
 
         counters: the places of numbers that the function counts, and that are inputs behind those among the arguments.
+        executables: what another process has compiled of the program, instead of what would be compiled here.
         """
         tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
         self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
@@ -99,12 +112,17 @@ class Compiled:
         self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
-        self.packing = Packing.of(program.jaxpr.jaxpr) if torch_out else None
+        self.packing = program.packing() if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
-        self.forward = self._jit(forward(self.checked, self.packing))
         self.recorded: dict[Any, Pair] = {}
+        if executables is None:
+            self.forward = self._jit(forward(self.checked, self.packing))
+        else:
+            passes = {k: [Tiered(self.checked.run, run=run) for run in runs] for k, runs in executables.made.items()}
+            (self.forward,) = passes.pop(None, [Tiered(self.checked.run)])
+            self.recorded = {k: Pair(run, back, program.kinds_for(k), executables.copied[k]) for k, (run, back) in passes.items()}
         self.active: dict[Any, Any] = {}
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
@@ -130,6 +148,13 @@ class Compiled:
             jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
         self.jitted.append(jitted)
         return jitted
+
+    def executables(self) -> Executables:
+        """What is compiled now."""
+        pairs = self.recorded.copy()  # calls in other threads may add to it
+        made = {k: [f.executable for f in passes] for k, passes in [(None, [self.forward]), *[(k, p[:2]) for k, p in pairs.items()]]}
+        made = {k: found for k, found in made.items() if None not in found}
+        return Executables(made, {k: pair.inputs for k, pair in pairs.items() if k in made})
 
     def clear(self) -> None:
         """Free the compiled code; a later call through a reference to this program compiles it anew."""
@@ -335,7 +360,7 @@ class Compiled:
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
                 pull = pull_back_packed if self.checked.stacks else pull_back
                 back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
-            self.recorded[active] = Pair(run, back, self.program.kinds_for(active), inputs)
+            self.recorded.setdefault(active, Pair(run, back, self.program.kinds_for(active), inputs))  # another thread may have been first
         return self.recorded[active]
 
 

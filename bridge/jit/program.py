@@ -138,6 +138,9 @@ class Program:
         """Whether it has loops over blocks, whose gradients are computed as stacks."""
         return any(eqn.primitive is stack_p for eqn in self.jaxpr.jaxpr.eqns)
 
+    def packing(self) -> Packing | None:
+        return Packing.of(self.jaxpr.jaxpr)
+
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
         jaxpr, bounds = Bounds.of(self.jaxpr)
@@ -426,6 +429,10 @@ class Packing:
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
         done.update(i for g in groups for i in g)
         return cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks) if stacks or len(jaxpr.outvars) >= 8 else None
+
+    def unpacking(self) -> Packing:
+        """The same for ``unpack`` alone: without variables of a jaxpr, which cannot be pickled."""
+        return dataclasses.replace(self, stacks=dict(enumerate(self.stacks.values())))
 
     def pack(self, values: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
         return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups] + [*stacks]

@@ -109,25 +109,23 @@ def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], a
 def load(path: Path) -> dict[str, Any] | None:
     """The data that were saved there; None if there are none that can be used."""
     try:
-        digest, data = (stored := path.read_bytes())[:32], stored[32:]
-        if hashlib.sha256(data).digest() != digest:  # XLA would run the code of a damaged file
-            return None
-        found = pickle.loads(data)
+        stored = path.read_bytes()
         os.utime(path)
-        return found
-    except Exception:  # the file is absent or from another version: the program is compiled anew
+    except OSError:  # there is none
         return None
+    digest, data = stored[:32], stored[32:]
+    return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None  # XLA would run the code of a damaged file
 
 
 def save(path: Path, what: dict[str, Any]) -> None:
     """Write the data in one step; then remove the least recently used files if all together are too large."""
+    data = pickle.dumps(what)
     try:
-        data = pickle.dumps(what)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
             f.write(hashlib.sha256(data).digest() + data)
         os.replace(f.name, path)
         _limit(path.parent)
-    except Exception:  # everything works without the cache
+    except OSError:  # everything works without the cache
         return
 
 
@@ -142,7 +140,16 @@ def _limit(folder: Path) -> None:
         total -= size
 
 
-packed = serialize_executable.serialize  # a compiled function as data
+class Refused(Exception):
+    """XLA cannot serialize a function, such as one that calls Python, or cannot load it."""
+
+
+def packed(compiled: jax.stages.Compiled) -> tuple[Any, ...]:
+    """A compiled function as data."""
+    try:
+        return serialize_executable.serialize(compiled)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, AttributeError, pickle.PicklingError) as error:
+        raise Refused from error  # AttributeError: pickle's for a local function
 
 
 @functools.cache
@@ -154,4 +161,7 @@ def _find_lapack() -> None:
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
     if b"lapack_" in data[0]:
         _find_lapack()
-    return serialize_executable.deserialize_and_load(*data)
+    try:
+        return serialize_executable.deserialize_and_load(*data)
+    except jax.errors.JaxRuntimeError as error:
+        raise Refused from error

@@ -17,24 +17,23 @@ import jax
 import torch
 
 from bridge.boundary.calls import Call
-from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
-from bridge.jit.compiled import Compiled, Pair
-from bridge.jit.program import Program, trace
-from bridge.process import having, process, without_collections
+from bridge.jit.compiled import Compiled
+from bridge.jit.program import Packing, Program, trace
+from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
 from bridge.record import disk, lanes, replay
 from bridge.record.entries import Begin
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
-from bridge.record.tiers import Tiered
 from bridge.trace import pieces, python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
+from bridge.trace.value_checks import Bounds
 
 _ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
@@ -55,67 +54,70 @@ class _Program:
         c = self.compiled
         if self.path is None or isinstance(c.program, _Stored) or c.program.generators:
             return
-        parts: dict[Any, Any] = {"forward": c.forward, **{(k, i): pair[i] for k, pair in c.recorded.items() for i in (0, 1)}}
+        found = c.executables()
         try:
-            made = {k: disk.packed(v.executable) for k, v in parts.items() if v.executable is not None}
-        except Exception:  # XLA cannot serialize every program, for example one that sorts, nor pickle one that calls Python
+            found = found._replace(made={k: [disk.packed(f) for f in made] for k, made in found.made.items()})
+        except disk.Refused:
             self.path = None
             return
-        fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
-        jaxpr = c.program.jaxpr.jaxpr  # of which a stored program knows only how many inputs and outputs it has
-        counts = SimpleNamespace(invars=range(len(jaxpr.invars)), outvars=range(len(jaxpr.outvars)))
-        program = _Stored(**fields | {"jaxpr": SimpleNamespace(jaxpr=counts), "guards": None, "out_spec": None})
-        disk.save(self.path, {
-            "program": program, "numbers": self.numbers, "static": self.static, "made": made,
-            "pairs": {k: (pair.kinds, pair.inputs) for k, pair in c.recorded.items()}, "layouts": [(x[4], str(x[5])) for x in c.layouts],
-            "packing": c.packing, "bounds": c.bounds,
-        })
+        disk.save(self.path, {"program": _Stored.of(c), "numbers": self.numbers, "static": self.static, "executables": found})
 
 
+@dataclasses.dataclass
 class _Stored(Program):
-    """A program that another process has stored; if more than its executables is needed, it is made again from the record."""
+    """A program as another process has stored it: without its operations, of which it knows only what goes in and what comes out.
 
+    If more than its executables is needed, it is made again from the record.
+    """
+
+    packed: Packing | None
+    bounds: Bounds | None
     whole: Callable[[], Program]
+
+    @classmethod
+    def of(cls, c: Compiled) -> _Stored:
+        fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
+        jaxpr = c.program.jaxpr.jaxpr
+        ends = {
+            name: [SimpleNamespace(aval=jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for v in getattr(jaxpr, name)]
+            for name in ("invars", "outvars")
+        }
+        fields |= {"jaxpr": SimpleNamespace(jaxpr=SimpleNamespace(**ends)), "guards": None, "out_spec": None}
+        return cls(**fields, packed=c.packing and c.packing.unpacking(), bounds=c.bounds, whole=_not_there)
+
+    def packing(self) -> Packing | None:
+        return self.packed
+
+    def checked(self) -> tuple[Any, Bounds | None]:
+        return SimpleNamespace(run=_not_there, whole=_not_there), self.bounds
 
 
 class _NotStored(Exception):
     """A stored program lacks a part that is needed: the part was not compiled when the program was stored."""
 
 
-def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
-    """The program that another process has stored; None if there is none for the numbers of this record."""
-    found = disk.load(path)
-    if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
-        return None
-    try:
-        program = found["program"]
-        program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
-        alike = recorder.alike()
-        program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
-        compiled = object.__new__(Compiled)
-        absent: Any = SimpleNamespace(whole=_not_there)  # stands for the program of which other derivatives would be compiled
-        compiled.program, compiled.checked = program, absent
-        compiled.torch_out, compiled.donated, compiled.numbers, compiled.tiered, compiled.pure = True, (), None, True, False
-        compiled.where = list(range(len(recorder.inputs) + 2))
-        compiled.sharing, compiled.jitted, compiled.signatures = Sharing(program.written, len(recorder.inputs)), [], []
-        compiled.packing, compiled.bounds = found["packing"], found["bounds"]
-        compiled.layouts = [tensors.layout(shape, jax.numpy.dtype(dtype)) for shape, dtype in found["layouts"]]
-        compiled.active, compiled.recorded = {}, {}
-        compiled.device, compiled.one_out = tensors.common_device([*recorder.inputs]) or torch.device("cpu"), False
-        compiled.runs_on, compiled.mixed = compiled.device, False
-        compiled.alike = all(d.type == compiled.device.type for d in program.is_tensor)
-        made = {k: Tiered(_not_there, run=disk.unpacked(v)) for k, v in found["made"].items()}
-        compiled.forward = made.get("forward", Tiered(_not_there))
-        for k, (kinds, copied) in found["pairs"].items():
-            if (k, 0) in made and (k, 1) in made:
-                compiled.recorded[k] = Pair(made[k, 0], made[k, 1], kinds, copied)
-        return _Program(compiled, found["numbers"], found["static"], path=path)
-    except Exception:  # another version has stored it
-        return None
-
-
 def _not_there(*_: Any) -> NoReturn:
     raise _NotStored
+
+
+def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
+    """The program that another process has stored; None if there is none for the numbers of this record."""
+    try:
+        found = disk.load(path)
+        if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
+            return None
+        program, executables, alike = found["program"], found["executables"], recorder.alike()
+        executables = executables._replace(made={k: [disk.unpacked(f) for f in made] for k, made in executables.made.items()})
+        program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
+        program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
+        call = Call([], None, list(range(len(recorder.inputs) + 2)))  # the program takes the numbers as two vectors
+        compiled = Compiled(program, call, True, (), tiered=True, given=recorder.inputs, executables=executables)
+        return _Program(compiled, found["numbers"], found["static"], path=path)
+    except disk.Refused:
+        return None
+    except Exception:
+        log_once("a stored program could not be loaded: programs that earlier processes have stored are compiled anew")
+        return None
 
 
 class _Kept:

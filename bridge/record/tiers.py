@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling
-from bridge.process import process, without_collections
+from bridge.process import log_once, process, without_collections
 from bridge.record import vector_products
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
@@ -168,13 +168,19 @@ class _Worker:
                 if not self.idle:
                     return
                 quiet = True
-                self.idle.popleft()()
+                self.do(self.idle.popleft())
             else:
                 quiet = False
                 if idle:
                     self.idle.append(work)
                 elif not self.ended:
-                    work()
+                    self.do(work)
+
+    def do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # calls go on with what there is, and the thread with what waits
+            log_once("a program could not be compiled with all optimizations, or not be stored: it goes on as it was compiled first")
 
     def end(self) -> None:
         """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is not done yet."""

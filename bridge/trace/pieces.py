@@ -23,7 +23,6 @@ from bridge.trace import python_numbers, value_checks
 from bridge.trace.levels import state
 
 _MET = 8192  # how many (operator, static arguments) are remembered: scalars that change at every call must not fill memory
-_LIMIT = 1024  # how many pieces are kept, the last used ones: a compiled piece takes 1.5 MB
 
 
 def forget() -> None:
@@ -111,12 +110,12 @@ def run(func: Any, lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[
             _bar(func, arrays)
         return out
     shapes = (met, *[(a.shape, a.dtype) for a in arrays])
-    found = process.pieces.pop(shapes, None)
+    found = process.pieces.get(shapes)
     state.compiling = True
     try:
-        piece, small = process.pieces[shapes] = found or _piece(lower, static, tuple(kwargs), arrays)
-        if len(process.pieces) > _LIMIT:
-            process.pieces.pop(next(iter(process.pieces)))[0].clear_cache()
+        piece, small = found or _piece(lower, static, tuple(kwargs), arrays)
+        for old, _ in process.pieces.add(shapes, (piece, small)) if found is None else ():
+            old.clear_cache()
             trim()
         if not (small and isinstance(arrays[0], jax.core.Tracer)):
             return piece(*arrays)

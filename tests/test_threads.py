@@ -1,7 +1,9 @@
 """Eight threads calling different transforms, jitted and not, at once."""
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from agreement import same
 from torch import nn
 
 import torchfunc_jax
-from bridge.process import Recent, having, process
+from bridge.process import Recent, process
+from bridge.record import tiers
 from bridge.trace.levels import state
 from torchfunc_jax import jit
 
@@ -113,14 +116,54 @@ def test_a_failing_thread_does_not_disturb_the_others() -> None:
     together(work)
 
 
-def test_a_piece_goes_while_another_thread_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators that run one by one are compiled pieces, of which only so many are kept."""
-    monkeypatch.setattr(process, "pieces", Recent(2))
+class _Key(int):
+    """Another thread's turn comes while Python hashes it."""
+
+    def __hash__(self) -> int:
+        time.sleep(0)
+        return int(self)
+
+
+def test_entries_of_a_cache_go_while_other_threads_use_it() -> None:
+    """As the pieces of calls that run operator by operator do, whose keys have hashes in Python."""
+    cache = Recent(2)
 
     def work(n: int) -> None:
-        with having(state, unrecorded=True):
-            for r in range(40):
-                x = torch.randn(2 + (n + r) % 5)
-                same(torchfunc_jax.grad(lambda a: a.softmax(0)[0])(x), torch.func.grad(lambda a: a.softmax(0)[0])(x))
+        for r in range(500):
+            if cache.get(_Key((n + r) % 5)) is None:
+                cache.add(_Key((n + r) % 5), r)
 
     together(work)
+    assert len(cache) == 2
+
+
+def _refuse(lowered: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("INTERNAL: refused for a test")
+
+
+@pytest.mark.parametrize("calls", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_second_compilations_that_fail(calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls go on with the first compilations, the thread with the next ones, and the log says it once."""
+    lost: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lost.append)
+    monkeypatch.setattr(process, "logged", {})
+    monkeypatch.setattr(tiers, "_well", _refuse)
+    monkeypatch.setattr(tiers, "_WORTH", 1e9)
+    w = torch.linspace(0.5, 1.5, 4, requires_grad=True)
+
+    def work(n: int) -> None:
+        for r in range(calls):
+            x = torch.randn(1 + (n * 3 + r) % (calls // 10), 4)
+            if (n + r) % 3:
+                same(torchfunc_jax.vmap(torchfunc_jax.grad(lambda a: (a.sin() * w.detach()).sum()))(x), x.cos() * w.detach())
+            else:
+                out = torchfunc_jax.vmap(lambda a: a.sin() * w)(x)
+                same(torch.autograd.grad(out.sum(), w)[0], x.sin().sum(0), rtol=1e-4, atol=1e-5)
+
+    with caplog.at_level(logging.WARNING, "torchfunc_jax"):
+        together(work)
+        waiting = threading.Event()
+        process.compiler.later(waiting.set)
+        assert waiting.wait(60)
+    (message,) = caplog.messages
+    assert not lost and "with all optimizations" in message and "refused for a test" in caplog.text

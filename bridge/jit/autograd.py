@@ -1,6 +1,7 @@
 """A compiled program as one node of torch's graph."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class ProgramNode(torch.autograd.Function):
     @staticmethod
     @opaque
     def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        run, _, kinds, copied = compiled.pair(active)
+        passes, kinds, copied = compiled.pair(active)
+        run, back = passes.now  # the node keeps both: the backward pass is of the tier of its forward pass, and each time the same
         waited: list[torch.device] = []
         values = [tensors.to_jax(x, waited) if isinstance(x, torch.Tensor) else x for x in inputs]
         values = tensors.on_one_device(values) if compiled.mixed else values
@@ -35,7 +37,8 @@ class ProgramNode(torch.autograd.Function):
             compiled.bounds.judge(rest.pop())
         held = autograd.addresses(pull)
         avoid = held | {a.unsafe_buffer_pointer() for a in values if tensors.is_local(a)}
-        ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.pull, ctx.kinds = compiled, inputs, active, random, pull, kinds
+        ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.kinds = compiled, inputs, active, random, kinds
+        ctx.back = functools.partial(back, pull)
         written = {id(inputs[i]) for i in compiled.program.written}
         read = [t for t in inputs if id(t) not in written]
         ctx.versions = autograd.kept_by(held, read) + autograd.versions([inputs[k] for k in copied if id(inputs[k]) not in written])
@@ -58,10 +61,9 @@ class ProgramNode(torch.autograd.Function):
             if any(c is None for c in given):
                 grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
         else:
-            back = ctx.compiled.pair(ctx.active).back
             with rewording(), jax.enable_x64(True), compiling.at_call():
                 waited: list[torch.device] = []
-                found = back(ctx.pull, [tensors.to_jax(c, waited) for c in cts])
+                found = ctx.back([tensors.to_jax(c, waited) for c in cts])
             need = [n and d for n, d in zip(ctx.needs_input_grad[3:], direct, strict=True)]
             made = unpacked(found, need)
             grads = [made[k].to(t.device) if n else None for k, (t, n) in enumerate(zip(diff, need, strict=True))]

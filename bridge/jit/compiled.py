@@ -24,7 +24,7 @@ from bridge.process import having
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Place
 from bridge.programs.guards import GONE_ERRORS
-from bridge.record.tiers import Tiered
+from bridge.record.tiers import Once, Tiers
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs
@@ -56,14 +56,12 @@ class Pair(NamedTuple):
     """A program compiled to be differentiated.
 
     Attributes:
-        run: the forward pass, which keeps what the backward pass needs.
-        back: the backward pass.
+        passes: the forward pass, which keeps what the backward pass needs, and the backward pass.
         kinds: whether each output requires grad.
         inputs: which of the program's inputs the backward pass needs the earlier values of, and has copies of.
     """
 
-    run: Any
-    back: Any
+    passes: Tiers
     kinds: list[bool]
     inputs: list[int]
 
@@ -118,11 +116,11 @@ class Compiled:
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.recorded: dict[Any, Pair] = {}
         if executables is None:
-            self.forward = self._jit(forward(self.checked, self.packing))
+            self.forward: Any = self._jit(forward(self.checked, self.packing))
         else:
-            passes = {k: [Tiered(self.checked.run, run=run) for run in runs] for k, runs in executables.made.items()}
-            (self.forward,) = passes.pop(None, [Tiered(self.checked.run)])
-            self.recorded = {k: Pair(run, back, program.kinds_for(k), executables.copied[k]) for k, (run, back) in passes.items()}
+            passes = {k: Tiers(*[Once(self.checked.run, run=run) for run in runs]) for k, runs in executables.made.items()}
+            self.forward = passes.pop(None, Tiers(Once(self.checked.run)))
+            self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k]) for k, found in passes.items()}
         self.active: dict[Any, Any] = {}
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
@@ -134,6 +132,8 @@ class Compiled:
         )
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        if self.tiered:
+            return Tiers(self._kept(run))
         if not self.donated:
             return self._kept(run)
         jitted = self._kept(lambda random, *inputs: run(inputs, random), donate_argnums=[i + 1 for i in self.donated])
@@ -141,18 +141,20 @@ class Compiled:
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
-        jitted: Any
         if self.tiered:
-            jitted = Tiered(function, self.changed, device=devices.of(self.runs_on), **options)
-        else:
-            jitted = jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options)
-        self.jitted.append(jitted)
-        return jitted
+            return Once(function, self.changed, device=devices.of(self.runs_on), **options)
+        self.jitted.append(jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options))
+        return self.jitted[-1]
+
+    def tiers(self) -> list[Tiers]:
+        """Of a program with tiers: what changes its tier together."""
+        return [self.forward, *[pair.passes for pair in self.recorded.copy().values()]]  # calls in other threads may add a pair
 
     def executables(self) -> Executables:
-        """What is compiled now."""
-        pairs = self.recorded.copy()  # calls in other threads may add to it
-        made = {k: [f.executable for f in passes] for k, passes in [(None, [self.forward]), *[(k, p[:2]) for k, p in pairs.items()]]}
+        """What is compiled, in the best tier that there is."""
+        pairs = self.recorded.copy()
+        passes: dict[Any, Tiers] = {None: self.forward, **{k: pair.passes for k, pair in pairs.items()}}
+        made = {k: [f.executable for f in tiers.best] for k, tiers in passes.items()}
         made = {k: found for k, found in made.items() if None not in found}
         return Executables(made, {k: pair.inputs for k, pair in pairs.items() if k in made})
 
@@ -360,7 +362,8 @@ class Compiled:
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
                 pull = pull_back_packed if self.checked.stacks else pull_back
                 back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
-            self.recorded.setdefault(active, Pair(run, back, self.program.kinds_for(active), inputs))  # another thread may have been first
+            made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs)
+            self.recorded.setdefault(active, made)  # another thread may have been first
         return self.recorded[active]
 
 

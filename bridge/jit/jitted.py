@@ -57,7 +57,9 @@ class _Family:
     The numbers are those among the arguments, and then those that the function itself counts.
     """
 
-    changing: frozenset[int] = frozenset()  # which of the numbers are inputs
+    changing: frozenset[int] = frozenset()  # which of the numbers are inputs of the next program
+    #: and of those before it, in the order in which they became so
+    ways: list[frozenset[int]] = dataclasses.field(default_factory=lambda: [frozenset()])
     by_value: set[int] = dataclasses.field(default_factory=set)  # the numbers whose values the function asks for
     first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
@@ -96,13 +98,12 @@ class _Family:
             self.programs.clear()
             self.first = None
 
-    def key(self, numbers: Sequence[Any]) -> Any:
-        return tuple([type(x) if k in self.changing else identical(x) for k, x in enumerate(numbers)])
+    def key(self, numbers: Sequence[Any], inputs: frozenset[int]) -> Any:
+        return tuple([type(x) if k in inputs else identical(x) for k, x in enumerate(numbers)])
 
     def find(self, numbers: Sequence[Any]) -> list[Compiled]:
-        """The programs for these numbers; programs that take them as inputs come first."""
-        found = self.programs.get(self.key(numbers), [])
-        return [*found, *self.programs.get(tuple(map(identical, numbers)), ())] if self.changing else found
+        """The programs for these numbers, the oldest first: a call that comes again runs by the same one, which rounds as it did."""
+        return [program for inputs in self.ways for program in self.programs.get(self.key(numbers, inputs), ())]
 
     def to_change(self, numbers: Sequence[Any]) -> frozenset[int]:
         """Which of these numbers should be inputs."""
@@ -299,7 +300,7 @@ class Jitted:
                 if not misfit and (family.first is None or self._of_first(family) is None):
                     family.first = (numbers, entry)
             entry.used = next(self._clock)
-            sub = family.key(numbers) if entry.numbers is not None else tuple(map(identical, numbers))
+            sub = family.key(numbers, entry.changing)
             self._describe(entry, family, key, call, numbers)
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
             self._families.setdefault(key, family)  # it may have been dropped in the meantime
@@ -354,6 +355,8 @@ class Jitted:
         if not right:
             return None
         family.changing = changing
+        if changing not in family.ways:
+            family.ways.append(changing)
         return entry
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bridge import private
 from bridge.boundary.autograd import Untransformed
 from bridge.record.entries import Begin, End, Input, Op, interned
 from bridge.record.recorder import Recorder
@@ -80,7 +81,9 @@ class Widths:
             self.met[wide.family] = False
             return False
         cost = self.cost.get((wide.family, wide.size), math.inf)
-        return not self.met[wide.family] and wide.size > wide.lanes and self.wasted.get(record, 0.0) < cost
+        if self.met[wide.family] or wide.size <= wide.lanes:
+            return False
+        return self.wasted.get(record, 0.0) < cost or private.bits_are_compared()
 
     def ran(self, wide: Wide, record: Hashable, seconds: float) -> None:
         """Note that the wider program has run for the record; its first run includes its compilation."""

@@ -1,4 +1,9 @@
-"""Compiles a program twice: at once without optimization, and later, in a thread, with all of XLA's optimizations."""
+"""Compiles programs in two tiers: at once without optimization, and later, in a thread, with all of XLA's optimizations.
+
+The tiers round differently: the second one contracts a product and a sum to one operation, and adds up in another order.  No options of
+XLA's give both the same bits: those with which it compiles fast are the ones that round differently.  Therefore the tier changes only
+between two calls of a program, a backward pass is of its forward pass's tier, and no tier changes where results are compared bit by bit.
+"""
 from __future__ import annotations
 
 import atexit
@@ -13,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import torch
 from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
-from bridge import compiling
+from bridge import compiling, private
 from bridge.process import log_once, process, without_collections
 from bridge.record import vector_products
 
@@ -30,17 +36,18 @@ _FAST = {
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
+_WORTH = 1.0  # a function is compiled well when its runs, times this, have taken longer than its first compilation
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
-class Tiered:
-    """A function of arrays of fixed shapes: compiled fast when it is first called, and well once its runs took longer than that."""
+class Once:
+    """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of XLA's optimizations."""
 
-    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_placed", "_ran", "_took", "_traced", "executable")
+    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_placed", "_traced", "executable", "fast", "took")
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
-        traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None,
+        traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None, fast: bool = True,
     ) -> None:
         """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles.
 
@@ -51,9 +58,12 @@ class Tiered:
         # JAX keeps what it traces with another default device apart
         self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
-        self.executable = run  # the current one; None: it is not compiled yet
+        self.executable = run  # None: it is not compiled yet
+        # Whether it is, or will be, compiled fast.  Whoever asks for determinism compares the first call with later ones, and has programs
+        # of their own, because the setting is part of a program's key: these have one tier for life, the one that later runs need.
+        self.fast = fast and run is None and self._device.platform == "cpu" and not torch.are_deterministic_algorithms_enabled()
+        self.took = 0.0  # the seconds of its compilation
         self._lock = threading.Lock()
-        self._ran = self._took = 0.0
 
     def __call__(self, *args: Any) -> Any:
         return (self.executable or self._made(*args))(*args)
@@ -68,11 +78,11 @@ class Tiered:
                     traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
-                    if self._device.platform == "cpu":
-                        self.executable, self._again = _quickly(lowered, _longest_sum(traced.jaxpr.jaxpr)), _lowering(traced, args)
+                    if self.fast:
+                        self.executable, self._again = _fast(lowered, _longest_sum(traced.jaxpr.jaxpr)), _lowering(traced, args)
                     else:
-                        self.executable = lowered.compile()
-                self._took = time.perf_counter() - start
+                        self.executable = _well(lowered)
+                self.took = time.perf_counter() - start
                 process.compiler.later(self._tell, idle=True)
             return self.executable
 
@@ -85,22 +95,61 @@ class Tiered:
 
         process.compiler.later(make)
 
-    def ran(self, seconds: float) -> None:
-        """Note that it has run for so many seconds."""
-        self._ran += seconds
-        if self._again is not None and self._ran > self._took:
-            again, self._again = self._again, None
-            process.compiler.later(lambda: self._compile(again))
-
-    def _compile(self, lower: Callable[[], Any]) -> None:
-        with jax.enable_x64(True), compiling.correctly(), self._placed():
-            self.executable = lower().compile()
-        process.compiler.idle.append(self._tell)  # this is its thread
+    def well(self) -> Once:
+        """The same function compiled with all optimizations: now if this one is compiled, else when it is first called."""
+        if not self.fast:
+            return self
+        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False)
+        if self._again is not None:
+            with jax.enable_x64(True), compiling.correctly(), self._placed():
+                found.executable = _well(self._again())
+            process.compiler.idle.append(self._tell)  # this is its thread
+        return found
 
     def _tell(self) -> None:
         for found in self._changed:
             if (call := found()) is not None:
                 call()
+
+
+class Tiers:
+    """The functions of a program that run one after the other, such as a forward and a backward pass, in the tier that is in use.
+
+    Attributes:
+        now: the functions. A caller that calls more than one takes this tuple once: a later call may put others there.
+    """
+
+    __slots__ = ("_asked", "_next", "_ran", "now")
+
+    def __init__(self, *functions: Once) -> None:
+        self.now = functions
+        self._next: tuple[Once, ...] | None = None  # the functions compiled well, until a call takes them into use
+        self._ran, self._asked = 0.0, False
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the first function."""
+        return self.now[0](*args)
+
+    @property
+    def best(self) -> tuple[Once, ...]:
+        return self._next or self.now
+
+    def ran(self, seconds: float) -> None:
+        """Note that they have run for so many seconds; once that is as long as a compilation took, they are compiled well."""
+        self._ran += seconds
+        took = max([f.took for f in self.now if f.fast], default=0.0)
+        if not self._asked and 0.0 < took < self._ran * _WORTH:
+            self._asked = True
+            process.compiler.later(self._improve)
+
+    def _improve(self) -> None:
+        self._next = tuple([f.well() for f in self.now])
+
+    def advance(self) -> None:
+        """Before a call: use the functions that are compiled well, if there are any and nobody compares bits."""
+        found = self._next
+        if found is not None and not private.bits_are_compared():
+            self.now, self._next = found, None
 
 
 def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -121,7 +170,7 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
     return max([*counts, *map(_longest_sum, subjaxprs(jaxpr))], default=0)
 
 
-def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
+def _fast(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
     vector_products.as_sums(lowered, _FEW)
     options = _FAST | (_ONE_KERNEL if longest_sum <= _FEW else {})
     while True:
@@ -133,6 +182,10 @@ def _quickly(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
             if not unknown:
                 raise
             process.unknown_options |= unknown
+
+
+def _well(lowered: Any) -> jax.stages.Compiled:
+    return lowered.compile()
 
 
 class _Worker:

@@ -68,6 +68,7 @@ SWEEPS = frozenset(
 THINNED = {
     "test_operators.py::test_what_was_right_is_right": 20, "test_modules_db.py::test_first_inputs": 10,
     "test_programs.py::test_agrees_with_torch_func": 6, "test_autograd_programs.py::test_first_and_second_derivatives": 2,
+    "test_runs_once.py::test_python_runs_once_with_the_tensors_that_it_takes": 3,
     "test_randomness.py::test_three_kinds": 4, "test_checks.py::test_refused_as_by_pytorch": 4,
     "test_segments.py::test_values_and_gradients_are_pytorchs": 12,
     "test_packed_sequences.py::test_packing": 2, "test_packed_sequences.py::test_recurrent_layers": 2,

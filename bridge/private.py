@@ -284,13 +284,15 @@ def only_python_refers(t: torch.Tensor) -> bool:
     return t._use_count() == 1 and not weakref.getweakrefs(t)  # type: ignore[attr-defined]
 
 
-def become(held: torch.Tensor, other: torch.Tensor) -> None:
+def become(held: torch.Tensor, other: torch.Tensor, over: bool = False) -> None:
     """Make one tensor's object the other tensor; the other's object keeps its class and attributes.
 
     A tensor that C++ refers to, as to the arguments of an autograd.Function that is being applied, gets the other's class and attributes
     alone: its operators are not in torch's graph, which is not the one that JAX differentiates.
+
+    over: the tensor's trace has ended, so that nobody uses the graph by which C++ refers to it.
     """
-    alone = held._use_count() == 1  # type: ignore[attr-defined]
+    alone = over or held._use_count() == 1  # type: ignore[attr-defined]
     held.__class__, held.__dict__ = other.__class__, dict(other.__dict__)
     if alone and not weakref.getweakrefs(held) and not weakref.getweakrefs(other):
         torch._C._swap_tensor_impl(held, other)

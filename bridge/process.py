@@ -84,6 +84,8 @@ class Process:
     alike: dict[Any, Any] = field(default_factory=dict)  # the first of those objects whose avals differ at most in their strides
     programs: Any = None  # programs of records, and
     widths: Any = None  # which numbers of lanes share one (bridge/record/programs.py)
+    #: by a hash of a record and its results, the numbers of what its function has kept, and whether these have values outside
+    kept: dict[int, dict[int, bool]] = field(default_factory=dict)
     #: calls that cannot be recorded, by the function's code and the kinds of its tensors
     unrecordable: set[Any] = field(default_factory=set)
     random_numbers: str = "torch"  # who draws them: "torch" or "jax"

@@ -101,6 +101,8 @@ THINNED = {
     "test_nested_derivatives.py::test_no_grad_in_a_checkpoint_in_nested_derivatives": 4,
     "test_nested_derivatives.py::test_the_value_of_a_derivative_has_derivatives": 2,
     "test_nested_derivatives.py::test_what_the_function_inside_keeps_is_used_outside_of_it": 3,
+    "test_kept_tensors.py::test_what_is_kept_is_read_after_the_call": 6,
+    "test_kept_tensors.py::test_it_requires_grad_if_it_does_outside": 3,
     "test_jit_backward.py::test_training_inside_leaves_what_the_function_leaves": 4,
     "test_products.py::test_layers_of_torch_with_few_rows": 4, "test_products.py::test_sums_of_products_in_loops": 4,
     "test_blocks.py::test_gradients": 4, "test_export.py::test_any_batch": 4,

@@ -115,7 +115,9 @@ class Differentiated:
 
     @functools.cached_property
     def traceable(self) -> Traceable:
-        return self.call.traceable(self.func)
+        traceable = self.call.traceable(self.func)
+        traceable.sources = self.call.arrays
+        return traceable
 
     def split(self, values: list[Any]) -> list[Any]:
         """The differentiated values among all values."""

@@ -293,6 +293,7 @@ def _map(
     traceable = call.traceable(func)
     traceable.as_given(arrays)
     traceable.geometries = [g.lane(d) for g, d in zip(traceable.geometries, in_axes, strict=True)]
+    traceable.sources = [x if d is None else None for x, d in zip(arrays, in_axes, strict=True)]
     lane_axis = [0] if randomness == "different" else []
     name = name_of(func)
 

@@ -52,7 +52,7 @@ class _MemoryOfTrace(TorchFunctionMode):
 class Traceable:
     """A user's function with the flattened arguments of one call; it runs on JAX values, one for each of the positions ``where``."""
 
-    __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "spec", "where")
+    __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "sources", "spec", "where")
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
@@ -60,6 +60,7 @@ class Traceable:
         self.geometries = [Geometry.of(leaves[i]) for i in where]
         self.active: frozenset[int] = frozenset()  # which of the arrays require grad: a grad transform differentiates these
         self.computed: frozenset[int] = frozenset()  # which of these are not leaves of torch's graph
+        self.sources: Sequence[Any] = [None] * len(where)  # the arrays that a transform hands on as they are
         for i in where:
             self.leaves[i] = None  # a cache of traces must not keep the arguments alive
 
@@ -81,8 +82,8 @@ class Traceable:
         level.root.device = level.root.device or next((d for d in self.devices if d.type != "cpu"), None)
         arguments = [wrap(v, d, level, g.strides) for v, d, g in zip(values, self.devices, self.geometries, strict=True)]
         nodes: dict[Node, int] = {}
-        for k, (i, t, geometry) in enumerate(zip(self.where, arguments, self.geometries, strict=True)):
-            t.node.geometry, nodes[t.node] = geometry, k
+        for k, (i, t, geometry, source) in enumerate(zip(self.where, arguments, self.geometries, self.sources, strict=True)):
+            t.node.geometry, t.node.source, nodes[t.node] = geometry, source, k
             if k in self.active:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else t

@@ -23,7 +23,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from bridge.lowering.registry import OVERRIDDEN
-from bridge.record.entries import Begin, End, Input, Number, Op, Out, Pull, Ref
+from bridge.record.entries import Begin, End, Input, Left, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
 
 _BYTES = 256 * 2**20  # limit for all files together; the least recently used ones are removed first
@@ -52,7 +52,7 @@ def _words(x: Any) -> str:
         if x.words is None:
             x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}{_words(x.autocast)}"
         return x.words
-    if kind in (Ref, Number, Out, Input, Begin, End, Pull):
+    if kind in (Ref, Number, Out, Input, Begin, End, Pull, Left):
         return f"{kind.__name__}({','.join([_words(getattr(x, name)) for name in kind.__slots__])})"
     if isinstance(x, tuple):
         return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_words, x))})"

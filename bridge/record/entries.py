@@ -97,6 +97,13 @@ class Pull:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Left:
+    """A value from inside of transforms that have ended, which their function has kept, outside of them."""
+
+    made: int = 1
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Input:
     """A tensor from outside."""
 
@@ -112,7 +119,7 @@ def _tensors(outs: Any) -> int:
 
 @functools.lru_cache(65536)
 def interned(kind: Any, *what: Any) -> Any:
-    """The one object of a kind (Begin, End, Pull or Input) with these fields."""
+    """The one object of a kind (Begin, End, Pull, Left or Input) with these fields."""
     return kind(*what)
 
 

@@ -110,7 +110,8 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
     if any(cls.vmap is not torch.autograd.Function.vmap for cls in functions):
         return None  # it is told how many lanes there are
     first, end, _ = inside[-1]
-    placed = dict(enumerate(end.params, first))
+    # what the function has kept has a value outside if no vmap maps it: the same for any number of lanes
+    placed = {**dict.fromkeys(range(inside[0][0], first)), **dict(enumerate(end.params, first))}
     dims = list(zip(operands, begin.params[0], strict=True))
     mapped = {number: dim for number, dim in dims if dim is not None}
     used = {number for _, _, refs in inside for number in refs}

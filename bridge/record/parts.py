@@ -10,9 +10,6 @@ import torch
 from bridge.record.entries import Begin, End, Input, Op, Pull, interned
 from bridge.trace.torch_numbers import by_torch
 
-#: Transforms whose functions compute the values that they would compute outside; all but vmap's take their operands as they are.
-_AS_OUTSIDE = frozenset({"grad", "vjp", "jacrev", "jvp", "linearize", "vmap"})
-
 
 def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:
     """Whether something besides these lists refers to each of these tensors, from this place in one of the lists on."""
@@ -207,49 +204,3 @@ def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
         found.update(zip(range(firsts[at], firsts[at + 1]), range(part.count, part.count + what.made), strict=True))
         part.count += what.made
     return part, [number(n) for n in refs]
-
-
-def inside(recorder: Any, levels: Sequence[Any], ref: int) -> tuple[list[tuple[Op, list[int], int, int]], int] | None:
-    """What a value inside of transforms that have ended is computed from, outside of them; None if the operators may not run twice.
-
-    Args:
-        levels: the transforms, the innermost first.
-        ref: the value's number.
-
-    Returns:
-        (operators, number): each operator with the numbers of its operands, that of its first result, and how many Python numbers those
-        before it take; and the number of the value: an operator's result or one from outside.
-    """
-    if recorder.writes or any(level.kind not in _AS_OUTSIDE for level in levels):
-        return None
-    same: dict[int, int] = {}
-    of: dict[int, tuple[Op, tuple[int, ...], int, int]] = {}
-    entries, used = levels[-1].before
-    at, begun = levels[-1].arguments.start, [level.arguments.start for level in levels]
-    for what, operands in recorder.trace[entries:]:
-        if type(what) is Begin and what.kind != "vmap" and at in begun:
-            same.update(zip(range(at, at + what.made), operands, strict=False))
-        elif type(what) is Op:
-            of.update(dict.fromkeys(range(at, at + what.made), (what, operands, at, used)))
-            used += what.numbers
-        at += what.made
-
-    def number(r: int) -> int:
-        while r in same:
-            r = same[r]
-        return r
-
-    outside = {*recorder.by_id.values()}
-    needed, found = {number(ref)}, []
-    while needed:
-        r = max(needed)
-        if r < levels[-1].arguments.start or r in outside:
-            needed.discard(r)
-        elif r not in of or of[r][0].draws:  # a result of another transform
-            return None
-        else:
-            op, operands, first, before = of[r]
-            needed.difference_update(range(first, first + op.made))
-            found.append((op, [number(x) for x in operands], first, before))
-            needed.update(found[-1][1])
-    return found[::-1], number(ref)

@@ -279,7 +279,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             again = replay.Run(stand)
             again.env.update(zip(inputs, given, strict=False))
             again.run(whole.entries)
-            return tuple([again.env[r] for r in refs])
+            return again.values(refs)
 
     rules = [rule for what, _ in recorder.trace if type(what) is Begin and what.kind == "function" for rule in _rules(what.params[0])]
     watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]

@@ -24,9 +24,9 @@ from bridge.process import having, process
 from bridge.programs.cache_keys import identical
 from bridge.programs.guards import autocast
 from bridge.record import replay
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
+from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
-from bridge.record.parts import Known, inside, part_of
+from bridge.record.parts import Known, part_of
 from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
@@ -49,6 +49,7 @@ class Level:
     again: Again | None  # how it is run operator by operator; None: not apart from the whole call
     arguments: range  # the numbers of its function's arguments
     open: bool = True
+    goes_back: bool = False  # after it has ended, whether its results are computed from derivatives and require grad outside of it
     returned: tuple[Any, ...] = ()  # what its function has returned, until the transform ends
 
 
@@ -81,6 +82,7 @@ _SHOWN = 8  # a function that shows more tensors in this way runs operator by op
 _REPLAYED = 50_000  # how many entries run for that in one call, a matter of seconds; then the function starts again
 _DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
 _OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}  # transforms whose results are computed from derivatives
+_LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}  # those whose functions' values can be used after them
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
@@ -157,29 +159,29 @@ class Recorder(TorchFunctionMode):
         return found
 
     def outside(self, t: Recorded) -> None:
-        """Make a tensor of a transform that has ended one of the transform around it, with the value that it has there; or raise."""
+        """Make a tensor of a transform that has ended one of the transform in progress, with the value that it has there; or raise."""
+        before, depth = (t.ref, t.aval, t.level, t.before), self.mapped()
         ended = [level for level in around(t.level) if not level.open]
-        part = inside(self, ended, t.ref) if t.level.owner is self else None
-        if part is None:
+        if not self.leaves(t):
             raise escaped(t.level)
-        entries, numbers = len(self.trace), len(self.numbers)
-        known = {**{x.ref: x for x in self.tensors}, **dict(zip(self.by_id.values(), self.inputs, strict=True))}
-        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
-        again = replay.Run(self.numbers)
-        try:
-            for op, refs, first, again.used in part[0]:
-                again.env.update({r: known[r] for r in refs if r not in again.env})
-                again.operator(op, [again.env[r] for r in refs], first, self.record)
-            found: Any = again.env[part[1]] if part[1] in again.env else known[part[1]]
-        except Unrecordable:
-            del self.numbers[numbers:]
-            self._drop(entries)
-            raise escaped(t.level) from None
-        finally:
-            for mode in reversed(modes):
-                private.enter_function_mode(mode)
-        level = found.level if type(found) is Recorded else ended[-1].parent
-        t.ref, t.aval, t.level = self.ref(found), aval_of(found), level
+        grad = t.aval.requires_grad and all(level.goes_back or level.kind not in _OF_DERIVATIVES for level in ended)
+        self.trace.append((interned(Left), (t.ref,)))
+        t.ref, t.aval, t.level, t.before = self.count, t.aval.outside(depth).with_grad(grad), self.level, before
+        if grad:
+            self.with_grad.add(self.count)
+        self.count += 1
+
+    def leaves(self, t: Recorded) -> bool:
+        """Whether a tensor has a value outside of the transforms around it that have ended: no vmap among them maps it."""
+        ended = [level for level in around(t.level) if not level.open]
+        depth = sum(level.kind == "vmap" for level in around(ended[-1].parent))
+        return t.level.owner is self and t.ref >= 0 and t.aval.outside(depth) is t.aval and all(
+            x.kind in _LEFT or (x.kind == "function" and not self._changes_since(x)) for x in ended
+        )
+
+    def _changes_since(self, level: Level) -> bool:
+        """Whether the record has a write, or draws random numbers, since this transform began."""
+        return any(type(what) is Op and bool(what.changed or what.draws) for what, _ in self.trace[level.before[0] :])
 
     def made(self, what: Aval) -> Recorded:
         t = recorded(self.count, what, self.level)
@@ -508,9 +510,10 @@ class Recorder(TorchFunctionMode):
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Leave the innermost transform; returns its results."""
         refs, level = [self.ref(t) for t in results], self.level
-        if level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level):
+        level.goes_back = level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level)
+        if level.goes_back:
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
-        level.returned, level.open, self.level = (), False, level.parent
+        level.returned, level.again, level.open, self.level = (), None, False, level.parent  # what its tensors refer to looks kept
         return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def _goes_back(self, level: Level) -> bool:
@@ -563,7 +566,7 @@ class Recorder(TorchFunctionMode):
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record."""
         entries, numbers = self.level.before
-        if any(type(what) is Op and (what.changed or what.draws) for what, _ in self.trace[entries:]):
+        if self._changes_since(self.level):
             return self.go_on(Unrecordable("a write, or random numbers, in a transform whose function raises"))
         self.level.open, self.level = False, self.level.parent
         del self.numbers[numbers:]
@@ -577,6 +580,10 @@ class Recorder(TorchFunctionMode):
         del self.inputs[sum(type(what) is Input for what, _ in self.trace[:entries]) :], self.trace[entries:]
         self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < self.count}
         self.with_grad = {number for number in self.with_grad if number < self.count}
+        for t in self.tensors:
+            while t.ref >= self.count:
+                t.ref, t.aval, t.level, t.before = t.before or (-1, t.aval, t.level, None)
+        self.tensors = [t for t in self.tensors if t.ref >= 0]
         self.known = Known()
 
 

@@ -14,11 +14,11 @@ import torch
 
 from bridge import private
 from bridge.boundary import autograd
-from bridge.errors import NotInLoopError
+from bridge.errors import EscapedTensorError, NotInLoopError
 from bridge.lowering.common import varying
 from bridge.programs.guards import within_autocast
 from bridge.record import loops
-from bridge.record.entries import Begin, End, Input, Op, Out, Pull, Ref, filled
+from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, filled
 from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
@@ -41,6 +41,7 @@ class Block:
     end: End | None = None
     results: tuple[int, ...] = ()  # those of its function
     first: int = 0  # its own first result
+    left: tuple[int, ...] = ()  # of a checkpoint or a Function, whose values inside cannot leave it: those that are used after it
 
 
 def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int], looped: bool = True) -> tuple[Block, list[int]]:
@@ -51,6 +52,7 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int],
     results: the numbers of the values that are wanted.  looped: whether steps that repeat become a loop.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
+    left = [*results, *[r for what, refs in trace if type(what) is Left for r in refs]]
     whole = Block(None, (), 0, 0)
     stack, blocks, count, used, inputs = [whole], [whole], 0, 0, []
     written = 0  # the next number after the last write
@@ -64,6 +66,8 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int],
         elif kind is End:
             block = stack.pop()
             block.end, block.results, block.first, block.used_after = what, refs, count, used
+            if block.begin.kind in ("checkpoint", "function"):
+                block.left = tuple([r for r in left if block.arguments <= r < count])
             stack[-1].entries.append(block)
         else:
             stack[-1].entries.append((what, refs, count))
@@ -77,6 +81,14 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int],
         if block.end is not None or block is whole:
             block.entries = loops.rolled(block.entries, uses, written)
     return whole, inputs
+
+
+class OnlyInside(EscapedTensorError):
+    """Raised for values that were to be used outside of the transforms that compute them, and exist only there; refs: their numbers."""
+
+    def __init__(self, refs: list[int]) -> None:
+        super().__init__("tensor: it has no value outside of the transforms that compute it")
+        self.refs = refs
 
 
 class Shown(BaseException):
@@ -104,6 +116,18 @@ class Run:
         self.env.update(zip(numbers, inputs, strict=True))
         self.run(entries.entries)
 
+    def values(self, refs: Sequence[int]) -> tuple[Any, ...]:
+        """The values with these numbers, outside of all transforms."""
+        inside = []
+        for r in refs:
+            try:
+                tracing.outside(self.env[r])
+            except EscapedTensorError:
+                inside.append(r)
+        if inside:
+            raise OnlyInside(inside)
+        return tuple([self.env[r] for r in refs])
+
     def run(self, entries: Sequence[Any]) -> None:
         for entry in entries:
             if type(entry) is Block:
@@ -117,6 +141,8 @@ class Run:
                 what, refs, first = entry
                 if type(what) is Pull:
                     self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
+                elif type(what) is Left:
+                    self.store([tracing.outside(self.env[r]) for r in refs], first)
                 else:
                     self.operator(what, [self.env[r] for r in refs], first)
 
@@ -147,14 +173,13 @@ class Run:
                 out.requires_grad_()
             self.env[ref] = autograd.computed(out) if t.requires_grad else out
 
-    def operator(self, op: Op, operands: list[torch.Tensor], first: int, call: Callable[..., Any] | None = None) -> None:
+    def operator(self, op: Op, operands: list[torch.Tensor], first: int) -> None:
         count = op.numbers
         numbers = self.numbers[self.used : self.used + count]
         self.used += count
         cast = op.autocast is not None or private.any_autocast()
         with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
-            args, kwargs = filled(op.args, operands, numbers), filled(op.kwargs, operands, numbers)
-            out = op.func(*args, **kwargs) if call is None else call(op.func, args, kwargs)
+            out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
         self.store(self._made(op, op.outs, out, operands), first)
 
     def _made(self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -180,6 +205,13 @@ class Run:
             self.open = True
             self.store(operands[: block.begin.made], block.arguments)
             return self.run(block.entries)
+        left = {}
+        if block.left:
+            self.store(operands[: block.begin.made], block.arguments)
+            self.run(block.entries)
+            if block.begin.kind == "checkpoint":  # without it, the values are the same
+                return self.store([self.env[r] for r in block.results], block.first)
+            left = {r: self.env[r] for r in block.left}
 
         def body(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
             before, self.used = self.used, block.used
@@ -197,3 +229,4 @@ class Run:
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)
+        self.env.update(left)

@@ -34,9 +34,9 @@ Message = tuple[str, Any, tuple[Any, Any] | None]
 class _Again(replay.Run):
     """Repeats a record; the tensors that the user's functions hold become those that it computes."""
 
-    def __init__(self, recorder: Recorder, levels: Sequence[Level]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.numbers)
-        self.held = {t.ref: t for t in recorder.tensors if type(t) is Recorded and t.level in levels}
+        self.held = {t.ref: t for t in recorder.tensors if type(t) is Recorded}  # also those of transforms that have ended
 
     def other(self, op: Op) -> None:
         raise Unrecordable(f"{op.func}, whose result is the same tensor in a record alone")
@@ -67,7 +67,7 @@ class Resumed:
 
     def __init__(self, recorder: Recorder, levels: Sequence[Level]) -> None:
         self.levels, self.entered = levels, list(levels)
-        self.again = _Again(recorder, levels)
+        self.again = _Again(recorder)
         whole, inputs = replay.parsed(recorder.trace, [], looped=False)
         self.again.env.update(zip(inputs, recorder.inputs, strict=True))
         self.blocks = [whole.entries[-1]]  # the only one

@@ -119,11 +119,17 @@ def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:
 
 
 class Recorded(torch.Tensor):
-    """A tensor of a record: ``ref`` is its number there."""
+    """A tensor of a record.
+
+    Attributes:
+        ref: its number there; -1 if what made it is no longer part of the record.
+        before: if it comes from transforms that have ended, (ref, aval, level, before) that it had in them.
+    """
 
     ref: int
     aval: Aval
     level: Any
+    before: Any = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -20,7 +20,7 @@ from bridge.errors import escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
 from bridge.record import replay
-from bridge.record.escaped import fill_in
+from bridge.record.escaped import Left
 from bridge.record.programs import run
 from bridge.record.recorder import Again, Recorder
 from bridge.record.resumed import resume
@@ -111,15 +111,21 @@ def _outermost(
         if build is None:
             return outs
         state.recorder = None
-        fill_in(recorder, outs)
-        found = _run(recorder, [t.ref for t in outs])
+        refs = [t.ref for t in outs]
+        kept = Left(recorder, refs)
+        try:
+            found = _run(recorder, [*refs, *kept.refs])
+        except replay.OnlyInside as error:
+            kept.without(error.refs)
+            found = _run(recorder, [*refs, *kept.refs])
+        kept.fill_in(recorder, found[len(refs) :])
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)
         if recorder.shows_many:
             process.unrecordable.add(_key(func, leaves))
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
-        return build(found)
+        return build(found[: len(refs)])
     except Unrecordable as reason:
         recorder.refused = reason
         recorder.draw_again()

@@ -127,6 +127,7 @@ def push(kind: str, randomness: str | None = None, key: Callable[[], jax.Array] 
         if parent is not None and (level.outer or level.met):
             parent.outer.update(_still_open(level.outer))
             parent.met.update(_still_open(level.met))
+        level.outer, level.met = {}, {}  # a tensor that the function has kept has this level, and these may be views of it
 
 
 def around(level: Level | None = None) -> Iterator[Level]:

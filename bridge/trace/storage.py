@@ -24,6 +24,7 @@ class Node:
     seen: int = -1
     maker: Any = None  # the operator that computed it or has last written to it, if any
     lanes: Any = None  # of a root: the traces of the vmaps that map it in PyTorch, if they are known
+    source: Any = None  # of a root: the tensor of an outer level, or from outside of the trace, whose memory it is
     geometry: Geometry | None = None  # of a root that stands for a tensor from outside, or is computed and not contiguous
     hooked: Any = None  # the value with hooks on its gradient, the value without, the hooks (bridge/intercepted/gradient_hooks.py)
     used: bool = False  # an operator with a derivative has read it since it was last written

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
 from bridge.trace import python_numbers, saved_tensor_hooks
-from bridge.trace.aliasing import Keep, read, write
+from bridge.trace.aliasing import Keep, again, read, views_between, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
 
@@ -248,18 +249,36 @@ def settled(args: Iterable[Any]) -> bool:
 
 def _settle(t: Traced) -> bool:
     with private.without_torch_function():
-        if isinstance(known := _undifferentiated(t.node, not t.requires_grad), jax.core.Tracer):
-            return False
-        if not private.only_python_refers(t):
+        over = state.level is None and not weakref.getweakrefs(t)
+        if not over and not private.only_python_refers(t):
             gc.collect()  # a graph of torch's that is no longer in use
-        if not private.only_python_refers(t):
+        if not over and not private.only_python_refers(t):
             return False
-        if isinstance(value := _read_from(known, t.node), jax.core.Tracer):
-            return False
-        plain = tensors.to_torch(jax.numpy.asarray(value), t.device).clone()
+        plain = _view_of_source(t) if over else None
+        if plain is None:
+            known = _undifferentiated(t.node, not t.requires_grad)
+            if isinstance(known, jax.core.Tracer) or isinstance(value := _read_from(known, t.node), jax.core.Tracer):
+                return False
+            plain = tensors.to_torch(jax.numpy.asarray(value), t.device).clone()
         plain.__dict__.update({name: x for name, x in vars(t).items() if name != "node"})
-        private.become(t, plain)
+        private.become(t, plain, over)
     return True
+
+
+def _view_of_source(t: Traced) -> torch.Tensor | None:
+    """The same views of the tensor from outside whose memory an escaped tensor is; None if there is none."""
+    root, views = views_between(t.node)
+    source = root.source
+    if not isinstance(source, torch.Tensor) or (type(source) is Traced and not settled((source,))):
+        return None
+    return again(source, views) if views else source.view_as(source)
+
+
+def outside(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that the function of a transform has kept, after that: a plain one, or one of the trace in progress; or raise."""
+    if type(t) is Traced and t.node.level.closed and not settled((t,)):
+        _outside(t)
+    return t
 
 
 def _outside(t: Traced) -> Node:
@@ -267,6 +286,9 @@ def _outside(t: Traced) -> Node:
     ended = [level for level in around(t.node.level) if level.closed]
     if (level := ended[-1].parent) is None or any(each.kind not in ("grad", "jvp", "vmap") for each in ended):
         raise escaped(t.node.level)
+    if isinstance(source := t.node.root.source, torch.Tensor):
+        t.node = _views_again(t.node, node_of(source))
+        return t.node
     known = rest = _undifferentiated(t.node, False)
     while (layer := next(private_jax.peeled(rest), None)) is not None:
         if any(private_jax.same_trace(each.probe, layer[0]) for each in ended):  # it differs from lane to lane
@@ -274,6 +296,11 @@ def _outside(t: Traced) -> Node:
         rest = layer[2]
     t.node = Node(_read_from(known, t.node), level)
     return t.node
+
+
+def _views_again(node: Node, base: Node) -> Node:
+    """The views that lead from its root to a node, of another root."""
+    return base if node.parent is None else Node(None, base.level, _views_again(node.parent, base), node.view)
 
 
 def _undifferentiated(node: Node, by_autograd: bool) -> Any:
@@ -322,6 +349,7 @@ def lift(t: torch.Tensor) -> Node:
         if t.requires_grad:
             root.with_history.add(id(t))
         node = Node(value, root)
+        node.source = t
         root.captured[id(t)] = entry = (t, node)
     return entry[1]
 

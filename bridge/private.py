@@ -87,6 +87,8 @@ _add_batch_dim, _remove_batch_dim = _named("torch._C._functorch._add_batch_dim")
 _begin_autograds_vmap, _end_autograds_vmap = _named("torch._C._vmapmode_increment_nesting"), _named("torch._C._vmapmode_decrement_nesting")
 mapped_by_autograd: Callable[[torch.Tensor], bool] = _named("torch._C._functorch.is_legacy_batchedtensor")
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
+# what torch.func.vmap does to its arguments: a library replaces these two to map its own containers of tensors, as tensordict does
+_PROCESS_INPUTS, _CREATE_INPUTS = "_process_batched_inputs", "_create_batched_inputs"
 _functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
 _saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
 _precision = _named("torch._C._get_float32_matmul_precision")
@@ -321,6 +323,25 @@ def lanes_by_torch(
     with plain_torch():
         vmapped_by_torch(look, [(size, "different") for size in sizes])
     return found
+
+
+def mapped_container(x: Any, dim: int, flatten: Callable[[Any], list[Any]]) -> tuple[Any, list[tuple[Any, int | None]]] | None:
+    """What torch.func.vmap hands to its function for an argument that is no tensor and that it maps; None if it maps no such argument.
+
+    flatten: gives the leaves of a tree.  Returns that tree, and of its leaves the values of all lanes and the dimension that is mapped.
+    """
+    vmap = torch._functorch.vmap
+    with plain_torch():
+        try:
+            size, *inputs, spec = getattr(vmap, _PROCESS_INPUTS)((dim,), (x,), vmap)
+            level = _begin_vmap(size, "error")
+        except (AttributeError, ValueError):
+            return None
+        try:
+            (tree,) = getattr(vmap, _CREATE_INPUTS)(*inputs, level, spec)
+            return tree, [_unwrap_batched(leaf, level) if isinstance(leaf, torch.Tensor) else (leaf, None) for leaf in flatten(tree)]
+        finally:
+            _end_vmap()
 
 
 def is_fake(x: object) -> bool:

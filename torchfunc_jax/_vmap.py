@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from bridge import private
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
-from bridge.private import torch_chunk_vmap
 from bridge.private_jax import mapping, same_trace, trace_of
 from bridge.record import replay, transforms
 from bridge.record.recorder import Recorder
@@ -106,7 +106,7 @@ def vmap(
     return _mapped(func, in_dims, out_dims, randomness, cut)
 
 
-@handing_over.transform(torch_chunk_vmap)
+@handing_over.transform(private.torch_chunk_vmap)
 def chunk_vmap(
     func: Callable[..., Any],
     in_dims: in_dims_t = 0,
@@ -202,6 +202,7 @@ def _check_inputs(
             f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but "
             f"inputs has structure {spec}."
         )
+    leaves, dims, spec = _with_containers(leaves, dims, spec)
     sizes = []
     for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
@@ -229,6 +230,22 @@ def _check_inputs(
             f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension"
         )
     return leaves, dims, spec, sizes[0]
+
+
+def _with_containers(leaves: list[Any], dims: list[Any], spec: Any) -> tuple[list[Any], list[Any], Any]:
+    """Flattened arguments in which the containers that torch.func.vmap maps, although they are no nodes of trees, have become trees."""
+    if all(type(dim) is not int or is_array(x) for x, dim in zip(leaves, dims, strict=True)):
+        return leaves, dims, spec
+    parts: list[Any] = []
+    found: list[tuple[Any, Any]] = []
+    with transforms.unwatched():
+        for x, dim in zip(leaves, dims, strict=True):
+            opened = None if type(dim) is not int or is_array(x) else private.mapped_container(x, dim, lambda tree: trees.flatten(tree)[0])
+            tree, inside = (x, [(x, dim)]) if opened is None else opened
+            parts.append(tree)
+            found += inside
+    leaves, dims = map(list, zip(*found, strict=True))
+    return leaves, dims, trees.flatten(trees.unflatten(spec, parts))[1]
 
 
 def _check_outputs(out: Any, out_dims: out_dims_t, func: Callable[..., Any]) -> tuple[list[Any], tuple[Any, list[int | None]]]:

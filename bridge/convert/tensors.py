@@ -184,7 +184,9 @@ def crosses(t: torch.Tensor) -> bool:
     """Whether a tensor found in a closure or module can be an input of a computation: it must be an ordinary tensor with values."""
     if t.layout is not torch.strided or t.is_nested:
         return False
-    return not t.is_meta and not t.is_quantized and type(t) in (torch.Tensor, torch.nn.Parameter)
+    if t.is_meta or t.is_quantized or type(t) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return not private.without_memory(t)  # a library may have kept one from inside of a transform of torch.func's
 
 
 def refuse_nested(leaves: Sequence[Any]) -> None:

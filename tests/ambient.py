@@ -379,7 +379,7 @@ def unchanged() -> Iterator[None]:
 # -- what is not as torch.func, and why ---------------------------------------------------------------------------------------------------
 _BY_JIT = "jit, jit(grad)"
 _NO_DATA = Other(
-    "refused", "JAX computes with data, which tensors on the device meta do not have.", match="device meta"
+    "refused", "JAX computes with data, which tensors on the device meta do not have.", error=TypeError, match="on device 'meta'"
 )
 _MODULE_HOOKS = (
     Other("works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.",

@@ -50,13 +50,7 @@ def note_use(args: Sequence[Any]) -> None:
 def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     given = kwargs.get("device")
     if given is not None:
-        device = torch.device(given)
-        if device.type == "meta":
-            raise RuntimeError(
-                "meta: a function that runs in JAX asked for a tensor on the device meta, by device= or by the default device; tensors "
-                f"there have no data, and JAX computes with data; give another device{at_line()}"
-            )
-        return devices.indexed(device)
+        return devices.indexed(torch.device(given))
     return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 

@@ -32,7 +32,7 @@ from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
-from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace, settled
+from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace, on_meta, settled
 
 #: The user's function, and a function that runs the transform operator by operator on the function that it is given.
 Again = tuple[Callable[..., Any], Callable[[Callable[..., Any]], Any]]
@@ -204,6 +204,8 @@ class Recorder(TorchFunctionMode):
                 return rule(self, func, args, kwargs or {})
             if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
                 kwargs = {**(kwargs or {}), "device": self.default_device}
+            if on_meta(args[:2], kwargs or {}):
+                return func(*mapped(lambda x: x.aval.meta() if type(x) is Recorded else x, args), **(kwargs or {}))
             refs: list[int] = []
             key: list[Any] = [func]
             numbers = len(self.numbers)

@@ -503,6 +503,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     level = state.level
     if level is None:
         raise escaped(next((x.node.level for x in args if type(x) is Traced), None))
+    if on_meta(args, kwargs):
+        with private.below_python():
+            return func(*_without_data(args), **kwargs)
     level.operator = func
     args, kwargs = python_numbers.own(args, kwargs)
     plan = process.plans.get(func) or plan_of(func)
@@ -510,6 +513,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plan(args, kwargs)
     except (SparseOperand, NoLoweringError) as refused:
         return HANDED_IN["sparse"](refused, func, args, kwargs)
+
+
+def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator asks for a tensor on the device meta, or changes or takes only such tensors: no trace has a part in it."""
+    device = kwargs.get("device") if kwargs else args[1] if len(args) > 1 and type(args[1]) in (str, torch.device) else None
+    if device is not None:
+        return str(device).partition(":")[0] == "meta"
+    given = [x for x in args if isinstance(x, torch.Tensor)]
+    return bool(given) and all(type(x) is not Traced and x.is_meta for x in given)
+
+
+def _without_data(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments with tensors on the device meta in the place of traced ones."""
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if type(x) is Traced else x for x in args]
 
 
 def plan_of(func: Any) -> Any:

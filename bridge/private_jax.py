@@ -161,9 +161,9 @@ def folds_constants() -> bool:
     return jax._src.config.eager_constant_folding.value
 
 
-def bound_outside(operand: Any, primitive: Any, params: dict[str, Any]) -> Any:
-    """The result of a primitive in the trace of its operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
-    return operand._trace.process_primitive(primitive, [operand], params)
+def bound_outside(operands: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
+    """The result of a primitive in the trace of its first operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
+    return operands[0]._trace.process_primitive(primitive, operands, params)
 
 
 def mapping(value: Any) -> set[Any]:

@@ -69,8 +69,6 @@ class Process:
     sparse: dict[int, Any] = field(default_factory=dict)  # the parts of a sparse tensor, by its id (bridge/convert/sparse.py)
     signatures: dict[Any, int] = field(default_factory=dict)  # numbers for (shape, strides, dtype, device)
     treedefs: dict[Any, Any] = field(default_factory=dict)  # one object for each structure of arguments
-    #: by what a function closes over: the captured tensors that require grad and that its last run has used
-    captured: dict[Any, tuple[weakref.ref[torch.Tensor], ...]] = field(default_factory=dict)
     open_traces: int = 0  # how many traces need PyTorch's functions to be intercepted
     distributed: dict[int, int] = field(default_factory=dict)  # how many forwards of a DistributedDataParallel are being traced, by its id
     plans: dict[Any, Any] = field(default_factory=dict)  # what is done with an operator, by operator

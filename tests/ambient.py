@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfunc_jax
-from bridge.process import process
 
 WHENS = ("inside", "around", "between")
 TENSORS = ("captured", "passed")
@@ -232,7 +231,6 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
         def passed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return state.body(program, x, w)
 
-        process.captured.clear()  # of other cells, whose functions have the same code
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1
         made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)

@@ -240,7 +240,7 @@ def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_
         result = found[0]
         return Result([*outs, *tied, *rest], result.meta, [(t, i + len(tied), d) for t, i, d in result.written])
 
-    return build(*apply(compute, [*target.call.arrays, *terms], func))
+    return build(*apply(compute, [*target.call.arrays, *terms]))
 
 
 def _terms(primals: Any, series: Any) -> tuple[list[Any], int]:

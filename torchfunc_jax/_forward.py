@@ -166,7 +166,7 @@ def jvp_with_argnums(
         shared = {k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p, itself) in pairs if itself}
         return _with_tangents(found[0], outs, pushed, n, shared)
 
-    return build(*apply(compute, [*target.call.arrays, *flat_tangents], func))
+    return build(*apply(compute, [*target.call.arrays, *flat_tangents]))
 
 
 def _in_dtypes(dtypes: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -315,7 +315,7 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
         return done
 
     before = autograd.versions(target.call.arrays)
-    outs, (out_spec, _) = apply(compute, target.call.arrays, func, lasting=True)
+    outs, (out_spec, _) = apply(compute, target.call.arrays, lasting=True)
     outs = pushforward.left(outs)
     versions = before if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outs) else []
     wanted = _wanted(target.diff_leaves)

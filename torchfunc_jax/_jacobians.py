@@ -111,7 +111,7 @@ def _jacobian_by_rows(func: Callable[..., Any], argnums: argnums_t, has_aux: boo
         blocks = [b for k in range(len(outs)) for b in as_gradients(_rows(pull, outs, k, chunk_size), "jacrev")]
         return found[0].after([*blocks, *rest], len(blocks) - len(outs), len(outs))
 
-    return build(target, *apply(compute, target.call.arrays, func))
+    return build(target, *apply(compute, target.call.arrays))
 
 
 def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, int | None], n: int) -> Any:

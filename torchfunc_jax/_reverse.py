@@ -208,7 +208,7 @@ def gradients_and_value(
         done.like = target.split(target.call.arrays)
         return done
 
-    return build(target, *apply(compute, target.call.arrays, func))
+    return build(target, *apply(compute, target.call.arrays))
 
 
 def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any) -> Any:
@@ -305,7 +305,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         return found[0].after([*held, *outs, *rest], len(held))
 
     before = autograd.versions(target.call.arrays)
-    outs, meta = apply(compute, target.call.arrays, func, lasting=True)
+    outs, meta = apply(compute, target.call.arrays, lasting=True)
     outs = pullback.left(outs)
     out_spec, n, _ = meta
     shapes = _shapes(outs[:n])

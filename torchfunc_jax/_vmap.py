@@ -347,7 +347,7 @@ def _map(
         result = found[0]
         return Result(mapped, result.meta, result.written, _shared(result, in_axes, mapped))
 
-    outs, (meta, _) = apply(compute, arrays, func)
+    outs, (meta, _) = apply(compute, arrays)
     return put_together(outs, meta)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from bridge import private, private_jax
@@ -18,7 +19,7 @@ from bridge.boundary.results import Computation, Result, SharedOutput, conj, ine
 from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.lowering.common import varying
-from bridge.trace import tracing
+from bridge.trace import late_inputs, tracing
 from bridge.trace.requires_grad import depends, flow
 from bridge.trace.storage import Node
 from bridge.trace.torch_numbers import AtOnce
@@ -34,14 +35,19 @@ class _Recorded:
     apply: Apply
     compute: Computation
     leaves: Sequence[Any]
-    known: Sequence[torch.Tensor]
     drawn: AtOnce
+    known: Sequence[torch.Tensor] = ()  # the captured tensors that are inputs
     kinds: list[bool] | None = None  # which results have derivatives; None: the first run finds out
 
     def __post_init__(self) -> None:
         leaves = enumerate(self.leaves)
         self.active = [i for i, x in leaves if isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype)]
         self.inputs = [self.leaves[i] for i in self.active] + list(self.known)
+
+    def first(self, token: jax.Array, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
+        """The first run, which makes inputs of the captured tensors that require grad when it meets them."""
+        tracing.state.level.root.token = token
+        return self(*actives)
 
     def __call__(self, *actives: jax.Array) -> tuple[list[Any], list[Any]]:
         """Run the computation inside an open trace; returns (values with derivatives, values without)."""
@@ -53,7 +59,7 @@ class _Recorded:
         root.captured.clear()
         root.live.clear()
         root.behind.clear()
-        root.recorded, root.probe = True, private_jax.trace_of(actives[0]) if actives else None
+        root.recorded, root.probe = True, private_jax.trace_of(actives[0] if root.token is None else root.token)
         root.overrides = {id(t): v for t, v in zip(self.known, actives[len(self.active) :], strict=True)}
         # restore the caller's modes: PyTorch switches both off for an autograd.Function's forward
         with rewording(), torch.enable_grad(), private.set_forward_mode_enabled(True):
@@ -73,7 +79,7 @@ class _Recorded:
         shared_memory.refuse(result, self.leaves, [*root.captured.values()])
         self.shared = shared_memory.outputs(result, self.leaves, root.captured.values())
         self.met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
-        self.live = set(root.live)
+        self.live, self.late = set(root.live), root.late_inputs
         if self.kinds is None:
             # a value that depends on no input, or only through detach() or no_grad, is concrete here and no tracer
             kinds = [depends(v) for v in out[: self.count]]
@@ -85,28 +91,24 @@ class _Recorded:
         return pick(out, self.kinds), pick(out, [not k for k in self.kinds])
 
     def reduced(self) -> list[bool]:
-        """Forget the known tensors that the last run has not met; whether each of the inputs so far is still one."""
+        """After the first run, know the captured tensors that it has used; for each of its inputs, whether it is still one."""
         met = set(map(id, self.met))
-        kept = [True] * len(self.active) + [id(t) in met for t in self.known]
-        self.inputs = pick(self.inputs, kept)
+        kept = [True] * len(self.active) + [id(t) in met for t in self.late]
+        self.inputs = pick([*self.inputs, *self.late], kept)
         self.known = self.inputs[len(self.active) :]
         return kept
 
 
 def differentiable(
-    apply: Apply, compute: Computation, leaves: Sequence[Any], known: Sequence[torch.Tensor], drawn: AtOnce
-) -> tuple[list[Any], Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
-    """Run a computation at the border so that torch's autograd can go back through it.
-
-    known: captured tensors that require grad or may require it.  drawn: the random numbers of an earlier run.  Returns (outputs, meta,
-    captured tensors met while recording, tensors to write to with their new values, outputs that share memory).
-    """
-    recorded = _Recorded(apply, compute, leaves, known, drawn)
+    apply: Apply, compute: Computation, leaves: Sequence[Any]
+) -> tuple[list[Any], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
+    """Run a computation at the border so that torch's autograd can go back through it; the results are those of ``calls.direct``."""
+    recorded = _Recorded(apply, compute, leaves, AtOnce())
     with tracing.root():
-        found = varying.vjp(recorded, *map(tensors.to_jax, recorded.inputs), has_aux=True)
+        found = varying.vjp(recorded.first, late_inputs.token(), *map(tensors.to_jax, recorded.inputs), has_aux=True)
     outs = list(_Border.apply(recorded, found, recorded.reduced(), tensors.common_device(leaves), *recorded.inputs))
     writes = [(t, v) for t, v in zip(recorded.targets, outs[recorded.count :], strict=True) if t is not None]
-    return outs[: recorded.count], recorded.meta, recorded.met, writes, recorded.shared
+    return outs[: recorded.count], recorded.meta, writes, recorded.shared
 
 
 class Untransformed(torch.autograd.Function):
@@ -176,7 +178,7 @@ class _Border(Untransformed):
         inputs = ctx.saved_tensors  # raises if one was changed in place since
         check_unchanged(ctx.versions)
         cts = pick(cotangents, ctx.recorded.kinds)
-        reached = pick(_reached(ctx.pull, [c is not None for c in cts], len(ctx.kept)), ctx.kept)
+        reached = pick(_reached(ctx.pull, [c is not None for c in cts], len(ctx.recorded.active), len(ctx.kept)), ctx.kept)
         cts = materialized(cts, ctx.like)
         # a captured tensor that only a rule uses has a second derivative alone
         second, live = torch.is_grad_enabled(), ctx.recorded.live
@@ -193,19 +195,25 @@ class _Border(Untransformed):
             grads = [g if u else None for g, u in zip(_double(ctx.recorded, inputs, cts), used, strict=True)]
         else:
             with rewording(), tracing.root():
-                found = pick(ctx.pull([conj(tensors.to_jax(c)) for c in cts]), ctx.kept)
+                cts = [conj(tensors.to_jax(c)) for c in cts]
+                found = pick(late_inputs.pulled(ctx.pull, cts, ctx.recorded.late, lambda t: jnp.zeros_like(tensors.to_jax(t))), ctx.kept)
                 found = [g if g.dtype == jax.dtypes.float0 else conj(g) for g in found]
             needs = [n and u and g.dtype != jax.dtypes.float0 for n, u, g in zip(ctx.needs_input_grad[4:], used, found, strict=True)]
             grads = [tensors.to_torch(g, t.device) if need else None for g, t, need in zip(found, inputs, needs, strict=True)]
         return (None, None, None, None, *grads)
 
 
-def _reached(pull: Callable[..., Any], given: Sequence[bool], count: int) -> list[bool]:
-    """Whether an output with a given cotangent depends on each of ``count`` inputs; PyTorch gives the others None, not zeros."""
+def _reached(pull: Callable[..., Any], given: Sequence[bool], first: int, count: int) -> list[bool]:
+    """Whether an output with a given cotangent depends on each of ``count`` inputs; PyTorch gives the others None, not zeros.
+
+    first: how many of these inputs are no captured tensors.
+    """
     jaxpr = private_jax.linear_program(pull)
     if jaxpr is None or len(jaxpr.outvars) != len(given):
         return [True] * count
-    sources = flow(jaxpr, [0] * (len(jaxpr.invars) - count) + [1 << i for i in range(count)], False)
+    jaxpr, late = late_inputs.opened(jaxpr)
+    bits = [1 << i for i in (*range(first), *[first + k for k in late])]
+    sources = flow(jaxpr, [0] * (len(jaxpr.invars) - len(bits)) + bits, False)
     every = functools.reduce(operator.or_, itertools.compress(sources, given), 0)
     return [bool(every & 1 << i) for i in range(count)]
 

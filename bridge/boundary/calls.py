@@ -16,18 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
-from bridge.boundary.closures import known as known_captures
-from bridge.boundary.closures import remember
 from bridge.boundary.results import (
-    Computation,
-    Output,
-    Result,
-    SharedOutput,
-    placed,
-    split_arrays,
-    with_twins,
-    without_twins,
-    write_back,
+    Computation, Output, Result, SharedOutput, placed, split_arrays, with_twins, without_twins, write_back,
 )  # fmt: skip
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, rewording
@@ -110,14 +100,13 @@ class Traceable:
 
 @private.opaque
 def apply(
-    compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None = None, lasting: bool = False
+    compute: Computation, leaves: Sequence[Any], lasting: bool = False
 ) -> tuple[list[Any], Any]:
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
     Args:
-        compute: maps the leaves' JAX values to a Result; may be run more than once.
+        compute: maps the leaves' JAX values to a Result; torch's autograd runs it again for second derivatives through the results.
         leaves: torch tensors (also traced ones) and jax.Arrays.
-        fn: the user's function, if the computation runs it; its captured tensors are remembered under it.
         lasting: values of the computation are used after it has returned, for example by the pullback of vjp.
 
     Returns:
@@ -151,7 +140,7 @@ def apply(
         return autograd.attached(apply, made, compute, leaves), result.meta
     if any(isinstance(x, jax.Array) for x in leaves):
         return _in_jax(compute, leaves, lasting)
-    return _outermost(compute, leaves, fn, lasting)
+    return _outermost(compute, leaves, lasting)
 
 
 def _outputs(result: Result) -> list[Any]:
@@ -199,39 +188,25 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
     return outs[:count], result.meta
 
 
-def _outermost(
-    compute: Computation, leaves: Sequence[Any], fn: Callable[..., Any] | None, lasting: bool
-) -> tuple[list[Any], Any]:
-    if not torch.is_grad_enabled():
-        outs, meta, _, writes, shared = direct(compute, leaves, AtOnce(), lasting)
-        write_back(writes)
-        return placed(outs, shared), meta
-    known, drawn = [] if fn is None else known_captures(fn), AtOnce()
-    given = {id(x) for x in leaves}
-    wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
-    while True:
-        if wanted or known:
-            outs, meta, met, writes, shared = autograd.differentiable(apply, compute, leaves, known, drawn)
-        else:
-            outs, meta, met, writes, shared = direct(compute, leaves, drawn, lasting)
-        captured = [t for t in met if t.requires_grad and id(t) not in given]
-        ids = {id(t) for t in known}
-        if all(id(t) in ids for t in captured):
-            write_back(writes)
-            if fn is not None:
-                remember(fn, captured)
-            return placed(outs if wanted or captured else [t.detach() for t in outs], shared), meta
-        # the closure scan missed tensors that require grad: run again with them as differentiable inputs; the first run writes nothing
-        known = captured
+def _outermost(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple[list[Any], Any]:
+    if torch.is_grad_enabled():
+        outs, meta, writes, shared = autograd.differentiable(apply, compute, leaves)
+    else:
+        outs, meta, writes, shared = direct(compute, leaves, lasting)
+    write_back(writes)
+    return placed(outs, shared), meta
 
 
 def direct(
-    compute: Computation, leaves: Sequence[Any], drawn: AtOnce, lasting: bool = False
-) -> tuple[list[Any], Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
-    """Run a computation at the border without a node in torch's graph; the results are those of ``autograd.differentiable``."""
+    compute: Computation, leaves: Sequence[Any], lasting: bool
+) -> tuple[list[Any], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
+    """Run a computation at the border without a node in torch's graph.
+
+    Returns (outputs, meta, tensors to write to with their new values, outputs that share memory).
+    """
     with tracing.root() as root:
         root.lasting = lasting
-        drawn.draws_in(root)
+        AtOnce().draws_in(root)
         values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         with rewording():
             result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
@@ -239,7 +214,6 @@ def direct(
         shared = shared_memory.outputs(result, leaves, root.captured.values())
         _carry_out(result, leaves)
         writes = [(t, node.value) for t, node in root.captured.values() if node.version]
-        met = [t for t, _ in root.captured.values() if id(t) in root.live or id(t) in root.behind]
     # a result whose values are computed never shares memory with an argument, a captured tensor or another result
     avoid = {v.unsafe_buffer_pointer() for v in values if tensors.is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
     device = tensors.common_device(leaves)
@@ -247,7 +221,7 @@ def direct(
     outs = [given[i] if i in given else tensors.to_torch(v, device, avoid) for i, v in enumerate(_outputs(result))]
     if lasting:
         outs = [t if i in given else t.clone() for i, t in enumerate(outs)]
-    return outs, result.meta, met, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
+    return outs, result.meta, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
 
 
 @dataclasses.dataclass(slots=True)
@@ -300,6 +274,6 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
             result.shared = {i: way for i, way in result.shared.items() if way[0] not in written}
             return result
 
-        return results.put_together(*apply(compute, call.arrays, func))
+        return results.put_together(*apply(compute, call.arrays))
 
     return run

@@ -42,7 +42,7 @@ def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
             outs = body(values, "plain")
         return Result(outs, found[0].meta, found[0].written)
 
-    return put_together(*apply(compute, call.arrays, function))
+    return put_together(*apply(compute, call.arrays))
 
 
 private_calls.IN_TRACES["checkpoint"] = checkpoint

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from bridge import private, private_jax
-from bridge.boundary.closures import known, remember
 from bridge.convert import trees
 from bridge.process import having
 from bridge.record import replay
@@ -73,7 +72,6 @@ class Resumed:
         self.blocks = [whole.entries[-1]]  # the only one
         for _ in levels[1:]:
             self.blocks.append(self.blocks[-1].entries[-1])
-        self.captured = [t for t in recorder.inputs if t.requires_grad]
         self.dtype, self.forward_mode = recorder.ambient[0], recorder.forward_mode
         self.modes = private.count_of_dispatch_modes() - recorder.modes  # those that the function has entered
         self.started: set[int] = set()  # the transforms whose function the other thread has called
@@ -162,8 +160,6 @@ class Resumed:
             return func(*args, **kwargs) if k in self.started else self._function(k, trees.flatten((args, kwargs))[0])
 
         with torch.set_grad_enabled(self.blocks[k].begin.grad):
-            if k == 0:
-                remember(func, list({id(t): t for t in (*known(func), *self.captured)}.values()))
             return again(function)
 
     def _function(self, k: int, leaves: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import types
@@ -13,7 +14,6 @@ import torch
 
 from bridge import private
 from bridge.boundary import autograd
-from bridge.boundary.closures import code_of
 from bridge.boundary.results import split_arrays, with_twins
 from bridge.convert import trees
 from bridge.errors import escaped
@@ -154,12 +154,21 @@ def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
         return [again.env[ref] for ref in refs]
 
 
+def _code_of(fn: Callable[..., Any]) -> Any:
+    """The code object that a function runs, which all closures made from it share; a C function itself; for any other callable its type."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
+    if isinstance(fn, types.BuiltinFunctionType):
+        return fn
+    return getattr(fn, "__code__", type(fn))
+
+
 def _key(func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """What the calls have in common of which one could not be recorded: code, what it closes over, dtypes and numbers of dimensions."""
     func = getattr(func, "transforms", func)
     cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY]
     within = tuple([x.__code__ if isinstance(x, types.FunctionType) else type(x) for x in cells])
-    return code_of(func), within, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
+    return _code_of(func), within, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
 
 
 def default_device() -> torch.device | None:

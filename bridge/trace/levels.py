@@ -51,6 +51,9 @@ class Level:
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them
     captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
     overrides: dict[int, Any] = field(default_factory=dict)
+    #: an input of the derivative of the call, which makes inputs of captured tensors when they are met, and these tensors (late_inputs.py)
+    token: Any = None
+    late_inputs: list[torch.Tensor] = field(default_factory=list)
     #: sparse tensors that stand for those made in the trace, by id, with their indices and values (bridge/operators/sparse.py)
     sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     constant: frozenset[int] = frozenset()  # by id, captured tensors whose values the function may ask for
@@ -100,6 +103,7 @@ class _State(threading.local):
     jitting = False  # a jitted function is being traced
     any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
     first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
+    cotangents: Any = None  # of captured tensors, by number, while a pullback runs (bridge/trace/late_inputs.py)
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere

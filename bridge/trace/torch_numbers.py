@@ -339,7 +339,7 @@ class AtEachCall:
             place = self.place(draw)
             numbers, mapped = draw.tried()
             params = {"draw": place, "shape": tuple(numbers.shape), "dtype": dtypes.to_jax(numbers.dtype)}
-            return private_jax.bound_outside(self.seeds, _draw_p, params), mapped
+            return private_jax.bound_outside([self.seeds], _draw_p, params), mapped
 
         return self.next(draw, tried)
 

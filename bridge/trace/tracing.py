@@ -24,7 +24,7 @@ from bridge.errors import DataDependentError, EscapedTensorError, NeedsTorch, No
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
-from bridge.trace import python_numbers, saved_tensor_hooks
+from bridge.trace import late_inputs, python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
@@ -346,6 +346,8 @@ def lift(t: torch.Tensor) -> Node:
             if root.lasting:
                 with jax.ensure_compile_time_eval():  # even if a checkpoint or a rule meets the tensor first
                     value = jax.numpy.copy(value)
+            if root.token is not None and t.requires_grad:
+                value = late_inputs.met(root, t, value)
         if t.requires_grad:
             root.with_history.add(id(t))
         node = Node(value, root)

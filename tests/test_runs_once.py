@@ -1,4 +1,4 @@
-"""A function that takes other captured tensors at each run: its Python runs once a call, as in torch.func, with these tensors' gradients."""
+"""A function that takes other captured tensors at each run: its Python runs once a call, as in torch.func, and they get gradients."""
 from __future__ import annotations
 
 import queue

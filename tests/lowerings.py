@@ -333,6 +333,7 @@ case(  # every index as often as the others: the kernel mixes up whose frequency
 )  # fmt: skip
 # whole numbers, so that some margins are just met
 case("aten.multi_margin_loss_backward", floats(3), wholes(3, 4), longs(2, 0, 3), 1, 1, floats(4, seed=1), 0)
+case("aten.soft_margin_loss_backward", floats(2, 4), wide(2, 4, seed=1), wholes(2, 4), 0)
 case(
     "aten.multilabel_margin_loss_backward", floats(2), wholes(2, 4), lambda: torch.tensor([[3, 0, -1, 1], [2, 2, 1, 0]]), 0,
     lambda: torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 0]]),

@@ -1,4 +1,4 @@
-"""A function that takes other captured tensors at each run: its Python runs once a call, as in torch.func, and they get gradients."""
+"""A function that takes other captured tensors at each run: Python runs once a call, as in torch.func, and the tensors get gradients."""
 from __future__ import annotations
 
 import queue

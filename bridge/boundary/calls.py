@@ -17,7 +17,15 @@ from torch.overrides import TorchFunctionMode
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
 from bridge.boundary.results import (
-    Computation, Output, Result, SharedOutput, placed, split_arrays, with_twins, without_twins, write_back,
+    Computation,
+    Output,
+    Result,
+    SharedOutput,
+    placed,
+    split_arrays,
+    with_twins,
+    without_twins,
+    write_back,
 )  # fmt: skip
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, rewording

@@ -16,6 +16,7 @@ from bridge.convert import tensors
 from bridge.errors import rewording
 from bridge.jit.program import differentiated, pull_back, unpacked
 from bridge.private import opaque
+from bridge.trace import requires_grad
 from bridge.trace.tracing import Traced
 
 
@@ -25,7 +26,7 @@ class ProgramNode(torch.autograd.Function):
     @staticmethod
     @opaque
     def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        passes, kinds, copied = compiled.pair(active)
+        passes, kinds, copied, _ = compiled.pair(active)
         run, back = passes.now  # the node keeps both: the backward pass is of the tier of its forward pass, and each time the same
         waited: list[torch.device] = []
         values = [tensors.to_jax(x, waited) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -75,9 +76,19 @@ def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) 
     run = differentiated(ctx.compiled.program, ctx.active)
     inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in ctx.inputs]
 
-    def backward(values: list[jax.Array]) -> Result:
+    def grads(values: list[jax.Array]) -> list[jax.Array]:
         _, _, pull = run(replaced(inputs, ctx.active, values[: len(diff)]), ctx.random)
-        return Result(pull_back(pull, values[len(diff) :]))
+        return pull_back(pull, values[len(diff) :])
+
+    read = ctx.compiled.pair(ctx.active).read
+
+    def backward(values: list[jax.Array]) -> Result:
+        found = grads(values)
+        if not all(map(requires_grad.depends, found)):
+            if not read:
+                read.extend(requires_grad.inputs_of(grads, values))
+            found = requires_grad.tie_each(found, values, read)
+        return Result(found)
 
     outs, _ = apply(backward, [*diff, *cts])
     return outs

@@ -59,11 +59,14 @@ class Pair(NamedTuple):
         passes: the forward pass, which keeps what the backward pass needs, and the backward pass.
         kinds: whether each output requires grad.
         inputs: which of the program's inputs the backward pass needs the earlier values of, and has copies of.
+        read: for each gradient, the primals and cotangents that its computation reads, as bits of a number; filled when a double backward
+            asks for it.
     """
 
     passes: Tiers
     kinds: list[bool]
     inputs: list[int]
+    read: list[int]
 
 
 class Executables(NamedTuple):
@@ -120,7 +123,7 @@ class Compiled:
         else:
             passes = {k: Tiers(*[Once(self.checked.run, run=run) for run in runs]) for k, runs in executables.made.items()}
             self.forward = passes.pop(None, Tiers(Once(self.checked.run)))
-            self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k]) for k, found in passes.items()}
+            self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k], []) for k, found in passes.items()}
         self.active: dict[Any, Any] = {}
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
@@ -362,7 +365,7 @@ class Compiled:
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
                 pull = pull_back_packed if self.checked.stacks else pull_back
                 back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
-            made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs)
+            made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs, [])
             self.recorded.setdefault(active, made)  # another thread may have been first
         return self.recorded[active]
 

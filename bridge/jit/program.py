@@ -95,7 +95,7 @@ class Program:
     numbers: list[int]
     graded: list[closure_scan.Place]
     of_arguments: bool
-    changes: Sequence[Change] = ()
+    changes: Sequence[Change]
 
     def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
         """All outputs, from those of the jaxpr; call it when the written values have been written."""

@@ -73,6 +73,7 @@ def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any 
 def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     """The plan of an operator that writes nothing and returns no view."""
     lower, no_grad = row.lowering, row.no_grad_outputs
+    backward = "_backward" in func._schema.name
     checks_only = not func._schema.returns and not func._schema.is_mutable  # it reads values, which a compiled piece does not have
 
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +96,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             note_use(args)
             if state.level.root.recorded:
                 saved_tensor_hooks.refuse_hooks()
-                out = requires_grad.tie(out, values, no_grad)
+                out = requires_grad.tie(out, values, no_grad, backward)
         if state.level.root.staged:
             out = requires_grad.stopped_integers(out)
         if state.level.root.strict:

@@ -56,12 +56,18 @@ def depends(value: jax.Array) -> bool:
     return private_jax.compiled_later([value]) and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def tie(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
+def tie(out: Any, values: Any, no_grad: Sequence[int], backward: bool = False) -> Any:
     """The outputs of an operator, each tied to the inputs that torch would go back to; a missing derivative becomes zero.
 
-    no_grad: the positions of the outputs that never require grad.
+    no_grad: the positions of the outputs that never require grad.  backward: the operator is a backward operator, whose result in PyTorch
+    depends on the forward operator's input even if the formula does not read it, as that of a pooling or of a padding.
     """
-    return out if state.level.root.staged else _linked(out, values, no_grad, depends)  # a whole program is checked later
+    if not state.level.root.staged:
+        return _linked(out, values, no_grad, depends)
+    if not backward:  # a whole program is checked later, and these formulas read their inputs
+        return out
+    inputs = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.core.Tracer) and _inexact(v)]
+    return jax.tree_util.tree_map(lambda v: _tied(v, inputs) if _inexact(v) else v, out) if inputs else out
 
 
 def tie_strictly(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
@@ -94,6 +100,18 @@ def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[ja
     staged = state.level.root.staged
     pairs = zip(tangents, primals, strict=True)
     return [_tied(t, [p]) if depends(p) and _inexact(t) and (staged or not depends(t)) else t for t, p in pairs]
+
+
+def inputs_of(fn: Callable[[list[jax.Array]], list[jax.Array]], values: list[jax.Array]) -> list[int]:
+    """For each output of fn, the values that its computation reads, as bits of a number."""
+    jaxpr = jax.make_jaxpr(fn)([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]).jaxpr
+    return flow(jaxpr, [1 << i for i in range(len(values))], True)
+
+
+def tie_each(outs: list[jax.Array], values: list[jax.Array], read: Sequence[int]) -> list[jax.Array]:
+    """Gradients tied to the values that ``read`` gives for each: relu's reads the sign of its input, and has zeros for a derivative."""
+    linked = [[v for i, v in enumerate(values) if bits & 1 << i and depends(v)] for bits in read]
+    return [v if depends(v) or not inputs else _tied(v, inputs) for v, inputs in zip(outs, linked, strict=True)]
 
 
 def _inexact(v: Any) -> bool:

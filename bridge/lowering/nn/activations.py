@@ -74,6 +74,13 @@ def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 
     return with_slope(jnp.where(x > 0, x * scale, below), x, jnp.where(x > 0, scale, curved))
 
 
+def elu_slope_of_result(y: Array, alpha: float, scale: float, input_scale: float) -> Array:
+    """The derivative of elu from its result, which autograd keeps of the in-place variant; at 0 as in aten_elu."""
+    wide = cast(y, opmath(y.dtype))
+    curved = (jnp.where(wide >= 0, lax.stop_gradient(wide), wide) + alpha * scale) * input_scale
+    return cast(jnp.where(wide > 0, scale, curved), y.dtype)
+
+
 @lowering("aten.celu")
 def aten_celu(x: Array, alpha: float = 1.0) -> Array:
     """celu(Tensor self, Scalar alpha=1.0) -> Tensor"""

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import varying
-from bridge.lowering.common.builders import spread
+from bridge.lowering.common.builders import spread, with_slope
 from bridge.lowering.common.promotion import cast, fused, opmath, promote
 from bridge.lowering.common.provided import outside, refuse
 from bridge.lowering.indexing.indexing import in_range
@@ -66,8 +66,10 @@ def aten_smooth_l1_loss(x: Array, target: Array, reduction: int = _MEAN, beta: f
 def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
     def loss(x: Array, target: Array) -> Array:
         d = jnp.abs(x - target)
+        if beta == 0:
+            return with_slope(d, x - target, jnp.where(x <= target, -1.0, 1.0).astype(d.dtype))
         near = jnp.where(d >= beta, 0, d)  # the square of an infinite difference would have a derivative
-        return d if beta == 0 else jnp.where(d >= beta, d - 0.5 * beta, 0.5 * near * near / beta)
+        return jnp.where(d >= beta, d - 0.5 * beta, 0.5 * near * near / beta)
 
     return _pointwise(loss)(x, target, reduction)
 
@@ -101,23 +103,37 @@ def _cross_entropy_terms(p: Array, target: Array) -> Array:
     return (target - 1) * jnp.maximum(jnp.log1p(-p), -100) - target * jnp.maximum(jnp.log(p), -100)
 
 
+@jax.custom_jvp
+def _cross_entropy_slope(p: Array, target: Array) -> Array:
+    """The derivative by p, finite at 0 and 1, as PyTorch has it."""
+    return (p - target) / jnp.maximum((1 - p) * p, 1e-12)
+
+
 @_cross_entropy_terms.defjvp
 def _cross_entropy_terms_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (p, target), (dp, dtarget) = primals, tangents
-    slope = (p - target) / jnp.maximum((1 - p) * p, 1e-12)  # finite at 0 and 1, as PyTorch has it
     target_slope = jnp.log1p(-p) - jnp.log(p)
-    return _cross_entropy_terms(p, target), slope * dp + target_slope * dtarget
+    return _cross_entropy_terms(p, target), _cross_entropy_slope(p, target) * dp + target_slope * dtarget
+
+
+@_cross_entropy_slope.defjvp
+def _cross_entropy_slope_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (p, target), (dp, dtarget) = primals, tangents
+    # PyTorch's second derivatives, finite at 0 and 1; the choice keeps XLA from adding 1 and 1e-12, which gives 1 in float32
+    variance = (p + 1e-12) * (jnp.where(p > 1, 0, 1 - p) + 1e-12)
+    return _cross_entropy_slope(p, target), (p * p - 2 * p * target + target) / (variance * variance) * dp - dtarget / variance
 
 
 @lowering("aten.binary_cross_entropy")
 def aten_binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN) -> Array:
     """binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""
     refuse(outside(x, 0, 1), "input: all elements of input should be between 0 and 1")
-    return _binary_cross_entropy(x, target, weight, reduction)
+    return binary_cross_entropy(x, target, weight, reduction)
 
 
 @fused("reduction")
-def _binary_cross_entropy(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:
+def binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = _MEAN) -> Array:
+    """aten_binary_cross_entropy, with unchecked inputs."""
     wide = opmath(x.dtype)
     loss = _cross_entropy_terms(cast(x, wide), cast(target, wide))
     return _reduce(loss if weight is None else loss * cast(weight, wide), reduction, x.dtype)

@@ -296,7 +296,7 @@ def aten_rrelu_with_noise(
     slope = torch_numbers_by_value("aten.rrelu", (self,), (lower, upper, True), generator=generator)
     if slope is None:
         slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
-    return self * slope, slope
+    return jnp.where(self > 0, self, self * slope), slope
 
 
 # -- named distributions -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from bridge import compiling
+from bridge import compiling, private
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, replaced
@@ -17,6 +17,7 @@ from bridge.errors import rewording
 from bridge.jit.program import differentiated, pull_back, unpacked
 from bridge.private import opaque
 from bridge.trace import requires_grad
+from bridge.trace.levels import state
 from bridge.trace.tracing import Traced
 
 
@@ -58,7 +59,11 @@ class ProgramNode(torch.autograd.Function):
         cts = autograd.materialized(given, ctx.like)
         if torch.is_grad_enabled() or any(type(c) is Traced for c in cts):
             autograd.check_unchanged(ctx.every_version)  # the program runs again on the current tensors
-            grads = _again(ctx, diff, cts)
+            if state.level is None and not any(type(t) is Traced or private.without_memory(t) for t in (*diff, *cts)):
+                grads = ctx.compiled.gradients(replaced(ctx.inputs, ctx.active, diff), ctx.active, ctx.random, cts)
+                grads = [g.to(t.device) for g, t in zip(grads, diff, strict=True)]
+            else:
+                grads = _again(ctx, diff, cts)
             if any(c is None for c in given):
                 grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
         else:

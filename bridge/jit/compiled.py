@@ -19,7 +19,7 @@ from bridge.convert import tensors, trees
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
-from bridge.jit.program import Program, differentiated, forward, in_two, pull_back, pull_back_packed
+from bridge.jit.program import SEEDS, Program, backward_pass, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.process import having
 from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Place
@@ -125,6 +125,7 @@ class Compiled:
             self.forward = passes.pop(None, Tiers(Once(self.checked.run)))
             self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k], []) for k, found in passes.items()}
         self.active: dict[Any, Any] = {}
+        self.backward: dict[tuple[int, ...], Compiled] = {}  # by the inputs that are differentiated: the backward pass as a program
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
         #: whether every output is a tensor on the device of the results
@@ -344,6 +345,22 @@ class Compiled:
         written = {id(inputs[i]) for i in self.program.written}
         diff = [inputs[i].clone() if id(inputs[i]) in written else inputs[i] for i in active]
         return self._finish(list(ProgramNode.apply(self, inputs, active, *diff)), leaves, captured)
+
+    def gradients(self, inputs: list[Any], active: tuple[int, ...], random: Any, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The backward pass for these inputs as a node of torch's graph; random: the seeds and numbers of the forward pass."""
+        seeds, numbers = self.program.any_random() or ([], []) if random is None else random
+        every = [*inputs, np.zeros(SEEDS, np.int64) if random is None else seeds, *numbers, *cotangents]
+        if active not in self.backward:
+            call = Call([], None, list(range(len(every))))
+            program = backward_pass(self.program, active)
+            self.backward.setdefault(active, Compiled(program, call, True, (), tiered=self.tiered, pure=self.pure, given=every))
+        return self.backward[active].called(every)
+
+    def called(self, inputs: list[Any]) -> list[torch.Tensor]:
+        """Run a program without captured tensors, writes and draws on these inputs."""
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        grads = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        return self.call(inputs, values, [], grads)  # type: ignore[no-any-return]
 
     def pair(self, active: tuple[int, ...]) -> Pair:
         """The forward and backward passes for these inputs; each is compiled at its first call."""

@@ -24,7 +24,7 @@ from bridge import compiling, private
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
-from bridge.convert import dtypes, tensors
+from bridge.convert import dtypes, tensors, trees
 from bridge.errors import CalledItself, DataDependentError
 from bridge.jit import products
 from bridge.jit.effects import Change, noted
@@ -43,8 +43,8 @@ from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
-_SEEDS = 8  # how many torch generators a program may draw from, including the default one
-_ANY_SEEDS = np.zeros(_SEEDS, np.int64)
+SEEDS = 8  # how many torch generators a program may draw from, including the default one
+_ANY_SEEDS = np.zeros(SEEDS, np.int64)
 _PACK_FROM, PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
 
 
@@ -164,7 +164,7 @@ class Program:
         if not self.is_random:
             return None
         drawn = made(self.drawn, [*inputs, _ANY_SEEDS], self.numbers)
-        seeds = np.zeros(_SEEDS, np.int64)
+        seeds = np.zeros(SEEDS, np.int64)
         if self.draws:
             seeds[0] = random_keys.seed_from(None)
         for i, g in enumerate(self.generators, 1):
@@ -278,8 +278,8 @@ def trace(
                     which = private.which_generator(generator)
                     generators.setdefault(which, generator)
                     slot = 1 + list(generators).index(which)
-                    if slot >= _SEEDS:
-                        raise RuntimeError(f"generator: a compiled function can draw from at most {_SEEDS - 1} generators of its own")
+                    if slot >= SEEDS:
+                        raise RuntimeError(f"generator: a compiled function can draw from at most {SEEDS - 1} generators of its own")
                 meets(generator)
                 return jax.random.key(seeds[slot])  # not kept: it may belong to an inner trace of JAX's, as that of jet
 
@@ -313,7 +313,7 @@ def trace(
     folded = max(state.folded, _ASKED) if constant else state.folded
     with having(state, folded=folded), jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
         avals = [aval(x) for x in call.arrays]
-        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((_SEEDS,), np.int64))
+        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64))
     if any(id(t) in constants for t in [*info["written"], *[of for _, of, _ in info["shared"]]]):
         raise DataDependentError("a captured tensor whose values the function asks for is written to, or returned")
     spec, static, is_tensor = info["meta"]
@@ -535,6 +535,33 @@ def in_two(
         return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
 
     return run, back, passed
+
+
+def backward_pass(program: Program, active: Sequence[int]) -> Program:
+    """The backward pass of a program as a program, whose own backward pass is one again.
+
+    It takes the program's inputs, its seeds and its random numbers, and then cotangents of the outputs that require grad; it gives the
+    gradients of the active inputs.
+    """
+    program = program.whole()
+    run, kinds, jaxpr = differentiated(program, active), program.kinds_for(active), program.jaxpr.jaxpr
+    first, last = len(jaxpr.invars) - 1 - len(program.numbers), len(jaxpr.invars)
+
+    def gradients(*values: Any) -> list[Any]:
+        _, _, pull = run(values[:first], (values[first], list(values[first + 1 : last])) if program.is_random else None)
+        return pull_back(pull, values[last:-1])
+
+    taken = [*jaxpr.invars, *pick(jaxpr.outvars[: len(kinds)], kinds)]
+    with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in taken]
+        closed = jax.make_jaxpr(gradients)(*avals, jax.ShapeDtypeStruct((SEEDS,), np.int64))
+    closed = closed.replace(jaxpr=simplified(closed.jaxpr))
+    read = flow(closed.jaxpr, [1 << i for i in range(len(closed.jaxpr.invars))], True)  # relu's gradient reads the sign of its input
+    count = len(active)
+    return Program(
+        closed, [], Guards(closure_scan.Found()), trees.flatten([None] * count)[1], [None] * count, [torch.device("cpu")] * count, count,
+        [], [], False, [], False, [True] * count, read, read, [], [], [], [], False, (),
+    )  # fmt: skip
 
 
 def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list[jax.Array]:

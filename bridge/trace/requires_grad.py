@@ -102,7 +102,7 @@ def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[ja
     return [_tied(t, [p]) if depends(p) and _inexact(t) and (staged or not depends(t)) else t for t, p in pairs]
 
 
-def inputs_of(fn: Callable[[list[jax.Array]], list[jax.Array]], values: list[jax.Array]) -> list[int]:
+def inputs_of(fn: Callable[[Any], list[jax.Array]], values: list[jax.Array]) -> list[int]:
     """For each output of fn, the values that its computation reads, as bits of a number."""
     jaxpr = jax.make_jaxpr(fn)([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]).jaxpr
     return flow(jaxpr, [1 << i for i in range(len(values))], True)
@@ -118,7 +118,7 @@ def _inexact(v: Any) -> bool:
     return isinstance(v, jax.Array) and bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
-def _tied(value: jax.Array, inputs: list[jax.Array]) -> jax.Array:
+def _tied(value: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
     # no custom_jvp: its derivative would be mapped where the inputs are and its value not, which JAX's batching takes for one and the same
     # the sum of no elements is zero, but a linear function of the input that JAX keeps; -0.0 less zero is -0.0
     zero = sum(jnp.sum(jnp.real(x).reshape(-1)[:0]).astype(value.dtype) for x in inputs)

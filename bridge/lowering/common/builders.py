@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from bridge.lowering.common.promotion import cast, default_float, is_array, opmath, result_dtype
+from bridge.lowering.common.promotion import cast, default_float, is_array, opmath, result_dtype, saturated
 
 #: Compile a lowering of several primitives as one call; ``static_argnums``/``static_argnames`` as in jax.jit.
 fused = functools.partial(jax.jit, inline=True)
@@ -37,7 +37,7 @@ def number(value: Any, dtype: np.dtype) -> Any:
         bits = 8 * dtype.itemsize
         value &= (1 << bits) - 1
         return dtype.type(value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value)
-    return np.asarray(value).astype(dtype)[()]
+    return np.asarray(saturated(value, dtype)).astype(dtype)[()]
 
 
 def align(*arrays: Any) -> list[Array]:

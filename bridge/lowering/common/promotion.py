@@ -14,6 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from bridge.convert import dtypes
 
+_FLOAT8 = frozenset(d for d in map(dtypes.to_jax, dtypes._TO_JAX) if d.name.startswith("float8"))
+_SATURATES = dtypes.to_jax(torch.float8_e4m3fn)
+_LARGEST = float(jnp.finfo(_SATURATES).max)
 _LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
 
 
@@ -52,9 +55,32 @@ def cast(x: Any, dtype: DTypeLike) -> Array:
         x = (x != 0) if dtype == np.bool_ else lax.real(x)
     if jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(dtype).kind in "iu":
         return _whole(x, np.dtype(dtype))
+    if np.dtype(dtype) in _FLOAT8 and x.dtype != np.bool_:
+        return _to_float8(x, np.dtype(dtype))
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):  # XLA makes False * nan a 0 if the bool has been converted
         return lax.select(x, lax.full_like(x, 1, dtype), lax.full_like(x, 0, dtype))
     return lax.convert_element_type(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _to_float8(x: Array, dtype: np.dtype) -> Array:
+    """Numbers cast by way of float32, as in PyTorch: a type that has no infinity but the sign of zero (e4m3fn) saturates."""
+    x = lax.convert_element_type(x, np.float32)
+    if dtype == _SATURATES:
+        return lax.convert_element_type(jnp.where(lax.abs(x) > _LARGEST, jnp.copysign(_LARGEST, x), x), dtype)
+    if dtype.name.endswith("fnuz"):  # the bits of -0.0 are NaN in these types, and XLA's quick programs write them
+        x = jnp.where(lax.abs(x) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0, x)
+    return lax.convert_element_type(x, dtype)
+
+
+@_to_float8.defjvp
+def _to_float8_jvp(dtype: np.dtype, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _to_float8(*primals, dtype), lax.convert_element_type(tangents[0], dtype)  # also where it saturates
+
+
+def saturated(value: Any, dtype: np.dtype) -> Any:
+    """A Python number that ``_to_float8`` would change, in the type's range; numpy makes NaN of it."""
+    return min(max(value, -_LARGEST), _LARGEST) if dtype == _SATURATES and value == value else value
 
 
 def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
@@ -65,6 +91,7 @@ def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
 
 def _whole(x: Array, dtype: np.dtype) -> Array:
     """Floats cast as in PyTorch on x86: towards zero; NaN and numbers beyond 32 (or 64) bits give the least integer; narrow dtypes wrap."""
+    x = lax.convert_element_type(x, np.float32) if x.dtype in _FLOAT8 else x  # which may have no infinity to compare with
     info = np.iinfo(np.int32 if dtype.itemsize < 4 else dtype)
     wide = lax.convert_element_type(x, info.dtype)  # XLA itself clips to the nearest integer, and makes NaN 0
     if info.min:

@@ -20,8 +20,8 @@ from bridge.lowering.special.error_functions import aten_logit
 
 def _pulled(grad: Array, forward: Callable[..., Array], *primals: Array) -> tuple[Array, ...]:
     """The cotangents of the primals of a function that works element by element, brought to one shape and dtype as in PyTorch's kernels."""
-    grad, *primals = jnp.broadcast_arrays(grad, *promote(*primals))
-    y, pull = varying.vjp(forward, *primals)
+    grad, *alike = jnp.broadcast_arrays(grad, *promote(*primals))
+    y, pull = varying.vjp(forward, *alike)
     return pull(cast(grad, y.dtype))
 
 
@@ -109,6 +109,6 @@ def aten_log_sigmoid_backward(grad: Array, x: Array, buffer: Array) -> Array:
 
 
 @lowering("aten._prelu_kernel_backward")
-def aten__prelu_kernel_backward(grad: Array, x: Array, weight: Array) -> tuple[Array, Array]:
+def aten__prelu_kernel_backward(grad: Array, x: Array, weight: Array) -> tuple[Array, ...]:
     """_prelu_kernel_backward(Tensor grad_output, Tensor self, Tensor weight) -> (Tensor, Tensor)"""
     return _pulled(grad, activations.aten__prelu_kernel, x, weight)

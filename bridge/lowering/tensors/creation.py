@@ -42,7 +42,7 @@ def number(value: Any, dtype: np.dtype) -> np.ndarray:
         fits = math.isfinite(value) and (info.min if info.min or isinstance(value, float) else -info.max) <= value <= info.max
     if not fits:
         raise RuntimeError(f"value: {value} cannot be converted to type {dtypes.to_torch(dtype)} without overflow")
-    return _as(np.asarray(bool(value) if dtype == np.bool_ else value), dtype)
+    return _as(np.asarray(bool(value) if dtype == np.bool_ else promotion.saturated(value, np.dtype(dtype))), dtype)
 
 
 def _fill(shape: Sequence[int], value: Any, dtype: np.dtype) -> Array:

@@ -168,7 +168,7 @@ class _Border(Untransformed):
         read = [t for t in seen if id(t) not in written]
         ctx.versions, ctx.every_version = kept_by(held, read), versions(read)
         ctx.changed = any(id(t) in written for t in inputs)
-        ctx.save_for_backward(*[t.detach().clone() if id(t) in written else t for t in inputs])
+        ctx.save_for_backward(*[t.detach().clone() if id(t) in written or t.is_inference() else t for t in inputs])
         return returned(ctx, outs, rest, recorded.kinds, device, avoid)
 
     @staticmethod

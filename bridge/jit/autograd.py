@@ -45,7 +45,7 @@ class ProgramNode(torch.autograd.Function):
         read = [t for t in inputs if id(t) not in written]
         ctx.versions = autograd.kept_by(held, read) + autograd.versions([inputs[k] for k in copied if id(inputs[k]) not in written])
         ctx.every_version = autograd.versions(read)
-        ctx.save_for_backward(*diff)
+        ctx.save_for_backward(*[t.detach().clone() if t.is_inference() else t for t in diff])  # PyTorch saves no inference tensor
         return autograd.returned(ctx, outs, rest, kinds, compiled.device, avoid)
 
     @staticmethod

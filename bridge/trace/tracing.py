@@ -58,6 +58,7 @@ class Traced(torch.Tensor):
         if settled(args) or (kwargs and settled(kwargs.values())):
             return func(*args, **kwargs or {})
         rule = PYTHON_RULES.get(func)
+        args, kwargs = _ordinary(func, args), kwargs and dict(zip(kwargs, _ordinary(None, tuple(kwargs.values())), strict=True))
         with private.without_torch_function():
             if rule is not None:
                 return rule(func, *args, **kwargs or {})
@@ -145,6 +146,25 @@ HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Rules that run instead of PyTorch's own code for a public function; bridge/intercepted/torch_functions.py fills the table.
 PYTHON_RULES: dict[Any, Any] = {}
 _default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def _ordinary(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A function's arguments with traced tensors in the place of inference tensors from outside, which PyTorch cannot save for backward.
+
+    The target of a write stays as it is: the function returns it.
+    """
+    if not any(type(x) is list or type(x) is tuple or _from_inference(x) for x in args):
+        return args
+    target = args[0] if getattr(func, "__name__", "").endswith("_") else None
+    return tuple([
+        over(lift(x), x) if _from_inference(x) and x is not target
+        else type(x)(_ordinary(None, tuple(x))) if type(x) is list or type(x) is tuple else x
+        for x in args
+    ])  # fmt: skip
+
+
+def _from_inference(x: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_inference() and state.level is not None
 
 
 def has_rules(cls: Any) -> bool:

@@ -1,6 +1,7 @@
 """Tensors that were made in inference mode, and what differentiates a function that uses them; torch.func's results."""
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Function]] = {
     "captured": lambda w: lambda x: (x * w).sin().sum(),
     "captured, in front": lambda w: lambda x: (w * x).sin().sum(),
     "a view": lambda w: lambda x: (x * w[None][0]).sin().sum(),
-    "in a dict": lambda w, d=None: lambda x, d={"w": w}: (x * d["w"]).sin().sum(),  # noqa: B006
+    "in a dict": lambda w: lambda x, d=types.MappingProxyType({"w": w}): (x * d["w"]).sin().sum(),
     "in a list": lambda w: lambda x: torch.stack([x, w]).sin().sum(),
     "by its name": lambda w: lambda x: torch.addcmul(x, x, x, value=1).mul(other=w).sum(),
     "an index": lambda w: lambda x, i=_made(lambda: torch.tensor([0, 2])): x[i].sin().sum(),

@@ -37,7 +37,7 @@ from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, push, state
 from bridge.trace.storage import Geometry, Node
 from bridge.trace.torch_numbers import AtOnce
-from bridge.trace.tracing import node_of, value_of, wrap
+from bridge.trace.tracing import node_of, numbered, value_of, wrap
 
 
 class _MemoryOfTrace(TorchFunctionMode):
@@ -84,7 +84,7 @@ class Traceable:
             t.node.geometry, t.node.source, nodes[t.node] = geometry, source, k
             if k in self.active:
                 t.requires_grad_()
-            leaves[i] = autograd.computed(t) if k in self.computed else t
+            leaves[i] = autograd.computed(t) if k in self.computed else numbered(t) if level.root.staged else t
         args, kwargs = trees.unflatten(self.spec, with_twins(leaves))
         with contextlib.nullcontext() if level.root.staged or level.parent is not level.root else _MemoryOfTrace():
             outs, meta = finish(self.fn(*args, **kwargs))

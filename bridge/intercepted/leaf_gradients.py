@@ -28,6 +28,18 @@ class OutsideGraph(RuntimeError):
     """backward() goes back through a graph that was made before the jitted function was called."""
 
 
+class AskedForGradients(BaseException):
+    """Ends a trace in which gradients are asked for by tensors that do not require grad; numbers: those of ``tracing.numbered``.
+
+    The arguments of a jitted function, and the leaves that it makes, can be differentiated: libraries leave ``requires_grad_`` out where
+    ``torch.compiler.is_compiling()`` is true, because torch.compile does not trace it.
+    """
+
+    def __init__(self, numbers: frozenset[int]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+
 class LeafGradients:
     """The ``.grad`` of tensors from outside, while a jitted function is traced.
 
@@ -74,6 +86,10 @@ class LeafGradients:
 def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
     """The function with which torch.autograd calls its engine: ``backward`` is refused if it would leave dead tensors behind."""
     level, leaves = state.level, list[torch.Tensor]()
+    if level is not None and level.root.staged and state.jitting:
+        asked = {t.number for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ())) if type(t) is Traced and not t.requires_grad}
+        if asked and asked.isdisjoint(level.root.leaves | {-1}):
+            raise AskedForGradients(frozenset(asked))
     if accumulate_grad and level is not None:
         if level.kind in ("grad", "jvp", "vmap"):
             raise RuntimeError(_IN_TRANSFORM + at_line())

@@ -360,7 +360,7 @@ class Compiled:
         """Run a program without captured tensors, writes and draws on these inputs."""
         values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         grads = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        return self.call(inputs, values, [], grads)  # type: ignore[no-any-return]
+        return self.call(inputs, values, [], grads)
 
     def pair(self, active: tuple[int, ...]) -> Pair:
         """The forward and backward passes for these inputs; each is compiled at its first call."""

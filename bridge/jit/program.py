@@ -26,6 +26,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
 from bridge.convert import dtypes, tensors, trees
 from bridge.errors import CalledItself, DataDependentError
+from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit import products
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
@@ -42,6 +43,7 @@ from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_tor
 from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
+_ASKED_BY = 32  # how often it is traced to find what it asks for gradients by
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(SEEDS, np.int64)
@@ -222,6 +224,20 @@ def _traced(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
     donated: Sequence[int],
 ) -> tuple[Program, list[torch.Tensor]]:
+    """``trace``; what the function asks torch's autograd for gradients by requires grad from its beginning on."""
+    leaves: frozenset[int] = frozenset()
+    for _ in range(_ASKED_BY):
+        try:
+            return _with_constants(fn, call, candidates, found, donated, leaves)
+        except AskedForGradients as asked:
+            leaves |= asked.numbers
+    return _with_constants(fn, call, candidates, found, donated, leaves)
+
+
+def _with_constants(
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
+    donated: Sequence[int], leaves: frozenset[int],
+) -> tuple[Program, list[torch.Tensor]]:
     """``trace``; if the function asks for the values of small captured tensors without a derivative, these become constants.
 
     Masks and indices alone are tried first: they change more rarely than other tensors do.
@@ -231,7 +247,7 @@ def _traced(
     refused: DataDependentError | None = None
     for constant in ([], *([whole] if whole else []), *([small] if len(small) > len(whole) else [])):
         try:
-            return trace(fn, call, candidates, found, donated=donated, constant=constant)
+            return trace(fn, call, candidates, found, donated=donated, constant=constant, leaves=leaves)
         except DataDependentError as error:
             refused = refused or error
     assert refused is not None
@@ -247,11 +263,13 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 def trace(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
     donated: Sequence[int] = (), constant: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (), watched: bool = True,
+    leaves: frozenset[int] = frozenset(),
 ) -> tuple[Program, list[torch.Tensor]]:
     """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use.
 
     constant: those of the candidates whose values the program may contain; it then fits as long as they have these values.
     watched: whether Python of the user's runs, which may change torch's generators.
+    leaves: see ``Level.leaves``.
     """
     constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
     candidates = [(t, place) for t, place in candidates if id(t) not in constants]
@@ -265,6 +283,7 @@ def trace(
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
             root.staged = root.recorded = True
+            root.leaves = leaves
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
             with jax.ensure_compile_time_eval():
                 root.overrides.update({key: jnp.asarray(v) for key, v in constants.items()})
@@ -356,6 +375,10 @@ class _ValuesFromOutside(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self._called(func, types, args, kwargs)
+        return tracing.numbered(found) if type(found) is tracing.Traced else found
+
+    def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _GRAD and state.level.root.grads is not None:
             state.level.root.grads.touch(args[0], func == _GRAD[0])
             return func(*args, **(kwargs or {}))

@@ -67,6 +67,8 @@ class Level:
     behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
     recorded: bool = False  # whether torch's autograd may go back through the traced values
     in_jax: bool = False  # whether JAX's own transforms around the call may differentiate them
+    made: int = 0  # in a program: how many arguments and results the user's functions have got, and
+    leaves: frozenset[int] = frozenset()  # the numbers of those that require grad, because the function asks for gradients by them
     grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
     read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set

@@ -43,6 +43,7 @@ class Traced(torch.Tensor):
     """A torch tensor whose values are a JAX array or tracer; shape, dtype, device and strides are torch's own."""
 
     node: Node
+    number: int = -1  # see ``numbered``
 
     @classmethod
     @private.opaque
@@ -217,6 +218,15 @@ def wrap(
     private.forbid_reading(t)
     t.node = node = Node(value, level)
     node.maker = level.operator
+    return t
+
+
+def numbered(t: Traced) -> Traced:
+    """A tensor that the user's function gets while a program is traced; it requires grad if it is one of ``Level.leaves``."""
+    root = state.level.root
+    t.number = root.made = root.made + 1
+    if t.number in root.leaves and t.is_leaf and (t.is_floating_point() or t.is_complex()):
+        t.requires_grad_()
     return t
 
 

@@ -122,6 +122,7 @@ THINNED = {
     "test_record.py::test_autocast_is_recorded": 2, "test_mutation.py::test_a_program_computes_what_it_computes_in_torch": 2,
     "test_transforms.py::test_compiled_against_torch_func": 2,
     "test_torch_script.py::test_what_a_script_calls_may_have_been_optimized_before": 2, "test_subclasses.py::test_subclasses": 2,
+    "test_python_objects.py::test_the_table": 12,
     "test_transforms.py::test_strict_jvp_refuses_what_torch_funcs_refuses": 2, "test_calculus.py::test_as_nested_torch_func": 2,
 }  # fmt: skip
 

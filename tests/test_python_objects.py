@@ -1,13 +1,21 @@
 """What a function does to Python objects, it does at each call, under jit as without: beside PyTorch and torch.func."""
 from __future__ import annotations
 
+import gc
+import io
+import itertools
+import random
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.func
 from python_objects import KINDS, REACHED, WAYS, outcome, same
 
 import torchfunc_jax
-from torchfunc_jax import jit
+from torchfunc_jax import explain, jit
 
 UNHASHABLE = ("a set", "a NumPy array", "a dataclass", "a namespace")
 
@@ -24,3 +32,203 @@ def test_the_table(kind: str, reached: str, way: str) -> None:
         theirs = outcome(torch.func, None, kind, reached, action, way)
         mine = outcome(torchfunc_jax, jit, kind, reached, action, way)
         assert same(mine, theirs), action
+
+
+class Kept:
+    """An object to keep something in."""
+
+    a: object = None
+    b: object = None
+
+
+INPUTS = [torch.ones(2) * (k + 1) for k in range(4)]
+
+
+def test_programs_that_keep_a_state_serve_all_calls() -> None:
+    """A state in a tuple, a count and a list that only grows need two programs, whatever they hold by then."""
+    kept, log = Kept(), []
+    kept.a, kept.b = (torch.zeros(2), torch.zeros(2)), 0
+
+    @jit
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h, c = kept.a
+        kept.b += 1
+        kept.a = (h + x, c * 0.5 + x / kept.b)
+        log.append(kept.a[1].sum())
+        return kept.a[0] * kept.b
+
+    h = c = torch.zeros(2)
+    expected = []
+    for k in range(1, 6):
+        x = torch.ones(2) * k
+        h, c = h + x, c * 0.5 + x / k
+        expected.append(c.sum())
+        assert same(step(x), h * k)
+    assert same(kept.a, (h, c)) and kept.b == 5 and same(log, expected)
+    assert len(step.programs()) == 2
+
+
+def test_what_is_kept_twice_is_one_object() -> None:
+    kept = Kept()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        new = [y]
+        kept.a, kept.b = new, {"new": new, "y": y}
+        new.append(x)
+        return y
+
+    compiled = jit(fn)
+    for k in range(3):
+        x = torch.ones(2) * k
+        out = compiled(x)
+        assert kept.b["new"] is kept.a and kept.a[1] is x  # type: ignore[index]
+        assert kept.a[0] is out and kept.b["y"] is out  # type: ignore[index]
+
+
+def test_each_call_makes_what_is_new_anew() -> None:
+    kept = Kept()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.a = Kept()
+        kept.a.b = {"x": x}
+        return x + 1
+
+    compiled, found = jit(fn), []
+    for k in range(3):
+        compiled(torch.ones(2) * k)
+        found.append(kept.a)
+    assert len({id(f) for f in found}) == len({id(f.b) for f in found}) == 3
+    assert [f.b["x"][0].item() for f in found] == [0, 1, 2]
+
+
+def test_a_call_that_fails_leaves_objects_as_they_were() -> None:
+    kept = {"h": torch.zeros(2), "log": []}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept["h"] = x
+        kept["log"].append(x)
+        raise ValueError("later")
+
+    with pytest.raises(ValueError, match="later"):
+        jit(fn)(torch.ones(2))
+    assert kept["log"] == [] and same(kept["h"], torch.zeros(2))
+
+
+def test_nothing_is_kept_alive() -> None:
+    def made() -> tuple[weakref.ref[object], weakref.ref[object]]:
+        kept = Kept()
+        kept.a, kept.b = torch.zeros(2), 0
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            kept.a = kept.a + x  # type: ignore[operator]
+            kept.b += 1  # type: ignore[operator]
+            return kept.a.sum()
+
+        compiled = jit(fn)
+        for _ in range(3):
+            compiled(torch.ones(2))
+        return weakref.ref(kept), weakref.ref(compiled)
+
+    found = made()
+    gc.collect()
+    assert [ref() for ref in found] == [None, None]
+
+
+NOT_REPEATED = {
+    "an iterator": (lambda it: lambda x: x * next(it), lambda: itertools.count(1), "is a count, which gives something else"),
+    "a generator": (lambda it: lambda x: x * next(it), lambda: (k for k in range(9)), "is a generator"),
+    "Python's random numbers": (lambda _: lambda x: x * random.random(), lambda: random.seed(0), "draws from Python's or NumPy's"),
+    "a Random": (lambda r: lambda x: x * r.random(), lambda: random.Random(0), "draws from Python's or NumPy's"),
+    "NumPy's random numbers": (lambda _: lambda x: x * np.random.rand(), lambda: np.random.seed(0), "draws from Python's or NumPy's"),
+    "a NumPy generator": (lambda r: lambda x: x * r.random(), lambda: np.random.default_rng(0), "draws from Python's or NumPy's"),
+    "a new module": (
+        lambda kept: lambda x: setattr(kept, "a", _layer(x)) or kept.a(x), Kept, "keeps a Linear that holds tensors"),
+}  # fmt: skip
+
+
+def _layer(x: torch.Tensor) -> torch.nn.Module:
+    layer = torch.nn.Linear(2, 2)
+    layer.scale = x.sum()  # type: ignore[assignment]
+    return layer
+
+
+@pytest.mark.parametrize("name", NOT_REPEATED)
+def test_what_no_program_can_repeat(name: str) -> None:
+    make, state, reason = NOT_REPEATED[name]
+    torch.manual_seed(0)
+    plain = make(state())
+    theirs = [plain(x) for x in INPUTS]
+    torch.manual_seed(0)
+    compiled = jit(make(state()))
+    with explain(io.StringIO()) as log:
+        mine = [compiled(x) for x in INPUTS]
+    assert same(mine, theirs)
+    assert reason in log[0]
+    with pytest.raises(RuntimeError, match=r"which a program for jax\.Arrays cannot follow"):
+        jit(make(state()))(jnp.ones(2))
+
+
+def test_objects_of_one_kind_take_each_others_places() -> None:
+    """As in libraries that replace an object by a changed copy: another program only if what the function reads differs."""
+    registry = Kept()
+    registry.a = Kept()
+    registry.a.b = ("x", 2.0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        old = registry.a
+        registry.a = Kept()
+        registry.a.b = old.b
+        return x * old.b[1]
+
+    compiled = jit(fn)
+    for factor in (2.0, 2.0, 3.0, 3.0, 2.0):
+        registry.a = Kept()
+        registry.a.b = ("x", factor)
+        assert same(compiled(torch.ones(2)), torch.ones(2) * factor)
+    assert len(compiled.programs()) == 2
+
+
+SAME_TENSOR = {
+    "two arguments": lambda a, b: (a, b), "in a dict": lambda a, b: ({"a": a, "b": b},), "in a list and alone": lambda a, b: ([a], b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_TENSOR)
+def test_one_tensor_in_two_places_is_one_inside(name: str) -> None:
+    def fn(*args: object) -> torch.Tensor:
+        a, b = torch.utils._pytree.tree_leaves(args)
+        return a * 2 + b if a is b else a * 3 + b
+
+    compiled = jit(fn)
+    for k in range(2):
+        a, b = torch.ones(2) + k, torch.zeros(2)
+        assert same(compiled(*SAME_TENSOR[name](a, a)), a * 3)
+        assert same(compiled(*SAME_TENSOR[name](a, b)), a * 3)
+        w = a.clone().requires_grad_()
+        compiled(*SAME_TENSOR[name](w, w)).sum().backward()
+        assert same(w.grad, torch.full((2,), 3.0))
+
+
+def test_a_tensor_that_is_written_is_written_in_both_places() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return a + b
+
+    compiled, x = jit(fn), torch.zeros(2)
+    with explain(io.StringIO()) as log:
+        assert same(compiled(x, x), torch.full((2,), 2.0)) and same(x, torch.ones(2))
+    assert not any("the function itself" in line for line in log)
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, None), (None, 0, None), (0, 0, None)])
+def test_what_a_vmap_does_not_map_is_one_tensor(in_dims: tuple[int | None, ...]) -> None:
+    x, found = torch.ones(3), []
+
+    def fn(*args: torch.Tensor) -> torch.Tensor:
+        found.append([a is b for a, b in itertools.combinations(args, 2)])
+        return sum(args)  # type: ignore[return-value]
+
+    for tf in (torch.func, torchfunc_jax):
+        tf.vmap(fn, in_dims)(x, x, x)
+    assert found[0] == found[1]

@@ -15,6 +15,7 @@ import torch
 from jax import lax
 
 from bridge import private
+from bridge.lowering.common.in_place import overwrite, read_first
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
 from bridge.trace import pieces
@@ -73,7 +74,7 @@ class Part(View):
 
     def inverse(self, base: jax.Array, value: jax.Array) -> jax.Array:
         dim, start, _ = self.args
-        return lax.dynamic_update_slice_in_dim(base, cast(value, base.dtype), start, dim)
+        return overwrite(base, cast(value, base.dtype), [start if d == dim else jnp.zeros_like(start) for d in range(base.ndim)])
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # its place has no value to compare
 
@@ -133,7 +134,8 @@ def _bases(value: jax.Array, views: tuple[View, ...]) -> list[jax.Array]:
 def _scattered(base: jax.Array, value: jax.Array, forward: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The base with a view that only selects elements replaced; forward gives the view of an array."""
     index = forward(jnp.arange(base.size, dtype=jnp.int64).reshape(base.shape))
-    return base.reshape(-1).at[index.reshape(-1)].set(cast(value, base.dtype).reshape(-1)).reshape(base.shape)
+    values = read_first(cast(value, base.dtype), base)
+    return base.reshape(-1).at[index.reshape(-1)].set(values.reshape(-1)).reshape(base.shape)
 
 
 def _overlap(views: Sequence[View]) -> int | None:

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
+from bridge.lowering.common.in_place import read_first
 from bridge.lowering.common.promotion import constant, fused
 from bridge.lowering.common.provided import Range, check
 from bridge.lowering.registry import lowering
@@ -109,6 +110,7 @@ def _write(
 ) -> Array:
     start, window = _start(indices, at, x.ndim)
     numbers = lax.ScatterDimensionNumbers(window, dims, dims)
+    values = read_first(values, x)
     if add:
         # a sum of bools is their disjunction
         return (lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)(x, start, values, numbers, mode=mode)

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from bridge.lowering.common import promotion
 from bridge.lowering.common.cotangents import with_cotangent
+from bridge.lowering.common.in_place import overwrite, read_first
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.indexing.indexing import OUT_OF_BOUNDS, OUT_OF_RANGE, SAFE, in_range
 from bridge.lowering.registry import lowering
@@ -80,7 +81,7 @@ def _write(
         start = lax.concatenate(columns, x.ndim)
         every = tuple(range(x.ndim))
         numbers = lax.ScatterDimensionNumbers((), every, every)
-    return scatter(x, start, values, numbers, mode=mode, unique_indices=unique)
+    return scatter(x, start, read_first(values, x), numbers, mode=mode, unique_indices=unique)
 
 
 @lowering("aten.gather", apart=("self", "index"))
@@ -274,7 +275,7 @@ def aten_slice_scatter(x: Array, src: Array, dim: int = 0, start: int | None = N
 @fused("dim", "start", "step")
 def _overwrite(x: Array, src: Array, dim: int, start: int, step: int) -> Array:
     if step == 1:
-        return lax.dynamic_update_slice(x, src, [np.int32(start if d == dim else 0) for d in range(x.ndim)])
+        return overwrite(x, src, [start if d == dim else 0 for d in range(x.ndim)])
     n, count = x.shape[dim], src.shape[dim]
     hit = np.zeros(n, np.bool_)
     hit[start : start + (count - 1) * step + 1 : step] = True

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from bridge.convert import dtypes
 from bridge.lowering.common import promotion
+from bridge.lowering.common.in_place import overwrite, read_first
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import Part, lowering
 
@@ -206,8 +207,11 @@ def _write_slice(
 ) -> Array:
     if value.shape == base.shape:
         return value
-    at = (slice(None),) * (dim % base.ndim) + (slice(start, end, step),)
-    return base.at[at].set(value)
+    dim %= base.ndim
+    if step != 1:
+        return base.at[(slice(None),) * dim + (slice(start, end, step),)].set(read_first(value, base))
+    start, _ = slice_bounds(base.shape[dim], start, end, step)
+    return overwrite(base, value, [start if d == dim else 0 for d in range(base.ndim)])
 
 
 @lowering("aten.slice.Tensor", "aten.slice_copy.Tensor", view_inverse=_write_slice)
@@ -246,8 +250,9 @@ def aten_narrow_copy(x: Array, dim: int, start: int, length: int) -> Array:
 
 
 def _write_selected(base: Array, value: Array, dim: int, index: int) -> Array:
-    at = (slice(None),) * (dim % base.ndim) + (index,)
-    return base.at[at].set(value)
+    dim %= base.ndim
+    index = select_index(base.shape, dim, index)
+    return overwrite(base, lax.expand_dims(value, (dim,)), [index if d == dim else 0 for d in range(base.ndim)])
 
 
 @lowering("aten.select.int", "aten.select_copy.int", view_inverse=_write_selected)

@@ -1,0 +1,158 @@
+"""Writes to a part of an array, which XLA does in place, and what keeps XLA for CPUs from reading what it has just written.
+
+XLA fuses a write with the computation of its values. It should not if they are read elsewhere in the same memory, but it does not notice if
+there is a reshape between the two (https://github.com/openxla/xla/issues/49176, every jaxlib so far): y[1:] = y[:-1] then copies the first
+row into all others. Such a read has to be over before the write begins. ``lax.optimization_barrier`` does not ensure that, because XLA
+removes it before it fuses. A call that is not inlined stays; it returns its operand and takes less than a microsecond.
+
+The call stands behind the read (a slice, a sum, ...), where XLA itself ends a fusion if it does notice, so that it makes no program slower.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import ad, batching, mlir
+
+
+def overwrite(x: Array, values: Array, start: Sequence[int | Array]) -> Array:
+    """x with values at the place that begins at start; as in ``lax.dynamic_update_slice``, they have x's rank and dtype."""
+    if not all(isinstance(n, int) for n in x.shape):  # exported for any size: XLA inlines all calls when the sizes are known
+        hit = lax.dynamic_update_slice(lax.full_like(x, False, bool), lax.full_like(values, True, bool), start)
+        return lax.select(hit, lax.dynamic_update_slice(lax.full_like(x, 0), values, start), x)
+    known = [i for i in start if isinstance(i, int)]
+    return lax.dynamic_update_slice(x, read_first(values, x, tuple(known) if len(known) == len(start) else None), start)
+
+
+def read_first(values: Array, x: Array, at: tuple[int, ...] | None = None) -> Array:
+    """The values, which are to be written into x: what they read from x's memory is read before it is written.
+
+    at: the place in x if it is known.  What is read just there, element by element, may be read while it is written.
+    """
+    return _read_first_p.bind(values, x, at=at)
+
+
+_read_first_p = Primitive("read_first")
+_read_first_p.def_impl(lambda values, x, at: values)
+_read_first_p.def_abstract_eval(lambda values, x, at: values)
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, at: tuple[int, ...] | None) -> tuple[Array, Any]:
+    same = any(isinstance(t, ad.Zero) for t in tangents)
+    return _read_first_p.bind(*primals, at=at), tangents[0] if same else _read_first_p.bind(*tangents, at=at)
+
+
+def _transpose(ct: Any, values: Any, x: Any, *, at: tuple[int, ...] | None) -> list[Any]:
+    return [ct, ad.Zero(x.aval) if ad.is_undefined_primal(x) else None]
+
+
+def _batch(operands: Sequence[Array], dims: Sequence[Any], *, at: tuple[int, ...] | None) -> tuple[Array, Any]:
+    dim = dims[0]
+    at = (*at[:dim], 0, *at[dim:]) if at is not None and dim is not None and dim == dims[1] else None
+    return _read_first_p.bind(*operands, at=at), dim
+
+
+ad.primitive_jvps[_read_first_p] = _jvp
+ad.primitive_transposes[_read_first_p] = _transpose
+batching.primitive_batchers[_read_first_p] = _batch
+
+
+def _lowered(context: mlir.LoweringRuleContext, values: ir.Value, x: ir.Value, *, at: tuple[int, ...] | None) -> list[ir.Value]:
+    return [_Reads(context, x, at).before(values) if "cpu" in context.module_context.platforms else values]
+
+
+mlir.register_lowering(_read_first_p, _lowered, cacheable=False)  # JAX lowers what can be cached by itself; the rule sees what is around
+
+_function: Any = func.FuncOp
+#: Each element of the result depends on the elements at the same place of the operands.
+_ELEMENTWISE = frozenset(
+    f"stablehlo.{name}" for name in (
+        "abs", "add", "and", "ceil", "clamp", "compare", "convert", "cosine", "divide", "exponential", "exponential_minus_one", "floor",
+        "log", "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "remainder", "reshape",
+        "rsqrt", "select", "sign", "sine", "sqrt", "subtract", "tanh", "xor",
+    )
+)  # fmt: skip
+_WRITES = frozenset({"stablehlo.dynamic_update_slice", "stablehlo.scatter"})
+
+
+class _Reads:
+    """The reads of an array's memory in the part of a program that has been lowered, up to a write into it."""
+
+    def __init__(self, context: mlir.LoweringRuleContext, x: ir.Value, at: tuple[int, ...] | None) -> None:
+        self.module, self.x, self.at = context.module_context.module, x, at
+        self.memory = _closure([x], self._may_be)  # the values that may lie in the same memory, reshaped or not
+        self.readers = _closure(self.memory, _results)
+
+    def _may_be(self, v: ir.Value) -> list[ir.Value]:
+        """The values of which v may be another form: XLA moves reshapes, and removes operations that change nothing (x * 1)."""
+        owner: Any = v.owner
+        if not isinstance(owner, ir.Block):
+            return [] if owner.name in _WRITES else [o for o in owner.operands if _size(o) == _size(v)]
+        # two arguments of a function may be one value where it is called, but not two of what a loop carries
+        of = owner.owner.operation
+        name, visibility = (str(of.attributes[key]).strip('"') if key in of.attributes else "" for key in ("sym_name", "sym_visibility"))
+        alone = visibility != "private" or name.startswith("closed_call")
+        return [] if alone else [a for a in owner.arguments if _size(a) > 1]
+
+    def before(self, values: ir.Value) -> ir.Value:
+        """The values, behind calls that are not inlined where they, or what they are computed of, read the memory."""
+        return self._kept(values) if values in self.memory else self._cut(values, True) or values
+
+    def _cut(self, v: ir.Value, in_place: bool) -> ir.Value | None:
+        """in_place: all between v and the write is element by element.  Returns what takes v's place, if anything does."""
+        if v not in self.readers:
+            return None
+        op: Any = v.owner
+        while op.name == "stablehlo.reshape" and op.operands[0] not in self.memory:
+            op = op.operands[0].owner  # XLA computes less twice if the call is behind the reshape
+        sources = [o for o in op.operands if o in self.readers]
+        if op.regions or any(o in self.memory or _size(o) > _size(v) for o in sources):
+            return None if in_place and self._reads_there(op) else self._kept(v)
+        for o in sources:
+            self._cut(o, in_place and op.name in _ELEMENTWISE)
+        return None
+
+    def _reads_there(self, op: Any) -> bool:
+        if op.name != "stablehlo.slice":
+            return op.name in _ELEMENTWISE
+        starts, strides = (tuple(op.attributes[key]) for key in ("start_indices", "strides"))
+        return op.operands[0] == self.x and starts == self.at and set(strides) <= {1}
+
+    def _kept(self, v: ir.Value) -> ir.Value:
+        name, owner = f"read_first_{v.type}", v.owner
+        if name not in ir.SymbolTable(self.module.operation):
+            with ir.InsertionPoint(self.module.body):
+                same = _function(name, ([v.type], [v.type]), visibility="private")
+            with ir.InsertionPoint(same.add_entry_block()) as body:
+                func.ReturnOp(body.block.arguments)
+        call: Any = func.CallOp([v.type], ir.FlatSymbolRefAttr.get(name), [v])
+        call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"inlineable": ir.StringAttr.get("false")})
+        v.replace_all_uses_except(call.result, call.operation)
+        if isinstance(owner, ir.Block):
+            call.operation.move_before(owner.operations[0])
+        else:
+            call.operation.move_after(owner)
+        return call.result
+
+
+def _closure(values: Any, then: Any) -> set[ir.Value]:
+    found, left = set(values), list(values)
+    while left:
+        for v in then(left.pop()):
+            if v not in found:
+                found.add(v)
+                left.append(v)
+    return found
+
+
+def _results(v: ir.Value) -> list[ir.Value]:
+    return [r for use in v.uses for r in use.owner.results]
+
+
+def _size(v: ir.Value) -> int:
+    return math.prod(v.type.shape) if isinstance(v.type, ir.RankedTensorType) else 0

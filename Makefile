@@ -2,7 +2,7 @@
 #
 #   make demo                    32 CNNs on handwritten digits, torch.func and torchfunc-jax side by side
 #   make test                    the tests, without the slow ones
-#   make test-all                all of them: 2,000 random programs, the full demo, every workload
+#   make test-all                all of them: 22,500 random programs, the full demo, every workload
 #   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
 #   make bench                   the benchmarks; their table goes into README.md
 #   make docs                    the documentation as a site, in build/site; a broken link is an error
@@ -36,7 +36,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.test
-	TORCHFUNC_JAX_PROGRAMS=2000 TORCHFUNC_JAX_AUTOGRAD_PROGRAMS=500 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	TORCHFUNC_JAX_PROGRAMS=2000 TORCHFUNC_JAX_AUTOGRAD_PROGRAMS=500 TORCHFUNC_JAX_WRITES=20000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-versions: $(VENV)/.test
 	$(BIN)/python docs/versions.py --jobs $(JOBS) $(ARGS)

@@ -209,6 +209,13 @@ KNOWN: tuple[tuple[Callable[[Report], bool], Known], ...] = (
               "jaxlib 0.11.1 and later are right (Python 3.12 and later)."),
     ),
     (
+        lambda facts: _has(facts, "jax cpu") and not _newer("jax")(facts),
+        Known("writes that overlap what they read, on CPUs", "worked around",
+              "XLA reads what it has just written in y = a.reshape(3, 2); y.at[1:].set(y[:-1]) and its kind, in every jaxlib so far. "
+              "torchfunc-jax reads first, also inside your own jax.jit. JAX code of your own is right with "
+              "jnp.concatenate or jnp.where instead of .at[...]: https://github.com/openxla/xla/issues/49176"),
+    ),
+    (
         lambda facts: _has(facts, "jax gpu") and facts.settings["torch.get_float32_matmul_precision()"] != "highest",
         Known("TF32", "setting", "Float32 products on the GPU have the precision that torch.set_float32_matmul_precision asks for, "
               'which is not "highest": differences of about 1e-3 are expected.'),
@@ -276,6 +283,13 @@ def _written(x: torch.Tensor) -> torch.Tensor:
     y[0] = x[1] ** 2
     y[1:].mul_(2).add_(x[1:])
     return y.sum()
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    y = x.reshape(4, 3) * 2
+    z = y.clone()
+    z[1:] = y[:-1]
+    return z.reshape(-1)
 
 
 def _per_sample(api: Any) -> Callable[..., Any]:
@@ -398,6 +412,8 @@ CHECKS: dict[str, _Check] = {
     "vmap(grad)": _Check(lambda api: api.vmap(api.grad(_energy)), _ROWS),
     "functionalize": _Check(lambda api: api.functionalize(_written)),
     "grad of a function that writes in place": _Check(lambda api: api.grad(_written)),
+    "vmap of writes that overlap what they read": _Check(lambda api: api.vmap(_shifted), ((2, 12),)),
+    "grad of writes that overlap what they read": _Check(lambda api: api.grad(lambda x: (_shifted(x) ** 2).sum()), ((12,),)),
     "functional_call: gradients of each sample of a CNN": _Check(_per_sample, ((4, 1, 8, 8),)),
     "stack_module_state: an ensemble": _Check(_ensemble, _ROWS),
     "jit: a BatchNorm's running statistics": _Check(_running, _ROWS, jit=False),

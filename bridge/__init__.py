@@ -4,7 +4,7 @@ Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``. 
 ``bridge.checkpoints``.
 """
 from bridge.blocks import scan_blocks
-from bridge.convert.tensors import to_jax, to_torch
+from bridge.convert.arrays import to_jax, to_torch
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 from bridge.intercepted import checkpointing as _checkpointing  # noqa: F401  these files register what runs in a trace
 from bridge.intercepted import control_flow as _control  # noqa: F401

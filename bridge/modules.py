@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from bridge.boundary.calls import plain
 from bridge.convert import dtypes, tensors, trees
+from bridge.convert.arrays import owned
 from bridge.private import opaque
-from bridge.process import process
 from bridge.trace.random_keys import NoKeyError, drawing_from
 
 State = dict[str, jax.Array]
@@ -318,12 +318,9 @@ def as_array(t: torch.Tensor) -> jax.Array:
         raise TypeError("module: it has parameters or buffers that are not initialized; call it once, so that they have a shape")
     array = tensors.to_jax(t.detach())
     wanted = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype != wanted or process.forked:  # PyTorch copies without a compilation, which a forked process cannot do
+    if array.dtype != wanted:
         return tensors.to_jax(t.detach().to(dtypes.to_torch(wanted), copy=True))
-    with jax.enable_x64(True), jax.ensure_compile_time_eval():
-        if array.platform() != "cpu":  # JAX only promises copies in the memory of the CPU
-            return jnp.array(array, copy=True).block_until_ready()
-        return jax.device_put(array, may_alias=False).block_until_ready()
+    return owned(array)
 
 
 def as_tensor(value: torch.Tensor | jax.Array | np.ndarray | np.generic) -> torch.Tensor:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from agreement import same
+from agreement import Traces, same
 from jax import lax
 from jax.experimental import pallas as pl
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -344,11 +344,12 @@ def test_arrays_and_numbers() -> None:
 
 
 def test_numbers_of_a_jitted_function() -> None:
-    f, traces = bridge.from_jax(lambda x, s: x * s), []
-    run = torchfunc_jax.jit(lambda x, s: traces.append(s) or f(x, s))  # type: ignore[func-returns-value]
+    f = bridge.from_jax(lambda x, s: x * s)
+    traces = Traces(lambda x, s: f(x, s))
+    run = torchfunc_jax.jit(traces)
     for s in (1.0, 2.0, 3.0, 4.0):
         same(run(X, s), X * s)
-    assert len(traces) <= 3
+    assert traces.count <= 3
 
 
 def test_keys_come_from_the_generator_of_torch() -> None:

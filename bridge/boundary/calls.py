@@ -16,18 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
-from bridge.boundary.results import (
-    Computation,
-    Output,
-    Result,
-    SharedOutput,
-    placed,
-    split_arrays,
-    with_twins,
-    without_twins,
-    write_back,
-)  # fmt: skip
+from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed
+from bridge.boundary.results import split_arrays, with_twins, without_twins, write_back
 from bridge.convert import tensors, trees
+from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsTorch, rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
@@ -179,11 +171,18 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
     def body(values: list[Any]) -> list[Any]:
         with tracing.root() as root:
             root.in_jax = torch.is_grad_enabled()  # no_grad around the call does not stop jax.grad
-            result = compute([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in values])
+            given = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in values]
+            result = compute(given)
             _carry_out(result, leaves)
             writes = [(t, node.value) for t, node in root.captured.values() if node.version]
         found[:] = [result, [t for t, _ in writes]]
-        return [*_outputs(result), *[v for _, v in writes]]
+        # a result that is a tensor as it was given or captured has its memory, to which torch may write
+        lent = {id(v) for v, x in zip(given, values, strict=True) if isinstance(x, torch.Tensor)}
+        lent |= {id(node.value) for _, node in root.captured.values() if not node.version}
+        outs = [*[owned(v) if id(v) in lent and tensors.is_local(v) else v for v in _outputs(result)], *[v for _, v in writes]]
+        if lent:
+            settle(outs)
+        return outs
 
     try:
         outs = meshes.run(body, leaves, lambda: found[0].like, lasting)

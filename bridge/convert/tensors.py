@@ -47,9 +47,6 @@ def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Arr
     Raises:
         TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
 
-    Example:
-        >>> to_jax(torch.ones(2)).shape
-        (2,)
     """
     entry = process.arrays.get(id(t))
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
@@ -254,9 +251,6 @@ def to_torch(
     Raises:
         TypeError: torch has no such dtype.
 
-    Example:
-        >>> to_torch(jax.numpy.arange(3.0))
-        tensor([0., 1., 2.])
     """
     shape = array.shape
     dtype, buffer_type, empty, known, _, _ = layout(shape, array.dtype)
@@ -321,9 +315,13 @@ def _from_device(array: jax.Array, device: torch.device | None) -> torch.Tensor:
         raise TypeError("array: expected one whose shards are all on this process's devices; gather it first")
     if len(array.devices()) == 1 and array.platform() in ("gpu", "cuda", "rocm") and torch.cuda.is_available():
         return _from_cuda(array, device, torch.cuda.current_stream(next(iter(array.devices())).local_hardware_id).cuda_stream)
-    copy = np.array(array)
-    dtype = dtypes.to_torch(array.dtype)
-    if dtype in _AS_INT:
-        copy = copy.view(dtypes.to_jax(_AS_INT[dtype][0]))
-    t = torch.from_numpy(copy).view(dtype)
+    t = of_numpy(np.array(array))
     return t if device is None else t.to(device)
+
+
+def of_numpy(values: np.ndarray) -> torch.Tensor:
+    """The tensor that shares the memory of a numpy array, whose dtype may be one that numpy itself lacks."""
+    dtype = dtypes.to_torch(values.dtype)
+    if dtype in _AS_INT:
+        values = values.view(dtypes.to_jax(_AS_INT[dtype][0]))
+    return torch.from_numpy(values).view(dtype)

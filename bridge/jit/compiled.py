@@ -16,6 +16,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import inexact_dtype, put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
+from bridge.convert.arrays import settle
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
@@ -269,6 +270,8 @@ class Compiled:
                     values = [*values[:first], *jax.device_put(values[first:])]
                 outs = meshes.run(lambda given: self.forward(given, random), values, tuple, False)
         if not self.torch_out:
+            if captured or any(isinstance(x, torch.Tensor) for x in leaves):
+                settle(outs)
             compiling.warn_of_jit(outs)
             return self._finish_jax(outs, leaves, captured)
         if donation is None:

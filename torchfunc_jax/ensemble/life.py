@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge.modules import as_tensor
-from torchfunc_jax.ensemble.meshes import MEMBER, gathered
+from torchfunc_jax.ensemble.meshes import MEMBER, gathered, gathered_tensor
 
 
 class _Trainer(Protocol):
@@ -69,7 +68,7 @@ def early_stop(
     *counters, best = _stopped(counters, given, limit, min_delta, best, state.params if keep_best else {})
     after = dict(zip(("best", "waited", "active"), counters, strict=True))
     trainer.state = dataclasses.replace(state, **after, best_params=best or state.best_params)
-    return as_tensor(gathered(after["active"]))
+    return gathered_tensor(after["active"])
 
 
 @jax.jit

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
-from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed
-from bridge.boundary.results import split_arrays, with_twins, without_twins, write_back
+from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed, split_arrays, with_twins, without_twins, write_back
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsTorch, rewording

@@ -23,8 +23,8 @@ from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import SEEDS, Program, backward_pass, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.process import having
 from bridge.programs.cache_keys import Same
-from bridge.programs.closure_scan import Place
 from bridge.programs.guards import GONE_ERRORS
+from bridge.programs.places import Place
 from bridge.record.tiers import Once, Tiers
 from bridge.trace import python_numbers
 from bridge.trace.levels import state

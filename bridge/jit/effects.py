@@ -23,8 +23,9 @@ from bridge.intercepted.leaf_gradients import LeafGradients
 from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
-from bridge.programs.closure_scan import Found, GradOf, OfArgument, Place, is_plain, slots_of
+from bridge.programs.closure_scan import Found, is_plain, slots_of
 from bridge.programs.holders import MISSING, Difference, Holder, holders, in_arguments
+from bridge.programs.places import GradOf, OfArgument, Place
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import views_between
 from bridge.trace.levels import state

@@ -38,7 +38,7 @@ from bridge.private import opaque
 from bridge.process import having
 from bridge.programs import guards
 from bridge.programs.cache_keys import Same, by_identity, identical, weak
-from bridge.programs.closure_scan import Place
+from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
@@ -48,6 +48,7 @@ from bridge.trace.torch_numbers import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
 _TURNS = 4  # how many programs in a row may each be of use for one call only, because they change what they depend on
+_PAUSE = 8  # for how many calls the function itself is called then, before another program is tried; twice as many each time
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,6 +68,16 @@ class _Family:
     counters: list[Change] = dataclasses.field(default_factory=list)
     turns: int = 0  # how many programs in a row have changed what they depend on, so that they were of use for one call
     itself: str = ""  # why the function itself is called, and no program
+    pause: int = _PAUSE  # for how many calls, and
+    left: int = -1  # for how many more; -1: for good
+
+    def calls_itself(self) -> bool:
+        """Whether the function itself is to be called now."""
+        if self.itself and self.left:
+            self.left -= self.left > 0
+            return True
+        self.itself = ""
+        return False
 
     def counted(self) -> list[Any]:
         """The numbers that the function counts, as they are now."""
@@ -213,7 +224,7 @@ class Jitted:
         misfit = False
         tried: list[Compiled] = []
         if family is not None:
-            if family.itself:
+            if family.itself and family.calls_itself():
                 return self._unjitted(family.itself, torch_out, args, kwargs)
             if family.counters:
                 numbers += family.counted()
@@ -240,6 +251,7 @@ class Jitted:
         if family is not None and entry.program.changes:
             family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
             if family.turns == _TURNS:
+                family.turns, family.left, family.pause = _TURNS - 1, family.pause, 2 * family.pause
                 family.itself = f"at each call it changes {', '.join(map(str, entry.program.changes))}, and what it does depends on that"
         return out
 
@@ -448,9 +460,7 @@ class Jitted:
             >>> "sine" in jit(torch.sin).lower(torch.ones(2)).as_text()
             True
         """
-        call = Call.of(args, kwargs).each_once()
-        with random_numbers(self._random), having(state, arguments=call.leaves):
-            program = stage(self._unwrapped, call)
+        call, program = self._staged(args, kwargs)
         with jax.enable_x64(True), compiling.correctly(), having(state, arguments=call.leaves):
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
             return run.lower([aval(x) for x in (*call.arrays, *[p.get() for p in program.places])], program.any_random())
@@ -471,9 +481,16 @@ class Jitted:
             >>> [str(e.primitive) for e in jit(torch.sin).jaxpr(torch.ones(2)).eqns]
             ['sin']
         """
+        return self._staged(args, kwargs)[1].jaxpr
+
+    def _staged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Program]:
+        """The program for these arguments, which is not kept."""
         call = Call.of(args, kwargs).each_once()
-        with random_numbers(self._random), having(state, arguments=call.leaves):
-            return stage(self._unwrapped, call).jaxpr
+        try:
+            with random_numbers(self._random), having(state, arguments=call.leaves):
+                return call, stage(self._unwrapped, call)
+        except NeedsTorch as error:
+            raise RuntimeError(f"jit: there is no program, because {error}") from None
 
     def cache_clear(self) -> None:
         """Forget every compiled program."""

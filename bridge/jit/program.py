@@ -34,6 +34,7 @@ from bridge.lowering.common import varying
 from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
+from bridge.programs.places import GradOf, OfArgument, Place
 from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
@@ -78,7 +79,7 @@ class Program:
     """
 
     jaxpr: ClosedJaxpr
-    places: list[closure_scan.Place]
+    places: list[Place]
     guards: Guards
     out_spec: Any
     static: list[Any]
@@ -95,7 +96,7 @@ class Program:
     shared: list[tuple[int, int | Output, tuple[View, ...]]]
     drawn: list[Draw | ByValue | Rewind]
     numbers: list[int]
-    graded: list[closure_scan.Place]
+    graded: list[Place]
     of_arguments: bool
     changes: Sequence[Change]
 
@@ -189,7 +190,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     """
     roots = [fn, *(x for x in call.leaves if not is_array(x)), *private.functions_of_global_hooks()]
     arguments = {id(x) for x in call.arrays}
-    candidates: list[tuple[torch.Tensor, closure_scan.Place]] = []
+    candidates: list[tuple[torch.Tensor, Place]] = []
     missing: list[torch.Tensor] = []
     for attempt in range(1 + _TRACES):
         if attempt < 2:
@@ -199,8 +200,8 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
         # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
         known = {id(t) for t, _ in candidates}
-        new = [(t, closure_scan.Place(t, None)) for t in missing if id(t) not in known]
-        given = [(call.leaves[i], closure_scan.OfArgument(None, i)) for i in call.where if isinstance(call.leaves[i], torch.Tensor)]
+        new = [(t, Place(t, None)) for t in missing if id(t) not in known]
+        given = [(call.leaves[i], OfArgument(None, i)) for i in call.where if isinstance(call.leaves[i], torch.Tensor)]
         grads = _gradients([*candidates, *new, *given])
         candidates += [(t, place) for t, place in new if id(t) not in grads]
         every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
@@ -214,14 +215,14 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     )
 
 
-def _gradients(found: Sequence[tuple[torch.Tensor, closure_scan.Place]]) -> dict[int, tuple[torch.Tensor, closure_scan.Place]]:
+def _gradients(found: Sequence[tuple[torch.Tensor, Place]]) -> dict[int, tuple[torch.Tensor, Place]]:
     """By id, the ``.grad`` of each of these tensors, with its place."""
-    grads = [(t.grad, closure_scan.GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None]
+    grads = [(t.grad, GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None]
     return {id(t): (t, place) for t, place in grads if tensors.crosses(t)}
 
 
 def _traced(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
     donated: Sequence[int],
 ) -> tuple[Program, list[torch.Tensor]]:
     """``trace``; what the function asks torch's autograd for gradients by requires grad from its beginning on."""
@@ -235,7 +236,7 @@ def _traced(
 
 
 def _with_constants(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
     donated: Sequence[int], leaves: frozenset[int],
 ) -> tuple[Program, list[torch.Tensor]]:
     """``trace``; if the function asks for the values of small captured tensors without a derivative, these become constants.
@@ -261,8 +262,8 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def trace(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, closure_scan.Place]], found: closure_scan.Found,
-    donated: Sequence[int] = (), constant: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (), watched: bool = True,
+    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
+    donated: Sequence[int] = (), constant: Sequence[tuple[torch.Tensor, Place]] = (), watched: bool = True,
     leaves: frozenset[int] = frozenset(),
 ) -> tuple[Program, list[torch.Tensor]]:
     """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use.
@@ -362,7 +363,7 @@ def trace(
         [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
         [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
         [] if drawn is None else drawn.draws, numbers, info["graded"],
-        any(isinstance(p.container, closure_scan.OfArgument) for p in [*places, *[p for p, _ in info["read"]]]), info["changes"],
+        any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]), info["changes"],
     )
     return program, missing
 

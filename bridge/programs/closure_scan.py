@@ -9,8 +9,6 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import dataclasses
-import dis
 import functools
 import io
 import operator
@@ -24,10 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bridge.convert import sparse, trees
+from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
 from bridge.programs.cache_keys import identical
-from bridge.trace.levels import state
+from bridge.programs.code_names import GRAD, Read, read_by
+from bridge.programs.places import GLOBAL, VARIABLE, Asked, DictOf, Entry, GradOf, Place, Referent, Slots
 from bridge.trace.python_numbers import Inputs, is_input
 
 _DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
@@ -46,15 +45,8 @@ _SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, t
 _DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "abc"})
 _OURS = frozenset({"bridge", "torchfunc_jax"})
-#: Names by which code reads an attribute that it names as a string, and any attribute.
-_SETTING, _STORING = frozenset({"setattr", "delattr"}), ("STORE_", "DELETE_")
-_BY_STRING = _SETTING | {"getattr", "hasattr"}
+#: Names by which code reads, or sets, any attribute.
 _ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"})
-_GLOBAL, _VARIABLE = "the global variable", "the variable "
-#: What adds to a list, deque or set, and reads nothing.
-_ADDING = frozenset({"append", "appendleft", "extend", "extendleft", "add"})
-#: Replaces "grad" if the attribute is read, as a tensor's is, and not called, as torch.func.grad is.
-_GRAD = ".grad"
 #: Methods that Python calls although the code does not name them; methods that only make or show an object are left out.
 _IMPLICIT = frozenset({
     "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
@@ -64,150 +56,6 @@ _IMPLICIT = frozenset({
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__",
     "__pow__", "__neg__", "__eq__", "__lt__", "__gt__", "__le__", "__ge__", "__float__", "__int__", "__index__", "__torch_function__",
 })  # fmt: skip
-
-
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Place:
-    """The place of an object; ``get()`` returns the object that is there now.
-
-    Attributes:
-        container, key: a dict, list or tuple and the key in it; if key is None, the container is a cell, or the object itself.
-        owner: the name, for messages, of the object that the container belongs to.
-    """
-
-    container: Any
-    key: Any
-    owner: str = ""
-
-    def get(self) -> Any:
-        if self.key is None:
-            return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container
-        return self.container[self.key]
-
-    @property
-    def identity(self) -> Any:
-        """Equal for two objects that stand for one place."""
-        return id(self.container), self.key
-
-    @property
-    def names(self) -> tuple[Any, ...]:
-        """The names by which code gets there: of a variable or attribute, and of entries of dicts; None stands for another way."""
-        if isinstance(self.container, types.CellType):
-            return (self.owner.removeprefix(_VARIABLE),)
-        return (self.key if self.owner and type(self.key) is str else None,)
-
-    def __str__(self) -> str:
-        if self.key is None:
-            return self.owner or "a value that the function uses"
-        if self.owner == _GLOBAL:
-            return f"{self.owner} {self.key}"
-        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
-
-
-class Entry(Place):
-    """The entry of a list, tuple, deque or dict that is at another place, the container, where another one may take its place."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return self.container.get()[self.key]
-
-    @property
-    def identity(self) -> Any:
-        return Entry, self.container.identity, self.key
-
-    @property
-    def names(self) -> tuple[Any, ...]:
-        own = self.key if type(self.key) is str else None
-        return (own,) if self.owner else (*self.container.names, own)
-
-    def __str__(self) -> str:
-        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of {self.container}"
-
-
-class Slots:
-    """The attributes of an object without a ``__dict__``, as a container; it refers to the object weakly if the object allows that."""
-
-    def __init__(self, owner: Any) -> None:
-        try:
-            self.owner: Callable[[], Any] = weakref.ref(owner)
-        except TypeError:
-            self.owner = lambda: owner
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.owner(), name)
-
-
-class _Asked(Place):
-    """The answer of the container, which is called at each call: a context variable's value, whether one tensor is at two places."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return self.container()
-
-
-class OfArgument(Place):
-    """An argument of the call in progress; key: its number among the leaves of the call."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return state.arguments[self.key]
-
-    def __str__(self) -> str:
-        return "an argument"
-
-
-class InArguments(Place):
-    """A node among the arguments of the call in progress; key: the path to it, by numbers."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return functools.reduce(lambda tree, i: trees.children(tree)[i], self.key, state.given)
-
-    @property
-    def identity(self) -> Any:
-        return InArguments, self.key
-
-    def __str__(self) -> str:
-        return f"an argument that is a {type(self.get()).__name__}"
-
-
-class DictOf(Place):
-    """The attributes of the object at another place, the container."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return self.container.get().__dict__
-
-    @property
-    def identity(self) -> Any:
-        return DictOf, self.container.identity
-
-
-class GradOf(Place):
-    """The ``.grad`` of the tensor at another place, the container."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        return self.container.get().grad
-
-    @property
-    def identity(self) -> Any:
-        return GradOf, self.container.identity
-
-    def __str__(self) -> str:
-        return f"the .grad of {self.container}"
-
-
-class _Referent(_Asked):
-    """The object that a weak reference, the container, refers to; the place does not keep it alive."""
-
-    __slots__ = ()
 
 
 class _Edge(NamedTuple):
@@ -289,14 +137,14 @@ class Found:
         waiting = [function]
         while waiting:
             function = waiting.pop()
-            read, library = _read_by(function.__code__), of_library(function.__module__)
+            read, library = read_by(function.__code__), of_library(function.__module__)
             if function.__code__ not in self._codes:
                 self._codes.add(function.__code__)
                 self.note(read, library)
                 called = () if library else (function.__globals__.get(name) for name in read.globals)
                 waiting += [f for f in called if isinstance(f, types.FunctionType)]
 
-    def note(self, read: _Read, library: bool = False) -> None:
+    def note(self, read: Read, library: bool = False) -> None:
         """Note the names that a code uses; library: it is PyTorch's or another one whose names as strings say nothing."""
         self._names.update(set(read.names) - _ANY_NAME if library else read.names)
         self._loaded.update(set(read.loaded) - _ANY_NAME if library else read.loaded)
@@ -357,10 +205,10 @@ class Found:
             wanted = [n for n in vars(t) if not n.startswith("_")]
             if "requires_grad" in self._names:
                 wanted.append("requires_grad")
-            if _GRAD in self._names and t.is_leaf:
+            if GRAD in self._names and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
-                read = _Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
+                read = Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
                 where = GradOf(place, name) if name == "grad" else read
                 _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
@@ -456,13 +304,13 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
         if first is not place and first.identity != place.identity:  # one tensor at two places: it is read at the first one
-            both = _Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
+            both = Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
             found._edges.append(_Edge(both, True, edge, False))
         elif first is place and is_sparse(x):
             _visit_sparse(x, place, found, depth, edge)
         return
     if isinstance(x, Sparse):  # an argument that is a sparse tensor
-        _visit(x.tensor(), _Referent(x.tensor, None, "a sparse argument"), found, depth, edge)
+        _visit(x.tensor(), Referent(x.tensor, None, "a sparse argument"), found, depth, edge)
         return
     if is_input(x):  # a number that the function counts
         return
@@ -533,11 +381,11 @@ def is_plain(x: Any) -> bool:
 
 def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
     """Search the parts of a sparse tensor; its layout and its shape must stay the same, and it stays coalesced or not."""
-    kind = _Asked(lambda: _kind(place.get()), None, f"the layout and the shape of {place}")
+    kind = Asked(lambda: _kind(place.get()), None, f"the layout and the shape of {place}")
     found.data.append((kind, frozen(_kind(t)), edge))
     if sparse.can_be_taken_apart(t):
         for part in ("indices", "values"):
-            where = _Asked(lambda part=part: getattr(sparse.sparse(place.get()), part), None, f"the {part} of {place}")
+            where = Asked(lambda part=part: getattr(sparse.sparse(place.get()), part), None, f"the {part} of {place}")
             _visit(where.get(), where, found, depth, edge)
 
 
@@ -622,7 +470,7 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
         elif _installed(x.__module__):
             found.read(x)
         else:
-            found.note(_read_by(x.__code__))
+            found.note(read_by(x.__code__))
             found._edges.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
             _visit_attributes(x, x.__name__, found, depth, edge)
     elif isinstance(x, functools.partial):
@@ -635,7 +483,7 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
         if type(getattr(x, "__dict__", None)) is dict and not of_library(type(x).__module__):
             found._objects.append((x, DictOf(place, None) if nested else Place(x.__dict__, None), edge))
     for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
-        constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not _Asked
+        constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not Asked
         attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
         if nested and not constant:
             where = Entry(place if where.container is x else DictOf(place, None), where.key, where.owner)
@@ -693,16 +541,16 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             try:
                 content = cell.cell_contents
             except ValueError:
-                yield True, _Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
+                yield True, Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
                 continue
             if _defined_in(x) == "functools" and isinstance(content, weakref.WeakKeyDictionary):
                 continue  # what singledispatch has found already
-            yield content, Place(content, None) if ours else Place(cell, None, _VARIABLE + name)  # our own variables are bound once
+            yield content, Place(content, None) if ours else Place(cell, None, VARIABLE + name)  # our own variables are bound once
         inside = ours or _installed(x.__module__)  # globals of its module are not the user's
-        for name in () if inside else _read_by(x.__code__).globals:
+        for name in () if inside else read_by(x.__code__).globals:
             if name in x.__globals__:
-                yield x.__globals__[name], Place(x.__globals__, name, _GLOBAL)
-        for name in () if inside else _read_by(x.__code__).imports:
+                yield x.__globals__[name], Place(x.__globals__, name, GLOBAL)
+        for name in () if inside else read_by(x.__code__).imports:
             if name in sys.modules:
                 yield sys.modules[name], Place(sys.modules[name], None)
         for name in () if inside else ("__defaults__", "__kwdefaults__"):
@@ -723,12 +571,12 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, contextvars.ContextVar):
         ask = functools.partial(x.get, None)
-        yield ask(), _Asked(ask, None, f"the context variable {x.name}")
+        yield ask(), Asked(ask, None, f"the context variable {x.name}")
     elif isinstance(x, weakref.ReferenceType):
         referent = x()
-        yield referent is None, _Asked(lambda: x() is None, None, "whether the referent of a weak reference is dead")
+        yield referent is None, Asked(lambda: x() is None, None, "whether the referent of a weak reference is dead")
         if referent is not None:
-            yield referent, _Referent(x, None, "the referent of a weak reference")
+            yield referent, Referent(x, None, "the referent of a weak reference")
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")
@@ -763,7 +611,7 @@ def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
         for name, slot in cls.__dict__.items() if "__slots__" in cls.__dict__ else ():
             if isinstance(slot, types.MemberDescriptorType):
                 there = functools.partial(hasattr, x, name)
-                yield there(), _Asked(there, name, type(x).__name__)
+                yield there(), Asked(there, name, type(x).__name__)
                 if there():
                     yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
 
@@ -813,126 +661,9 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
-def stored_globals(function: types.FunctionType) -> frozenset[str]:
-    """The names of global variables that a function sets or deletes, or one inside it."""
-    waiting, found = [function.__code__], set[str]()
-    while waiting:
-        code = waiting.pop()
-        found.update(s.argval for s in dis.get_instructions(code) if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
-        waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset(found)
-
-
 def slots_of(x: Any) -> list[str]:
     """The names of the attributes of an object that are slots of classes that are no library's."""
     return [
         name for cls in type(x).__mro__ if "__slots__" in cls.__dict__ and not of_library(cls.__module__)
         for name, slot in cls.__dict__.items() if isinstance(slot, types.MemberDescriptorType)
     ]  # fmt: skip
-
-
-class _Read(NamedTuple):
-    """Names in the code of a function and of those inside it.
-
-    Attributes:
-        names: all.
-        globals: those of global variables that it reads.
-        optional: those that it passes to getattr and hasattr.
-        imports: those of the Python modules that it imports.
-        loaded: those of ``names`` that it does not only set or delete.
-        stored: those of attributes and global variables that it sets or deletes; "__dict__" if it may set any.
-        used: those of variables, attributes and entries that it reads, and not only to add to a container there, or to read its entries.
-        opened, added: those that it reads to read an entry of the container there, and to add to it.
-    """
-
-    names: tuple[str, ...]
-    globals: tuple[str, ...]
-    optional: tuple[str, ...]
-    imports: tuple[str, ...]
-    loaded: tuple[str, ...]
-    stored: tuple[str, ...]
-    used: tuple[str, ...]
-    opened: tuple[str, ...]
-    added: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_by(code: types.CodeType) -> _Read:
-    steps = list(dis.get_instructions(code))
-    names, optional = list(code.co_names), []
-    loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    imports = [s.argval for s in steps if s.opname == "IMPORT_NAME"]
-    named = [s for s in steps if s.opcode in dis.hasname]
-    stored = [s.argval for s in named if s.opname.startswith(_STORING)]
-    steps = [s for s in steps if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
-    reads = [(s.argval, steps[i + 1 : i + 3]) for i, s in enumerate(steps) if _reads(s)]
-    reads += [(s.argval, steps[i + 2 : i + 4]) for i, s in enumerate(steps) if _is_key(steps[i : i + 2])]
-    opened = [name for name, then in reads if _is_key(then)]
-    added = [name for name, then in reads if _adds(then)]
-    used = [name for name, then in reads if not _is_key(then) and not _adds(then)]
-    only_stored = {*stored}.difference([s.argval for s in named if not s.opname.startswith(_STORING)])
-    for i, step in enumerate(steps):
-        if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
-            names.append(_GRAD)
-        if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            name = _second_argument(steps[i + 1 :])
-            if step.argval in _SETTING:
-                stored.append(name or "__dict__")
-            elif name is not None:
-                optional.append(name)
-            elif code.co_name != "__getattr__":  # which passes on a name that other code contains
-                names.append("__dict__")
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            inner = _read_by(const)
-            names += inner.names
-            loaded += inner.globals
-            optional += inner.optional
-            imports += inner.imports
-            stored += inner.stored
-            used += inner.used
-            opened += inner.opened
-            added += inner.added
-            only_stored.difference_update(inner.loaded)
-    names += optional
-    read = [n for n in names if n not in only_stored]
-    return _Read(*[tuple(dict.fromkeys(x)) for x in (names, loaded, optional, imports, read, stored, used + optional, opened, added)])
-
-
-def _reads(step: dis.Instruction) -> bool:
-    """Whether a step reads a variable, a global variable or an attribute that is no method."""
-    if step.opname == "LOAD_ATTR":
-        return not (sys.version_info >= (3, 12) and (step.arg or 0) & 1)
-    return step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
-
-
-def _is_key(steps: list[dis.Instruction]) -> bool:
-    """Whether two steps read the entry of a container at a key that is a string."""
-    return len(steps) == 2 and steps[0].opname.startswith("LOAD_CONST") and type(steps[0].argval) is str and _subscribes(steps[1])
-
-
-def _subscribes(step: dis.Instruction) -> bool:
-    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and "[]" in (step.argrepr or ""))
-
-
-def _adds(steps: list[dis.Instruction]) -> bool:
-    """Whether the next step calls a method that adds to the object that has just been read."""
-    return bool(steps) and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[0].argval in _ADDING
-
-
-def _second_argument(steps: list[dis.Instruction]) -> str | None:
-    """The second argument of the call whose function was just put on the stack, if it is a string constant."""
-    depth, second = 0, None
-    for step in steps:
-        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-            return None
-        before, depth = depth, depth + dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
-        if depth >= 2 > before:
-            second = step
-        if second is not None and depth < 2:
-            if "CALL" in step.opname:
-                return second.argval if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str) else None
-            second = None
-        elif second is not None and before > depth == 2:  # it was computed
-            second = step
-    return None

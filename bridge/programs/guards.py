@@ -17,6 +17,7 @@ import torch
 from bridge import private
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
+from bridge.programs.places import Entry, GradOf, Place, Slots
 from bridge.trace.python_numbers import is_input
 
 #: The names of the entries of ``ambient``.
@@ -135,8 +136,8 @@ class Guards:
     )  # fmt: skip
 
     def __init__(
-        self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, closure_scan.Place]] = (),
-        read: Sequence[tuple[closure_scan.Place, Any]] | None = None,
+        self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, Place]] = (),
+        read: Sequence[tuple[Place, Any]] | None = None,
     ) -> None:
         self.asked = [(place, _content(t)) for t, place in asked]
         self.modules: list[tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]] = []
@@ -145,7 +146,7 @@ class Guards:
             if all(name in d for name in _MODULE):  # not ScriptModules
                 self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
         self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if d is None or owner().__dict__ is d]
-        edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not closure_scan.GradOf]
+        edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not GradOf]
         self.places = [(p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.nested, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
@@ -154,7 +155,7 @@ class Guards:
         sizes = [(p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))]
         self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
         absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
-        self.absent = [(p.container if type(p) is closure_scan.Place else p, names) for p, names in absent]
+        self.absent = [(p.container if type(p) is Place else p, names) for p, names in absent]
         self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
 
     def hold(self) -> bool:
@@ -200,7 +201,7 @@ class Guards:
                 if not _has_keys(place.get(), keys):
                     return False
             for d, names in self.absent:
-                if not (d.get() if isinstance(d, closure_scan.Place) else d).keys().isdisjoint(names):
+                if not (d.get() if isinstance(d, Place) else d).keys().isdisjoint(names):
                     return False
         except GONE_ERRORS:
             return False
@@ -246,7 +247,7 @@ class Guards:
             if not isinstance(t, torch.Tensor) or _content(t) != content:
                 yield f"{place}, whose values Python asked for, holds other values than before"
         for where, names in self.absent:
-            attributes = current(where) if isinstance(where, closure_scan.Place) else where
+            attributes = current(where) if isinstance(where, Place) else where
             for name in names.intersection(attributes if attributes is not GONE else ()):
                 yield f"an object that the function uses has been given an attribute {name}"
         for place, (kind, keys) in self.sizes:
@@ -266,7 +267,7 @@ GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
 _BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
 
 
-def current(place: closure_scan.Place) -> Any:
+def current(place: Place) -> Any:
     """What is at a place; GONE if it no longer exists."""
     try:
         return place.get()
@@ -302,16 +303,16 @@ def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
     return len(container) == len(keys) and (all(map(operator.is_, container, keys)) or _same(tuple(container), keys))
 
 
-def _is_code(place: closure_scan.Place) -> bool:
-    return place.key == "__code__" and type(place.container) is closure_scan.Slots
+def _is_code(place: Place) -> bool:
+    return place.key == "__code__" and type(place.container) is Slots
 
 
-def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any], list[Any], list[tuple[closure_scan.Place, Any]]]:
+def _grouped(places: Sequence[tuple[Place, Any]]) -> tuple[list[Any], list[Any], list[tuple[Place, Any]]]:
     """Group the places: [(container, getter of several entries, these entries)], the same with places of containers, and other places."""
     groups: dict[Any, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
-        if type(place) in (closure_scan.Place, closure_scan.Entry) and place.key is not None:
+        if type(place) in (Place, Entry) and place.key is not None:
             groups.setdefault(place.identity[:-1], (place.container, {}))[1][place.key] = value
         else:
             single.append((place, value))
@@ -323,7 +324,7 @@ def _grouped(places: Sequence[tuple[closure_scan.Place, Any]]) -> tuple[list[Any
 
 
 def _is_place(x: Any) -> bool:
-    return isinstance(x, closure_scan.Place)
+    return isinstance(x, Place)
 
 
 def _mode(training: bool) -> str:

@@ -17,20 +17,9 @@ import numpy as np
 import torch
 
 from bridge.convert import trees
-from bridge.programs.closure_scan import (
-    HOOKS,
-    DictOf,
-    Entry,
-    Found,
-    InArguments,
-    Place,
-    Slots,
-    is_ours,
-    is_plain,
-    of_library,
-    slots_of,
-    stored_globals,
-)  # fmt: skip
+from bridge.programs.closure_scan import HOOKS, Found, is_ours, is_plain, of_library, slots_of
+from bridge.programs.code_names import stored_globals
+from bridge.programs.places import DictOf, Entry, InArguments, Place, Slots
 
 #: Stands for what is not there.
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()

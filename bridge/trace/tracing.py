@@ -553,7 +553,7 @@ def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if device is not None:
         return str(device).partition(":")[0] == "meta"
     given = [x for x in args if isinstance(x, torch.Tensor)]
-    return bool(given) and all(type(x) is not Traced and x.is_meta for x in given)
+    return bool(given) and all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta for x in given)  # a subclass may have rules
 
 
 def _without_data(args: tuple[Any, ...]) -> list[Any]:

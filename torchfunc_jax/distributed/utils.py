@@ -333,7 +333,7 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> None:
 def free_storage(tensor: Array) -> None:
     """Free a tensor's memory and keep its shape and dtype; nothing is done if it is freed already.
 
-    Of a jax.Array this is ``array.delete()``. Arrays that ``bridge.to_jax`` made of the tensor without a copy must not be used any more.
+    Of a jax.Array this is ``array.delete()``. Arrays that ``bridge.to_jax(t, copy=False)`` made of the tensor must not be used any more.
 
     Args:
         tensor: a torch.Tensor that is alone in its storage, or a jax.Array.

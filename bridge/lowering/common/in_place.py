@@ -95,9 +95,8 @@ class _Reads:
             return [] if owner.name in _WRITES else [o for o in owner.operands if _size(o) == _size(v)]
         # two arguments of a function may be one value where it is called, but not two of what a loop carries
         of = owner.owner.operation
-        name, visibility = (str(of.attributes[key]).strip('"') if key in of.attributes else "" for key in ("sym_name", "sym_visibility"))
-        alone = visibility != "private" or name.startswith("closed_call")
-        return [] if alone else [a for a in owner.arguments if _size(a) > 1]
+        name = str(of.attributes["sym_name"]).strip('"') if "sym_name" in of.attributes else ""  # of a loop's body: none
+        return [] if not name or name == "main" or name.startswith("closed_call") else [a for a in owner.arguments if _size(a) > 1]
 
     def before(self, values: ir.Value) -> ir.Value:
         """The values, behind calls that are not inlined where they, or what they are computed of, read the memory."""

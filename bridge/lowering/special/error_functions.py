@@ -57,7 +57,18 @@ def _log_ndtr(x: Array) -> Array:
     return lax.select_n(below, lax.log1p(scaled(varying.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail)
 
 
-define_slopes(_log_ndtr, lambda x, y: lax.div(like(math.sqrt(2 / math.pi), x), _erfcx(scaled(x, -math.sqrt(0.5)))))
+@jax.custom_jvp
+def _log_ndtr_slope(x: Array) -> Array:
+    return lax.div(like(math.sqrt(2 / math.pi), x), _erfcx(scaled(x, -math.sqrt(0.5))))
+
+
+def _log_ndtr_curve(x: Array, slope: Array) -> Array:
+    """That of the quotient would be infinity by infinity where erfcx overflows and the slope is 0."""
+    return choose(lax.eq(slope, number(0, x.dtype)), 0, lax.neg(lax.mul(slope, lax.add(x, slope))))
+
+
+define_slopes(_log_ndtr, lambda x, y: _log_ndtr_slope(x))
+define_slopes(_log_ndtr_slope, _log_ndtr_curve)
 
 
 @jax.custom_jvp

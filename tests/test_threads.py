@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from agreement import same
+from agreement import Traces, same
 from torch import nn
 
 import torchfunc_jax
@@ -76,13 +76,8 @@ def test_different_transforms_at_once(compiled: bool, shared: bool) -> None:
 
 
 def test_one_compiled_function_from_all_threads() -> None:
-    runs = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return (x * 2).sin()
-
-    compiled = jit(fn)
+    traced = Traces(lambda x: (x * 2).sin())
+    compiled = jit(traced)
 
     def work(n: int) -> None:
         for r in range(ROUNDS):
@@ -90,7 +85,7 @@ def test_one_compiled_function_from_all_threads() -> None:
             same(compiled(x), (x * 2).sin())
 
     together(work)
-    assert len(runs) == 1
+    assert traced.count == 1
 
 
 def test_backward_in_every_thread() -> None:

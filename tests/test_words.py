@@ -237,6 +237,8 @@ def test_printed_tensors_without_values() -> None:
     jit(vmap(lambda x, y: (found.append(repr(y.abs())), x)[1], (0, None)))(_X, _X)
     assert found[1] == "Traced(shape=(2, 2), dtype=torch.float32)", "no vmap maps it"
     kept: list[torch.Tensor] = []
-    for transform in (vmap, jit):
+    for transform in (vmap, lambda f: jit(vmap(f))):
         transform(lambda x: (kept.append(x), x.sin())[1])(_X)
         assert "escaped" in repr(kept[-1])
+    jit(lambda x: (kept.append(x), x.sin())[1])(_X)
+    assert kept[-1] is _X

@@ -25,7 +25,7 @@ from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
 from bridge.convert import dtypes, tensors, trees
-from bridge.errors import CalledItself, DataDependentError
+from bridge.errors import CalledItself, DataDependentError, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit import products
 from bridge.jit.effects import Change, noted
@@ -576,7 +576,7 @@ def backward_pass(program: Program, active: Sequence[int]) -> Program:
         return pull_back(pull, values[last:-1])
 
     taken = [*jaxpr.invars, *pick(jaxpr.outvars[: len(kinds)], kinds)]
-    with jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
+    with rewording(), jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in taken]
         closed = jax.make_jaxpr(gradients)(*avals, jax.ShapeDtypeStruct((SEEDS,), np.int64))
     closed = closed.replace(jaxpr=simplified(closed.jaxpr))

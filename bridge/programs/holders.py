@@ -310,7 +310,7 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
     if slots := slots_of(x):
         yield Attributes(x, slots)
     if isinstance(x, torch.nn.Module):
-        for store in ("_parameters", "_buffers", "_modules", *HOOKS):
+        for store in [name for name in ("_parameters", "_buffers", "_modules", *HOOKS) if name in x.__dict__]:  # not of ScriptModules
             yield (Hooks if store in HOOKS else Holder)(Place(x.__dict__, store, type(x).__name__))
     if isinstance(x, torch.optim.Optimizer):
         for entries in (x.state, *x.state.values()):

@@ -35,7 +35,11 @@ class _Again(replay.Run):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.numbers)
-        self.held = {t.ref: t for t in recorder.tensors if type(t) is Recorded}  # also those of transforms that have ended
+        #: also those of transforms that have ended; inside of a Function, values have no derivative of the Function's
+        self.held = {
+            t.ref: t for t in recorder.tensors
+            if type(t) is Recorded and all(level.open or level.kind != "function" for level in around(t.level))
+        }  # fmt: skip
 
     def other(self, op: Op) -> None:
         raise Unrecordable(f"{op.func}, whose result is the same tensor in a record alone")

@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 import weakref
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -232,3 +233,43 @@ def test_what_a_vmap_does_not_map_is_one_tensor(in_dims: tuple[int | None, ...])
     for tf in (torch.func, torchfunc_jax):
         tf.vmap(fn, in_dims)(x, x, x)
     assert found[0] == found[1]
+
+
+_STATE: object = None
+_COUNT = 0
+
+
+def _of_globals(jitted: bool) -> list[object]:
+    global _STATE, _COUNT
+    _STATE, _COUNT = torch.zeros(2), 0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        global _STATE, _COUNT
+        _STATE = _STATE * 0.5 + x  # type: ignore[operator]
+        _COUNT += 1
+        return _STATE * _COUNT
+
+    run, found = jit(fn) if jitted else fn, []
+    for x in INPUTS:
+        found += [run(x), _STATE, _COUNT]
+    return found
+
+
+def _of_variables(jitted: bool) -> list[object]:
+    state, count = torch.zeros(2), 0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        nonlocal state, count
+        state = state * 0.5 + x
+        count += 1
+        return state * count
+
+    run, found = jit(fn) if jitted else fn, []
+    for x in INPUTS:
+        found += [run(x), state, count]
+    return found
+
+
+@pytest.mark.parametrize("calls", [_of_globals, _of_variables])
+def test_variables_that_are_bound_again(calls: Callable[[bool], list[object]]) -> None:
+    assert same(calls(True), calls(False))

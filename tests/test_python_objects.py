@@ -1,6 +1,7 @@
 """What a function does to Python objects, it does at each call, under jit as without: beside PyTorch and torch.func."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import itertools
@@ -273,3 +274,63 @@ def _of_variables(jitted: bool) -> list[object]:
 @pytest.mark.parametrize("calls", [_of_globals, _of_variables])
 def test_variables_that_are_bound_again(calls: Callable[[bool], list[object]]) -> None:
     assert same(calls(True), calls(False))
+
+
+class Stateful(torch.nn.Module):
+    """A module with a state of each kind: a buffer that is bound again, a dict with a view of its argument, a count and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.n = torch.nn.Linear(2, 2), 0
+        self.kept: dict[str, torch.Tensor] = {"last": torch.zeros(0)}
+        self.register_buffer("mean", torch.zeros(2))
+        self.log: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        y = self.layer(x).float() * scale
+        self.n += 1
+        self.kept["last"], self.kept["view"] = y, x[0]
+        self.mean = self.mean * 0.5 + y.mean(0).detach()
+        self.log.append(y.sum())
+        return (y * self.n).sum()
+
+
+AROUND = {
+    "nothing": contextlib.nullcontext, "no_grad": torch.no_grad, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("cpu"),
+}  # fmt: skip
+
+
+def _stateful(jitted: bool, around: Callable[[], contextlib.AbstractContextManager[object]], changes: bool) -> list[object]:
+    torch.manual_seed(0)
+    module, activations, found = Stateful(), [], list[object]()
+    module.layer.register_forward_hook(lambda m, args, out: activations.append(out.float().mean()))
+    run = jit(module) if jitted else module
+    for k in range(6):
+        x = (torch.arange(2.0 * (2 + k % 2)).reshape(-1, 2) + k).requires_grad_(k % 3 == 0)
+        if changes and k == 3:
+            module.eval()
+            module.layer.weight = torch.nn.Parameter(torch.eye(2))
+        if changes and k == 4:
+            module.kept, module.n = {"last": torch.zeros(0)}, 10
+        with around():
+            out = run(x, 1.0 + k)
+        if out.requires_grad:
+            out.backward(retain_graph=True)
+        found += [out.float(), x.grad, *[t.float() for t in module.kept.values()], module.mean.clone(), module.n]
+        found += [len(module.log), module.log[-1].float(), len(activations), activations[-1]]
+    return found
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_module_with_a_state(around: str, changes: bool) -> None:
+    """Shapes, numbers, modules and what requires grad change from call to call; hooks keep activations."""
+    theirs, mine = (_stateful(jitted, AROUND[around], changes) for jitted in (False, True))
+    loose = 1e-2 if around == "autocast" else 1e-5
+    for m, t in zip(mine, theirs, strict=True):
+        if isinstance(t, torch.Tensor):
+            assert m.requires_grad == t.requires_grad  # type: ignore[attr-defined]
+            torch.testing.assert_close(m, t, rtol=loose, atol=loose)
+        else:
+            assert m == t

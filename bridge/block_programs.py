@@ -26,15 +26,15 @@ from bridge.errors import at_line
 from bridge.process import having
 from bridge.programs.cache_keys import identical
 from bridge.programs.closure_scan import HOOKS
+from bridge.programs.holders import REBUILT
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane, source
 from bridge.trace.stacks import stacked, unstacked
 from bridge.trace.torch_numbers import Draw
 
 _Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
-#: Attributes that are compared in ways of their own, or that an RNN makes anew of parameters that have been replaced.
-_FLAT = ("_flat_weights", "_flat_weight_refs")
-_STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *_FLAT})
+#: Attributes that are compared in ways of their own, or that an RNN makes anew.
+_STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *REBUILT})
 
 
 class Differ(Exception):
@@ -68,7 +68,7 @@ class Parts:
         for (_, container, key), t in places:
             container[key] = t
         attributes = {path: _snapshot(m) for path, m in self.modules.items()}
-        flat = [(m.__dict__, key, m.__dict__[key]) for m in self.modules.values() for key in _FLAT if key in m.__dict__]
+        flat = [(m.__dict__, key, m.__dict__[key]) for m in self.modules.values() for key in REBUILT if key in m.__dict__]
         try:
             yield
             for (name, container, key), t in places:
@@ -99,7 +99,7 @@ def parts(block: nn.Module) -> Parts:
         for key, value in m.__dict__.items():
             if isinstance(value, torch.Tensor):
                 slots.setdefault(id(value), []).append((_joined(path, key), m.__dict__, key))
-            elif isinstance(value, list) and key not in _FLAT:
+            elif isinstance(value, list) and key not in REBUILT:
                 for k, t in enumerate(value):
                     if isinstance(t, torch.Tensor):
                         slots.setdefault(id(t), []).append((_joined(path, f"{key}[{k}]"), value, k))

@@ -334,3 +334,22 @@ def test_a_module_with_a_state(around: str, changes: bool) -> None:
             torch.testing.assert_close(m, t, rtol=loose, atol=loose)
         else:
             assert m == t
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_an_rnn_whose_parameters_are_replaced_is_compiled(kind: type[torch.nn.RNNBase]) -> None:
+    """It makes its list of weights anew, and weak references to them, which are no changes that anyone can see."""
+    net = kind(3, 4, batch_first=True).double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torchfunc_jax.functional_call(net, params, (x,))[0].square().sum()
+
+    f = torchfunc_jax.jit(torchfunc_jax.grad(loss))
+    calls = [({name: p + k for name, p in params.items()}, torch.randn(2, 5, 3, dtype=torch.float64)) for k in range(3)]
+    expected = [torch.func.grad(loss)(*given) for given in calls]
+    weights = list(net._flat_weights)
+    torch.testing.assert_close([f(*given) for given in calls], expected)
+    assert len(f.programs()) == 1
+    assert sum(p.calls for p in f.programs()) == 3
+    assert all(a is b for a, b in zip(net._flat_weights, weights, strict=True))

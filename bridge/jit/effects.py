@@ -24,7 +24,7 @@ from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
 from bridge.programs.closure_scan import Found, is_plain, slots_of
-from bridge.programs.holders import MISSING, Difference, Holder, holders, in_arguments
+from bridge.programs.holders import MISSING, REBUILT, Difference, Holder, holders, in_arguments
 from bridge.programs.places import GradOf, OfArgument, Place
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import views_between
@@ -202,6 +202,8 @@ class _Recipes:
             if holder.refused:
                 raise CalledItself(f"it {holder.refused}")
             for what, key, value in differences:
+                if key in REBUILT or holder.place.key in REBUILT:
+                    continue
                 before = holder.at(old, key) if what == "set" else MISSING
                 if what == "set" and self._alike(before, value):
                     continue

@@ -23,6 +23,8 @@ from bridge.programs.places import DictOf, Entry, InArguments, Place, Slots
 
 #: Stands for what is not there.
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
+#: Attributes that an RNN of PyTorch's makes anew of its parameters when these have been replaced.
+REBUILT = ("_flat_weights", "_flat_weight_refs")
 #: What is to be done ("set", "delete" or a word of the holder's own), at which key, with which value.
 Difference = tuple[str, Any, Any]
 

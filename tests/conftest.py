@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from bridge.process import process
+from bridge.record import disk
 
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(_CACHE)))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+disk.place = lambda: None  # the user's cache folder stays as it is; tests that start a process give it a folder of its own
 torch.set_num_threads(1)  # the tests run in several processes
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50, derandomize=True)
@@ -51,6 +53,7 @@ def _little_memory() -> Iterator[None]:
     with contextlib.suppress(OSError, AttributeError):  # Linux alone says how much it is, and how to give it back
         if int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > _MEMORY:
             jax.clear_caches()
+            process.executables.clear()
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
 

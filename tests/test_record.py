@@ -1216,7 +1216,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
     """Programs are stored in the folder, at once; JAX's own cache, which the tests use elsewhere, is off."""
     later = process.compiler.later
     monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: work() if idle else later(work))
-    monkeypatch.setattr(disk, "_place", lambda: (folder, ""))
+    monkeypatch.setattr(disk, "place", lambda: (folder, ""))
     monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)

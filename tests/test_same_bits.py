@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchfunc_jax
 from bridge import private
-from bridge.process import process
+from bridge.process import Recent, process
 from bridge.record import programs, tiers
 from bridge.trace.levels import state
 from torchfunc_jax import functional_call, grad, hessian, jacrev, jit, jvp, linearize, vjp, vmap
@@ -36,6 +36,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
     monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else work())
     monkeypatch.setattr(process, "programs", programs._Kept())
+    monkeypatch.setattr(process, "executables", Recent(128))
     monkeypatch.setattr(process, "widths", type(process.widths)())
     yield found
     torch.use_deterministic_algorithms(False)

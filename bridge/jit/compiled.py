@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,12 +89,14 @@ class Compiled:
     def __init__(
         self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
         numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
-        given: Sequence[Any] | None = None, counters: Sequence[Place] = (), executables: Executables | None = None,
+        given: Sequence[Any] | None = None, counters: Sequence[Place] = (), executables: Executables | None = None, stored: bool = False,
     ) -> None:
         """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers.
 
         counters: the places of numbers that the function counts, and that are inputs behind those among the arguments.
         executables: what another process has compiled of the program, instead of what would be compiled here.
+        tiered: whether it is compiled when it is called, in tiers, and found by what it computes; else by jax.jit.
+        stored: whether the next process finds it by that too.
         """
         tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
         self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
@@ -101,7 +104,8 @@ class Compiled:
         #: whether some of its inputs are on the CPU and others on an accelerator
         types = {x.device.type for x in tensors_in if isinstance(x, torch.Tensor)}
         self.mixed = torch_out and self.runs_on.type != "cpu" and "cpu" in types
-        self.tiered, self.pure = tiered, pure  # pure: to differentiate it runs no Python of the user's
+        self.tiered, self.pure, self.stored = tiered, pure, stored  # pure: to differentiate it runs no Python of the user's
+        self.changes = tiered  # whether its functions may be compiled, or their tier may change, at the next call
         self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
         self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
         self.changing, self.counters = changing, counters  # changing: which of these numbers are inputs
@@ -147,7 +151,7 @@ class Compiled:
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
         if self.tiered:
-            return Once(function, self.changed, device=devices.of(self.runs_on), **options)
+            return Once(function, self.changed, device=devices.of(self.runs_on), stored=self.stored, **options)
         self.jitted.append(jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options))
         return self.jitted[-1]
 
@@ -159,8 +163,8 @@ class Compiled:
         """What is compiled, in the best tier that there is."""
         pairs = self.recorded.copy()
         passes: dict[Any, Tiers] = {None: self.forward, **{k: pair.passes for k, pair in pairs.items()}}
-        made = {k: [f.executable for f in tiers.best] for k, tiers in passes.items()}
-        made = {k: found for k, found in made.items() if None not in found}
+        compiled = {k: tiers.best for k, tiers in passes.items() if all(f.executable and f.storable for f in tiers.best)}
+        made = {k: [f.executable for f in found] for k, found in compiled.items()}
         return Executables(made, {k: pair.inputs for k, pair in pairs.items() if k in made})
 
     def clear(self) -> None:
@@ -246,6 +250,25 @@ class Compiled:
 
     def call(self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
         """Run the program; values: the arrays of the arguments among the leaves, one of which requires grad if grads, and of captured."""
+        if not self.changes:
+            return self._call(leaves, values, captured, grads)
+        for tiers in self.tiers():
+            tiers.advance()
+        executables = self._executables()
+        start = time.perf_counter()
+        out = self._call(leaves, values, captured, grads)
+        seconds = time.perf_counter() - start
+        found = self.tiers()
+        if executables == self._executables():  # nothing was compiled in this time
+            for tiers in found:
+                tiers.ran(seconds)
+        self.changes = any(tiers.changes for tiers in found)
+        return out
+
+    def _executables(self) -> list[Any]:
+        return [function.executable for tiers in self.tiers() for function in tiers.now]
+
+    def _call(self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
         program = self.program
         if self.idle():
             return self._finish([], leaves, captured)
@@ -386,6 +409,7 @@ class Compiled:
                 pull = pull_back_packed if self.checked.stacks else pull_back
                 back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
             made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs, [])
+            self.changes = self.tiered
             self.recorded.setdefault(active, made)  # another thread may have been first
         return self.recorded[active]
 

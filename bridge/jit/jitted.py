@@ -305,7 +305,7 @@ class Jitted:
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
                 program = stage(self._unwrapped, call, self._donated(call))
-                entry = Compiled(program, call, key[-3], self._donated(call, program))
+                entry = self._compiled(program, call, key[-3])
                 before = len(family.counters)
                 family.count(program)
                 numbers += family.counted()[before:]
@@ -351,10 +351,7 @@ class Jitted:
             with family.counting(standing):
                 program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
-            entry = Compiled(
-                program, inner, torch_out, self._donated(call, program), numbers_in, numbered, changing, given=call.arrays,
-                counters=family.counter_places(),
-            )  # fmt: skip
+            entry = self._compiled(program, inner, torch_out, numbers_in, numbered, changing, call.arrays, family.counter_places())
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with
@@ -370,6 +367,13 @@ class Jitted:
         if changing not in family.ways:
             family.ways.append(changing)
         return entry
+
+    def _compiled(self, program: Program, call: Call, torch_out: bool, *numbers: Any) -> Compiled:
+        """The program with what its calls need; numbers: as for Compiled, if some are inputs."""
+        donated = self._donated(call, program)
+        tiered = torch_out and not donated
+        names = ("numbers", "numbered", "changing", "given", "counters")
+        return Compiled(program, call, torch_out, donated, tiered=tiered, stored=tiered, **dict(zip(names, numbers, strict=False)))
 
     @staticmethod
     def _of_first(family: _Family) -> tuple[list[torch.Tensor], list[Any]] | None:

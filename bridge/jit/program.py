@@ -540,7 +540,8 @@ def in_two(
     inputs the pullback holds, perhaps in another shape.
     """
     jaxpr = program.whole().jaxpr.jaxpr
-    both, pull = products.rearranging(differentiated(program, active), jaxpr), products.rearranging(pull_back, jaxpr)
+    both = products.rearranging(differentiated(program, active), jaxpr)
+    pull = products.rearranging(pull_back_packed if program.stacks else pull_back, jaxpr)
     tree: list[Any] = []
 
     def run(inputs: Sequence[Any], random: Any) -> Any:

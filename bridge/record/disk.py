@@ -69,9 +69,9 @@ def _function(func: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _place() -> tuple[Path, str] | None:
+def place() -> tuple[Path, str] | None:
     """The folder, and a text of the state that all programs depend on; None if the cache is off or no folder can be written to."""
-    if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0":
+    if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0" or jax.default_backend() != "cpu":
         return None
     here = Path(__file__).resolve().parents[2]
     files = [p for d in ("bridge", "torchfunc_jax") for p in sorted((here / d).rglob("*.py"))]
@@ -93,17 +93,15 @@ def _place() -> tuple[Path, str] | None:
 
 def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], ambient: tuple[Any, ...]) -> Path | None:
     """The file for the program of a record; None if that program cannot be stored."""
-    place = _place()
-    if place is None or OVERRIDDEN or jax.default_backend() != "cpu":
-        return None
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # XLA cannot serialize a program that JAX has loaded from there
+    where = place()
+    if where is None or OVERRIDDEN:
         return None
     try:
         words = "\n".join([f"{_words(what)}{numbers}" for what, numbers in trace])
-        said = f"{words}|{tuple(refs)}|{_words(ambient)}|{place[1]}"
+        said = f"{words}|{tuple(refs)}|{_words(ambient)}|{where[1]}"
     except _Unsaid:
         return None
-    return place[0] / hashlib.sha256(said.encode()).hexdigest()
+    return where[0] / hashlib.sha256(said.encode()).hexdigest()
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -229,24 +229,11 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     waited: list[torch.device] = []
     inputs = [] if compiled.idle() else [tensors.crossing(t, waited)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    for tiers in compiled.tiers():
-        tiers.advance()
-    executables = _executables(compiled)
-    start = time.perf_counter()
     try:
         with torch.set_grad_enabled(final and torch.is_grad_enabled()):
-            outs = compiled.call([*given, *extra], [*inputs, *extra], [], grads)
+            return compiled.call([*given, *extra], [*inputs, *extra], [], grads)
     except (IndexError, RuntimeError, ValueError) as error:
         raise at_this_line(error) from None
-    seconds = time.perf_counter() - start
-    if executables == _executables(compiled):  # nothing was compiled in this time
-        for tiers in compiled.tiers():
-            tiers.ran(seconds)
-    return outs
-
-
-def _executables(compiled: Compiled) -> list[Any]:
-    return [function.executable for tiers in compiled.tiers() for function in tiers.now]
 
 
 def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:

@@ -24,7 +24,8 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling, private
 from bridge.process import log_once, process, without_collections
-from bridge.record import vector_products
+from bridge.record import executables, fusions, vector_products
+from bridge.trace.levels import state
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
 #: that this jaxlib refuses is left out from then on.
@@ -36,24 +37,33 @@ _FAST = {
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
-_WORTH = 1.0  # a function is compiled well when its runs, times this, have taken longer than its first compilation
+_WORTH = 4.0  # a function is compiled well when its runs, times this, have taken longer than its first compilation
+_SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
 class Once:
     """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of XLA's optimizations."""
 
-    __slots__ = ("_again", "_changed", "_device", "_function", "_lock", "_placed", "_traced", "executable", "fast", "took")
+    __slots__ = (
+        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_stored", "_traced", "executable", "fast", "storable",
+        "took",
+    )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
         traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None, fast: bool = True,
+        stored: bool = False,
     ) -> None:
         """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles.
 
-        device: where it runs; None: JAX's default device.
+        device: where it runs; None: JAX's default device.  stored: whether the next process finds it by what it computes; what is called
+        for a record is stored with the record.
         """
         default = jax.devices()[0]
+        self._stored = stored
+        self._name: str | None = None  # of what it computes
+        self.storable = True  # XLA cannot serialize what JAX has loaded from its own cache
         self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
         # JAX keeps what it traces with another default device apart
         self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
@@ -74,17 +84,31 @@ class Once:
             if self.executable is None:
                 start = time.perf_counter()
                 with compiling.correctly(), self._placed(), without_collections():
-                    # a function of its own for jit: what JAX keeps of a function's traces goes with it
-                    traced = jax.jit(lambda *given: self._function(*given)).trace(*args)
+                    # a function of its own for jit: what JAX keeps of a function's traces goes with it; the arguments that it does not use
+                    # are part of its name
+                    traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(*args)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
-                    if self.fast:
-                        self.executable, self._again = _fast(lowered, _longest_sum(traced.jaxpr.jaxpr)), _lowering(traced, args)
-                    else:
-                        self.executable = _well(lowered)
+                    self._name = executables.name_of(lowered, self._device)
+                    self.executable = executables.found(self._name, False, self._stored)
+                    if self.executable is not None or (self._stored and len(traced.jaxpr.eqns) <= _SMALL):
+                        self.fast = False
+                    elif self.fast:
+                        self._again = _lowering(traced, args)
+                        self.executable = executables.found(self._name, True, self._stored)
+                    if self.executable is None:
+                        self._compile(lowered, lambda: _longest_sum(traced.jaxpr.jaxpr))
                 self.took = time.perf_counter() - start
                 process.compiler.later(self._tell, idle=True)
             return self.executable
+
+    def _compile(self, lowered: Any, longest_sum: Callable[[], int]) -> None:
+        before = state.from_jax
+        if self._device.platform == "cpu":
+            fusions.limited(lowered)
+        self.executable = _fast(lowered, longest_sum()) if self.fast else _well(lowered)
+        executables.keep(self._name, self.fast, self.executable)
+        self.storable = state.from_jax == before
 
     def ahead(self, *avals: Any) -> None:
         """Compile it in a thread for arguments of these shapes and dtypes, while the caller does something else."""
@@ -99,14 +123,18 @@ class Once:
         """The same function compiled with all optimizations: now if this one is compiled, else when it is first called."""
         if not self.fast:
             return self
-        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False)
+        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self._stored)
         if self._again is not None:
+            found._name, found.executable = self._name, executables.found(self._name, False, self._stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
-                found.executable = _well(self._again())
-            process.compiler.idle.append(self._tell)  # this is its thread
+                if found.executable is None:
+                    found._compile(self._again(), lambda: 0)
+            process.compiler.idle.append(found._tell)  # this is its thread
         return found
 
     def _tell(self) -> None:
+        if self._stored and self.storable:
+            executables.store(self._name, self.fast, self.executable)
         for found in self._changed:
             if (call := found()) is not None:
                 call()
@@ -131,11 +159,16 @@ class Tiers:
         return self.now[0](*args)
 
     @property
+    def changes(self) -> bool:
+        """Whether a function is not compiled yet, or not compiled well."""
+        return any(f.executable is None or f.fast for f in self.now)
+
+    @property
     def best(self) -> tuple[Once, ...]:
         return self._next or self.now
 
     def ran(self, seconds: float) -> None:
-        """Note that they have run for so many seconds; once that is as long as a compilation took, they are compiled well."""
+        """Note a call in which nothing was compiled; what has run for a fraction of the time that compiling it took is compiled well."""
         self._ran += seconds
         took = max([f.took for f in self.now if f.fast], default=0.0)
         if not self._asked and 0.0 < took < self._ran * _WORTH:

@@ -108,6 +108,7 @@ class _State(threading.local):
     cotangents: Any = None  # of captured tensors, by number, while a pullback runs (bridge/trace/late_inputs.py)
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
+    from_jax = 0  # how many programs JAX has loaded from its own cache folder on this thread
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
 
 

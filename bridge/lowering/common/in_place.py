@@ -70,7 +70,7 @@ mlir.register_lowering(_read_first_p, _lowered, cacheable=False)  # JAX lowers w
 
 _function: Any = func.FuncOp
 #: Each element of the result depends on the elements at the same place of the operands.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     f"stablehlo.{name}" for name in (
         "abs", "add", "and", "ceil", "clamp", "compare", "convert", "cosine", "divide", "exponential", "exponential_minus_one", "floor",
         "log", "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "remainder", "reshape",
@@ -92,15 +92,15 @@ class _Reads:
         """The values of which v may be another form: XLA moves reshapes, and removes operations that change nothing (x * 1)."""
         owner: Any = v.owner
         if not isinstance(owner, ir.Block):
-            return [] if owner.name in _WRITES else [o for o in owner.operands if _size(o) == _size(v)]
+            return [] if owner.name in _WRITES else [o for o in owner.operands if size(o) == size(v)]
         # two arguments of a function may be one value where it is called, but not two of what a loop carries
         of = owner.owner.operation
         name = str(of.attributes["sym_name"]).strip('"') if "sym_name" in of.attributes else ""  # of a loop's body: none
-        return [] if not name or name == "main" or name.startswith("closed_call") else [a for a in owner.arguments if _size(a) > 1]
+        return [] if not name or name == "main" or name.startswith("closed_call") else [a for a in owner.arguments if size(a) > 1]
 
     def before(self, values: ir.Value) -> ir.Value:
         """The values, behind calls that are not inlined where they, or what they are computed of, read the memory."""
-        return self._kept(values) if values in self.memory else self._cut(values, True) or values
+        return once(self.module, values) if values in self.memory else self._cut(values, True) or values
 
     def _cut(self, v: ir.Value, in_place: bool) -> ir.Value | None:
         """in_place: all between v and the write is element by element.  Returns what takes v's place, if anything does."""
@@ -110,33 +110,35 @@ class _Reads:
         while op.name == "stablehlo.reshape" and op.operands[0] not in self.memory:
             op = op.operands[0].owner  # XLA computes less twice if the call is behind the reshape
         sources = [o for o in op.operands if o in self.readers]
-        if op.regions or any(o in self.memory or _size(o) > _size(v) for o in sources):
-            return None if in_place and self._reads_there(op) else self._kept(v)
+        if op.regions or any(o in self.memory or size(o) > size(v) for o in sources):
+            return None if in_place and self._reads_there(op) else once(self.module, v)
         for o in sources:
-            self._cut(o, in_place and op.name in _ELEMENTWISE)
+            self._cut(o, in_place and op.name in ELEMENTWISE)
         return None
 
     def _reads_there(self, op: Any) -> bool:
         if op.name != "stablehlo.slice":
-            return op.name in _ELEMENTWISE
+            return op.name in ELEMENTWISE
         starts, strides = (tuple(op.attributes[key]) for key in ("start_indices", "strides"))
         return op.operands[0] == self.x and starts == self.at and set(strides) <= {1}
 
-    def _kept(self, v: ir.Value) -> ir.Value:
-        name, owner = f"read_first_{v.type}", v.owner
-        if name not in ir.SymbolTable(self.module.operation):
-            with ir.InsertionPoint(self.module.body):
-                same = _function(name, ([v.type], [v.type]), visibility="private")
-            with ir.InsertionPoint(same.add_entry_block()) as body:
-                func.ReturnOp(body.block.arguments)
-        call: Any = func.CallOp([v.type], ir.FlatSymbolRefAttr.get(name), [v])
-        call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"inlineable": ir.StringAttr.get("false")})
-        v.replace_all_uses_except(call.result, call.operation)
-        if isinstance(owner, ir.Block):
-            call.operation.move_before(owner.operations[0])
-        else:
-            call.operation.move_after(owner)
-        return call.result
+
+def once(module: ir.Module, v: ir.Value) -> ir.Value:
+    """The value behind a call that is not inlined, with which all that XLA fuses for it ends; it takes the value's place."""
+    name, owner = f"read_first_{v.type}", v.owner
+    if name not in ir.SymbolTable(module.operation):
+        with ir.InsertionPoint(module.body):
+            same = _function(name, ([v.type], [v.type]), visibility="private")
+        with ir.InsertionPoint(same.add_entry_block()) as body:
+            func.ReturnOp(body.block.arguments)
+    call: Any = func.CallOp([v.type], ir.FlatSymbolRefAttr.get(name), [v])
+    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"inlineable": ir.StringAttr.get("false")})
+    v.replace_all_uses_except(call.result, call.operation)
+    if isinstance(owner, ir.Block):
+        call.operation.move_before(owner.operations[0])
+    else:
+        call.operation.move_after(owner)
+    return call.result
 
 
 def _closure(values: Any, then: Any) -> set[ir.Value]:
@@ -153,5 +155,5 @@ def _results(v: ir.Value) -> list[ir.Value]:
     return [r for use in v.uses for r in use.owner.results]
 
 
-def _size(v: ir.Value) -> int:
+def size(v: ir.Value) -> int:
     return math.prod(v.type.shape) if isinstance(v.type, ir.RankedTensorType) else 0

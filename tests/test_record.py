@@ -1428,3 +1428,32 @@ def test_a_new_shape_compiles_one_program(name: str) -> None:
             logger.removeHandler(handler)
             logger.propagate = propagate
     assert sum("Finished XLA compilation" in line for line in compiled) == 1, compiled
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("options", [
+    {}, {"batch_first": True}, {"bidirectional": True, "num_layers": 2}, {"batch_first": True, "num_layers": 2, "bias": False},
+    {"batch_first": True, "bidirectional": True},
+])  # fmt: skip
+def test_results_of_an_rnn_lie_in_memory_as_torch_func_s(kind: type[torch.nn.RNNBase], options: dict[str, Any]) -> None:
+    """A record knows them from two steps of the sequence."""
+    net = kind(3, 4, **options).double()
+
+    def seen(T: Any, x: torch.Tensor) -> list[Any]:
+        found: list[Any] = []
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            out, state = net(x)
+            states = state if isinstance(state, tuple) else (state,)
+            found.append([(t.shape, t.stride(), t.is_contiguous(), t.requires_grad, t.dtype) for t in (out, *states)])
+            return out.square().sum() + sum(t.sin().sum() for t in states)
+
+        return [found, T.grad(loss)(x)]
+
+    for shape in ((5, 2, 3), (1, 2, 3), (2, 5, 3), (7, 3)):
+        x = torch.randn(shape, dtype=torch.float64)
+        (mine, found), (theirs, want) = seen(torchfunc_jax, x), seen(torch.func, x)
+        assert mine == theirs
+        torch.testing.assert_close(found, want)
+    x = torch.randn(2, 5, 2, 3, dtype=torch.float64)
+    torch.testing.assert_close(torchfunc_jax.vmap(lambda x: seen(torchfunc_jax, x)[1])(x), torch.stack([seen(torch.func, row)[1] for row in x]))

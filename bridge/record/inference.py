@@ -47,6 +47,8 @@ _FACTORIES = frozenset(functions_of(
 ))
 #: Functions whose shapes are wrong on the meta device, in PyTorch 2.11.
 _WRONG_ON_META = frozenset([torch.segment_reduce])
+#: Functions that PyTorch runs on the meta device step by step of a sequence.
+_STEPWISE = frozenset([torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu])
 
 
 class ByValue(Exception):
@@ -111,13 +113,32 @@ def entry(
     avals = [aval_of(t) for t in tensors]
     if func not in _WRONG_ON_META:
         try:
-            op = _on_meta(func, args, kwargs, numbers, avals)
+            op = _of_steps(func, args, avals) if func in _STEPWISE else None
+            op = op or _on_meta(func, args, kwargs, numbers, avals)
         except Exception:
             if not avals:
                 raise
         else:
             return op if autocast is None or not avals else _cast(op, autocast, _traced(func, args, kwargs, numbers, avals))
     return dataclasses.replace(_traced(func, args, kwargs, numbers, avals), autocast=autocast)
+
+
+def _of_steps(func: Callable[..., Any], args: tuple[Any, ...], avals: Sequence[Aval]) -> Op | None:
+    """The entry for an RNN of a sequence, which two steps of it tell; None if it takes a packed sequence, or lanes that overlap."""
+    a = avals[0]
+    if type(args[3]) is not bool or any(size for a in avals for _, size, _ in a.lanes):
+        return None
+    time = int(args[8])  # batch_first: which dimension is the time
+    steps = a.shape[time]
+    if steps <= 2:
+        return None
+
+    def lasting(b: Aval, n: int) -> Aval:
+        shape = (*b.shape[:time], n, *b.shape[time + 1 :])
+        return aval(shape, b.strides, b.offset, b.dtype, b.device, b.requires_grad, b.lanes)
+
+    op = _on_meta(func, args, {}, (), [lasting(a, 2), *avals[1:]])
+    return dataclasses.replace(op, outs=type(op.outs)([Out(lasting(op.outs[0].aval, steps)), *op.outs[1:]]))
 
 
 def _cast(op: Op, autocast: tuple[Any, ...], traced: Op) -> Op:

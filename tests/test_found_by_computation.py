@@ -132,7 +132,7 @@ def test_what_calls_python_has_no_name() -> None:
 def test_a_stored_executable_is_found_and_a_damaged_one_made_again(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    f = lambda x: ((x @ x.T).sin() * 3).sum(0)  # noqa: E731
+    f = lambda x: ((x @ x.T).sin() * 3).sum(0)
     with storing(monkeypatch, tmp_path):
         first = jit(f)(X)
         (file,) = tmp_path.iterdir()

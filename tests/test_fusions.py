@@ -49,7 +49,8 @@ def _elementwise(u: torch.Tensor) -> torch.Tensor:
 
 
 STEPS: dict[str, Steps] = {
-    "heat": _heat, "wave": _wave, "Runge-Kutta": _runge_kutta, "symplectic": _symplectic, "in place": _in_place, "elementwise": _elementwise,
+    "heat": _heat, "wave": _wave, "Runge-Kutta": _runge_kutta, "symplectic": _symplectic, "in place": _in_place,
+    "elementwise": _elementwise,
 }  # fmt: skip
 TIMES = 16
 

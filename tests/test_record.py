@@ -1456,4 +1456,5 @@ def test_results_of_an_rnn_lie_in_memory_as_torch_func_s(kind: type[torch.nn.RNN
         assert mine == theirs
         torch.testing.assert_close(found, want)
     x = torch.randn(2, 5, 2, 3, dtype=torch.float64)
-    torch.testing.assert_close(torchfunc_jax.vmap(lambda x: seen(torchfunc_jax, x)[1])(x), torch.stack([seen(torch.func, row)[1] for row in x]))
+    mapped = torchfunc_jax.vmap(lambda x: seen(torchfunc_jax, x)[1])(x)
+    torch.testing.assert_close(mapped, torch.stack([seen(torch.func, row)[1] for row in x]))

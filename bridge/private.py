@@ -13,7 +13,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +67,19 @@ function_mode_stack = _named("torch.overrides._get_current_function_mode_stack")
 #: Enters a torch function mode, and leaves the innermost one, which is returned; the public way, a context, takes ten times as long.
 enter_function_mode = _named("torch._C._push_on_torch_function_stack")
 leave_function_mode = _named("torch._C._pop_torch_function_stack")
+
+
+def leave_function_modes(count: int) -> list[TorchFunctionMode]:
+    """Leave the innermost torch function modes, this many, and return them, the outermost first."""
+    return [leave_function_mode() for _ in range(count)][::-1]
+
+
+def enter_function_modes(modes: Iterable[TorchFunctionMode]) -> None:
+    """Enter torch function modes that were left, the outermost first."""
+    for mode in modes:
+        enter_function_mode(mode)
+
+
 #: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
 #: The functions with which ``torch.profiler.record_function`` begins and ends, and used to; they compute nothing.

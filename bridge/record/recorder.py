@@ -103,7 +103,8 @@ class Recorder(TorchFunctionMode):
     """The record of one call."""
 
     def __init__(
-        self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]], default_device: torch.device | None = None
+        self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]], default_device: torch.device | None = None,
+        above: Sequence[TorchFunctionMode] = (),
     ) -> None:
         super().__init__()
         self.execute, self.default_device = execute, default_device
@@ -129,11 +130,46 @@ class Recorder(TorchFunctionMode):
         self.shows = self.replayed = 0  # how many tensors it has shown in the transforms around them, and how many entries ran for that
         self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
+        self.above = list(above)  # the user's modes that are entered above this one whenever it is; empty while they are
         self.ambient = _ambient()
         self.forward_mode, self.modes = self.ambient[2], self.ambient[4]
         self.start: torch.Tensor | None = None  # the state of torch's generator before the call,
         self.after: torch.Tensor | None = None  # and after it, if the function has set it back
         self.watch: Watch | None = None  # watches torch's generator; None until a random operator is recorded
+
+    # -- modes -------------------------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While entered, torch functions are written down; the user's modes lie above this one, and see each function before it."""
+        above, self.above = self.above, []
+        private.enter_function_modes([self, *above])
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[bool]:
+        """While entered, torch functions are not written down and no mode of the user's sees them; gives whether they were written down."""
+        entered = self._leave()
+        try:
+            yield entered
+        finally:
+            if entered:
+                above, self.above = self.above, []
+                private.enter_function_modes([self, *above])
+
+    def _leave(self) -> bool:
+        """Leave this mode and the user's above it, if it is entered; tells whether it was."""
+        above: list[TorchFunctionMode] = []
+        for _ in range(private.function_modes()):
+            mode = private.leave_function_mode()
+            if mode is self:
+                self.above = above[::-1]
+                return True
+            above.append(mode)
+        private.enter_function_modes(above[::-1])
+        return False
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
@@ -307,13 +343,8 @@ class Recorder(TorchFunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Write down the call of a function that PyTorch does not hand to modes."""
-        mode = private.leave_function_mode()
-        try:
-            if mode is not self:
-                raise Unrecordable("a torch function mode of the user's")
+        with self.unwatched():
             return self.__torch_function__(func, (), args)
-        finally:
-            private.enter_function_mode(mode)
 
     def _with_indices(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Record an indexing by numpy arrays, with tensors in their place."""

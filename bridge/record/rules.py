@@ -57,7 +57,9 @@ def _iterated(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _shown(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The text of a tensor from outside, to which the record may have written."""
+    """The text of a tensor of the record, or of one from outside, to which the record may have written."""
+    if type(args[0]) is Recorded:
+        return repr(args[0])
     return recorder.shown(args[0]) if recorder.writes and recorder.known.writes_outside(recorder) else func(*args, **kwargs)
 
 
@@ -65,7 +67,7 @@ def _formatted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], k
     t, spec = args
     refuse_format(t, spec)
     if t.dim() or (not spec and type(t) is Recorded and t.aval.lanes):
-        return repr(t) if type(t) is Recorded else _shown(recorder, torch.Tensor.__repr__, (t,), {})
+        return _shown(recorder, torch.Tensor.__repr__, (t,), {})
     return format(recorder.by_value(torch.Tensor.item, (t,), {}), spec)
 
 

@@ -141,11 +141,14 @@ class Recorded(torch.Tensor):
         raise Unrecordable(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.level.open and self.level.owner is state.recorder:
+        recorder = self.level.owner
+        if self.level.open and recorder is state.recorder:
+            if private.function_modes() > recorder.ambient[-1] + 1:  # modes of the user's see it first
+                return torch.Tensor.__repr__(self)
             try:
-                return self.level.owner.shown(self)
+                return recorder.shown(self)
             except Unrecordable as reason:
-                self.level.owner.go_on(reason)
+                recorder.go_on(reason)
                 return repr(self)  # it is a traced tensor now
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 

@@ -6,11 +6,12 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.boundary import autograd
@@ -63,12 +64,12 @@ def transform(
     if recorder is None:
         return NOT_RECORDED if in_jax else _outermost(func, leaves, record, resumable, lasting)
     level = recorder.level
-    with unwatched() as mode:  # only the transform's function is recorded, not its checks
+    with recorder.unwatched() as watched:  # only the transform's function is recorded, not its checks
         try:
             if in_jax:
                 raise Unrecordable("a jax.Array")
-            if mode is not recorder:
-                raise Unrecordable("a torch function mode of the user's")
+            if not watched:
+                raise Unrecordable("a transform inside of an operator")
             found, build = _recorded(recorder, record, resumable)
         except Unrecordable as reason:
             if recorder.level is not level:
@@ -101,10 +102,27 @@ def _recorded(recorder: Recorder, record: Callable[[Recorder], Recording], again
 def _outermost(
     func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], again: Again | None, lasting: bool
 ) -> Any:
-    if (process.unrecordable and _key(func, leaves) in process.unrecordable) or _ambient():
+    devices, modes = _function_modes() if private.function_modes() else ([], [])
+    if (
+        torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
+        or any(device.type not in ("cpu", "cuda") for device in devices)  # no tensors of records are there
+    ):  # fmt: skip
         return NOT_RECORDED
-    recorder = state.recorder = Recorder(run, default_device() if private.function_modes() else None)
-    recorder.lasting, recorder.resume = lasting, resume
+    private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
+    recorder = Recorder(run, devices[-1] if devices else None, modes)
+    try:
+        return _in_record(recorder, func, leaves, record, again, lasting)
+    finally:
+        private.enter_function_modes(recorder.above)
+
+
+def _in_record(
+    recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], again: Again | None,
+    lasting: bool,
+) -> Any:
+    if process.unrecordable and _key(recorder, func, leaves) in process.unrecordable:
+        return NOT_RECORDED
+    state.recorder, recorder.lasting, recorder.resume = recorder, lasting, resume
     try:
         with intercepted.intercepted(), recorder.drawing():
             outs, build = _recorded(recorder, record, again)
@@ -122,7 +140,7 @@ def _outermost(
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)
         if recorder.shows_many:
-            process.unrecordable.add(_key(func, leaves))
+            process.unrecordable.add(_key(recorder, func, leaves))
         if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
             recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
         return build(found[: len(refs)])
@@ -132,7 +150,7 @@ def _outermost(
         return NOT_RECORDED
     finally:
         if recorder.refused is not None:
-            process.unrecordable.add(_key(func, leaves))
+            process.unrecordable.add(_key(recorder, func, leaves))
             _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), recorder.refused)
         state.recorder = None
         recorder.tensors.clear()
@@ -163,39 +181,30 @@ def _code_of(fn: Callable[..., Any]) -> Any:
     return getattr(fn, "__code__", type(fn))
 
 
-def _key(func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """What the calls have in common of which one could not be recorded: code, what it closes over, dtypes and numbers of dimensions."""
+def _key(recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """What the calls have in common of which one could not be recorded: code, what it closes over, modes, dtypes, numbers of dimensions."""
     func = getattr(func, "transforms", func)
     cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY]
     within = tuple([x.__code__ if isinstance(x, types.FunctionType) else type(x) for x in cells])
-    return _code_of(func), within, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
+    modes = tuple(map(type, recorder.above))
+    return _code_of(func), within, modes, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
 
 
-def default_device() -> torch.device | None:
-    """The default device, if torch function modes are entered and each sets one that tensors of records can be on; else None."""
-    found = [private.default_device_of(mode) for mode in private.function_mode_stack()]
-    return found[-1] if found and all(d is not None and d.type in ("cpu", "cuda") for d in found) else None
+def _function_modes() -> tuple[list[torch.device], list[TorchFunctionMode]]:
+    """The default devices that the outermost torch function modes set, and the user's modes: those from the first on that sets none."""
+    modes = private.function_mode_stack()
+    devices: list[torch.device] = []
+    for mode in modes:
+        device = private.default_device_of(mode)
+        if device is None:
+            break
+        devices.append(device)
+    return devices, modes[len(devices) :]
 
 
-def _ambient() -> bool:
-    """Whether a mode is entered that changes what torch functions do."""
-    return bool(
-        torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
-        or (private.function_modes() and default_device() is None)
-    )
-
-
-@contextlib.contextmanager
-def unwatched() -> Iterator[Any]:
-    """While entered, torch functions are not written down in the record in progress; gives the mode that wrote them down."""
-    if state.recorder is None:
-        yield
-        return
-    mode = private.leave_function_mode()
-    try:
-        yield mode
-    finally:
-        private.enter_function_mode(mode)
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """While entered, torch functions are not written down in the record in progress, and no mode of the user's sees them."""
+    return contextlib.nullcontext() if state.recorder is None else state.recorder.unwatched()
 
 
 def off() -> contextlib.AbstractContextManager[None]:
@@ -231,7 +240,7 @@ def entered(
 def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], Any]) -> Any:
     """Run the function of the transform that has just begun; what finish makes of its result."""
     try:
-        with recorder:
+        with recorder.watching():
             out = call()
         if recorder.resumed is not None:
             raise _Returned(out)

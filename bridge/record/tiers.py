@@ -99,7 +99,7 @@ class Once:
                     if self.executable is None:
                         self._compile(lowered, lambda: _longest_sum(traced.jaxpr.jaxpr))
                 self.took = time.perf_counter() - start
-                process.compiler.later(self._tell, idle=True)
+                process.compiler.later(self._stores(), idle=True)
             return self.executable
 
     def _compile(self, lowered: Any, longest_sum: Callable[[], int]) -> None:
@@ -129,15 +129,22 @@ class Once:
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 if found.executable is None:
                     found._compile(self._again(), lambda: 0)
-            process.compiler.idle.append(found._tell)  # this is its thread
+            process.compiler.idle.append(found._stores())  # this is its thread
         return found
 
-    def _tell(self) -> None:
-        if self._stored and self.storable:
-            executables.store(self._name, self.fast, self.executable)
-        for found in self._changed:
-            if (call := found()) is not None:
-                call()
+    def _stores(self) -> Callable[[], None]:
+        """A function that stores what has been compiled, and does not keep alive the user's function, which this object does."""
+        name, fast, executable, changed = self._name, self.fast, self.executable, self._changed
+        stored = self._stored and self.storable
+
+        def store() -> None:
+            if stored:
+                executables.store(name, fast, executable)
+            for found in changed:
+                if (call := found()) is not None:
+                    call()
+
+        return store
 
 
 class Tiers:
@@ -261,6 +268,7 @@ class _Worker:
                     self.idle.append(work)
                 elif not self.ended:
                     self.do(work)
+                del work  # it keeps what it has compiled alive
 
     def do(self, work: Callable[[], None]) -> None:
         try:

@@ -108,12 +108,13 @@ def _outermost(
         or any(device.type not in ("cpu", "cuda") for device in devices)  # no tensors of records are there
     ):  # fmt: skip
         return NOT_RECORDED
+    recorder: Recorder | None = None
     private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
-    recorder = Recorder(run, devices[-1] if devices else None, modes)
     try:
+        recorder = Recorder(run, devices[-1] if devices else None, modes)
         return _in_record(recorder, func, leaves, record, again, lasting)
     finally:
-        private.enter_function_modes(recorder.above)
+        private.enter_function_modes(modes if recorder is None else recorder.above)
 
 
 def _in_record(

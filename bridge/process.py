@@ -94,7 +94,8 @@ class Process:
     meetings: dict[tuple[int, ...], int] = field(default_factory=dict)  # how often each group of processes has met (bridge/processes.py)
     uses_jax: bool = False  # whether JAX had started when this process forked last, and
     forked: bool = False  # whether this is a child of a process in which it had: JAX cannot compile here (bridge/boundary/handing_over.py)
-    #: what XLA has compiled, by a name of what it computes and whether it was compiled fast (bridge/record/executables.py)
+    #: what XLA has compiled and whether it can be stored, by a name of what it computes and whether it was compiled fast
+    #: (bridge/record/executables.py)
     executables: Recent = field(default_factory=lambda: Recent(128))
     compiler: Any = None  # the thread that compiles programs well (bridge/record/tiers.py)
     logged: dict[str, object] = field(default_factory=dict)  # the messages that were logged once (log_once)

@@ -148,6 +148,23 @@ def test_a_stored_executable_is_found_and_a_damaged_one_made_again(
         assert len(compilations) == 4
 
 
+def test_what_was_loaded_is_not_stored_again(compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """XLA cannot serialize it, and the next process would load a program that does not run."""
+    loaded, stored = [], []
+    packed, unpacked = disk.packed, disk.unpacked
+    monkeypatch.setattr(disk, "unpacked", lambda data: (found := unpacked(data), loaded.append(found))[0])
+    monkeypatch.setattr(disk, "packed", lambda executable: (stored.append(executable), packed(executable))[1])
+    f = lambda x: ((x @ x.T).sin() * 3).sum(0)
+    with storing(monkeypatch, tmp_path):
+        jit(f)(X)
+        monkeypatch.setattr(process, "executables", Recent(128))
+        jit(f)(X)
+        assert len(loaded) == 1 and len(stored) == 1
+        jit(lambda x: ((x @ x.T).sin() * 3).sum(0))(X)
+    (kept,) = [process.executables.get(key) for key in process.executables]
+    assert kept == (loaded[0], False) and loaded[0] not in stored and len(stored) == 1
+
+
 _SCRIPT = """
 import json, torch
 from bridge.record import tiers

@@ -35,22 +35,24 @@ def name_of(lowered: jax.stages.Lowered, device: jax.Device) -> str | None:
     return hashlib.sha256("|".join(map(str, said)).encode()).hexdigest()
 
 
-def found(name: str | None, fast: bool, stored: bool) -> jax.stages.Compiled | None:
-    """The executable of this name, if there is one; fast: compiled without optimization; stored: look into the cache folder too."""
-    if name is None:
-        return None
-    executable = process.executables.get((name, fast))
-    if executable is None and stored and (path := _path(name, fast)) is not None:
+def found(name: str | None, fast: bool, stored: bool) -> tuple[jax.stages.Compiled | None, bool]:
+    """The executable of this name, or None, and whether XLA can serialize it: not if it was loaded from a cache folder itself.
+
+    fast: compiled without optimization.  stored: look into the cache folder too.
+    """
+    kept = None if name is None else process.executables.get((name, fast))
+    if kept is None and name is not None and stored and (path := _path(name, fast)) is not None:
         executable = _loaded(path)
         if executable is not None:
-            process.executables.add((name, fast), executable)
-    return executable
+            kept = executable, False
+            process.executables.add((name, fast), kept)
+    return kept or (None, True)
 
 
-def keep(name: str | None, fast: bool, executable: jax.stages.Compiled) -> None:
-    """Keep an executable for other functions of this process that compute the same."""
+def keep(name: str | None, fast: bool, executable: jax.stages.Compiled, storable: bool) -> None:
+    """Keep an executable for other functions of this process that compute the same; storable: whether XLA can serialize it."""
     if name is not None:
-        process.executables.add((name, fast), executable)
+        process.executables.add((name, fast), (executable, storable))
 
 
 def store(name: str | None, fast: bool, executable: jax.stages.Compiled) -> None:

@@ -63,7 +63,7 @@ class Once:
         default = jax.devices()[0]
         self._stored = stored
         self._name: str | None = None  # of what it computes
-        self.storable = True  # XLA cannot serialize what JAX has loaded from its own cache
+        self.storable = True  # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
         self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
         # JAX keeps what it traces with another default device apart
         self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
@@ -90,12 +90,12 @@ class Once:
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     self._name = executables.name_of(lowered, self._device)
-                    self.executable = executables.found(self._name, False, self._stored)
+                    self.executable, self.storable = executables.found(self._name, False, self._stored)
                     if self.executable is not None or (self._stored and len(traced.jaxpr.eqns) <= _SMALL):
                         self.fast = False
                     elif self.fast:
                         self._again = _lowering(traced, args)
-                        self.executable = executables.found(self._name, True, self._stored)
+                        self.executable, self.storable = executables.found(self._name, True, self._stored)
                     if self.executable is None:
                         self._compile(lowered, lambda: _longest_sum(traced.jaxpr.jaxpr))
                 self.took = time.perf_counter() - start
@@ -107,8 +107,8 @@ class Once:
         if self._device.platform == "cpu":
             fusions.limited(lowered)
         self.executable = _fast(lowered, longest_sum()) if self.fast else _well(lowered)
-        executables.keep(self._name, self.fast, self.executable)
         self.storable = state.from_jax == before
+        executables.keep(self._name, self.fast, self.executable, self.storable)
 
     def ahead(self, *avals: Any) -> None:
         """Compile it in a thread for arguments of these shapes and dtypes, while the caller does something else."""
@@ -125,7 +125,8 @@ class Once:
             return self
         found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self._stored)
         if self._again is not None:
-            found._name, found.executable = self._name, executables.found(self._name, False, self._stored)
+            found._name = self._name
+            found.executable, found.storable = executables.found(self._name, False, self._stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 if found.executable is None:
                     found._compile(self._again(), lambda: 0)

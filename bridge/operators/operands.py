@@ -122,10 +122,11 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
     if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
         return PLAIN
-    if not (chosen or torch.Tag.pointwise in func.tags or name in _COPIES):  # others do not keep the memory order of the operands
+    like_first = name in _LIKE_THE_FIRST
+    if not (chosen or like_first or torch.Tag.pointwise in func.tags or name in _COPIES):  # others do not keep the operands' memory order
         return None, False
     try:
-        like = on_meta(func, args, kwargs)
+        like = on_meta(torch.ops.aten.empty_like.default, args[:1], {}) if like_first else on_meta(func, args, kwargs)
     except Exception:  # the operator has no kernel for the device meta
         if chosen:  # it refuses the strides or the memory format
             raise
@@ -134,7 +135,8 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return None, False
     # of operands that lie differently in memory, the kernel for the device meta does not always know what the CPU's gives
     lies = like.shape, like.stride()
-    known = chosen or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
+    known = chosen or (like_first and not _unknown(args[0]))
+    known = known or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
     return strides_of(like), known
 
 
@@ -178,6 +180,8 @@ def _named(names: str) -> frozenset[str]:
 
 #: Operators that keep the memory order of their first operand, besides the elementwise ones.
 _COPIES = _named("clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
+#: Other operators whose results keep the memory order of the first operand.
+_LIKE_THE_FIRST = _named("flip slice_scatter select_scatter diagonal_scatter index_fill index_put _prelu_kernel")
 #: Operators whose results are contiguous even if an operand is not.
 _CONTIGUOUS = _named(
     "_cdist_forward _log_softmax _safe_softmax _softmax _trilinear addbmm addmm addmv all amax amin aminmax any argmax argmin baddbmm "

@@ -6,7 +6,6 @@ import linecache
 import os
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -61,8 +60,6 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
 def at_line() -> str:
     """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
     frame = _of_user(sys._getframe(1))
-    if frame is None:  # in a thread that works for the user's (bridge/record/resumed.py)
-        frame = _of_user(sys._current_frames().get(getattr(threading.current_thread(), "user", 0)))
     return "" if frame is None else f" (at {shown_line(frame.f_code.co_filename, frame.f_lineno)})"
 
 
@@ -86,7 +83,7 @@ def rewording() -> Iterator[None]:
             raise
         raise RuntimeError(
             "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is "
-            "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd), or no jit"
+            "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd)"
             + at_line()
         ) from error.__cause__
     except (AssertionError, NotImplementedError) as error:

@@ -80,6 +80,65 @@ def enter_function_modes(modes: Iterable[TorchFunctionMode]) -> None:
         enter_function_mode(mode)
 
 
+# -- the levels by which torch.func keeps its transforms apart; it offers them only around a function ----------------------------------
+#: Contexts in which a transform that differentiates in reverse mode is in progress, or a vmap of a size and a randomness.  Each gives its
+#: level.
+grad_level = _named("torch._functorch.eager_transforms.grad_increment_nesting")
+vmap_level = _named("torch._functorch.vmap.vmap_increment_nesting")
+_jvp_level = _named("torch._functorch.eager_transforms.jvp_increment_nesting")
+#: A lane of a tensor that a vmap maps over a dimension, at the vmap's level; all lanes of one: (tensor, level, size, where they lie).
+lane, all_lanes = _named("torch._C._functorch._add_batch_dim"), _named("torch._C._functorch._remove_batch_dim")
+#: Whether a vmap maps a tensor.
+is_mapped = _named("torch._C._functorch.is_batchedtensor")
+#: A tensor and its tangent as one, at the innermost level.
+dual = forward_ad.make_dual
+_wrap_for_grad, _unwrap_for_grad = _named("torch._C._functorch._wrap_for_grad"), _named("torch._C._functorch._unwrap_for_grad")
+#: A context in which requires_grad_ is allowed inside of those levels, or with False is not.
+requires_grad_allowed = _named("torch._functorch.eager_transforms.enable_inplace_requires_grad")
+_autograd_grad = _named("torch._functorch.eager_transforms._autograd_grad")
+_parts_of_dual = _named("torch._functorch.eager_transforms.safe_unpack_dual")
+_differentiable = _named("torch._functorch.eager_transforms._create_differentiable")
+
+
+@contextlib.contextmanager
+def jvp_level() -> Iterator[int]:
+    """While entered, a transform that differentiates in forward mode is in progress."""
+    dual_level = forward_ad.dual_level() if forward_ad._current_level < 0 else contextlib.nullcontext()
+    with _jvp_level() as level, set_forward_mode_enabled(True), dual_level:
+        yield level
+
+
+def wrapped(tensors: Iterable[torch.Tensor], level: int) -> list[torch.Tensor]:
+    """The tensors at a level that differentiates."""
+    return [_wrap_for_grad(t, level) for t in tensors]
+
+
+def differentiated(tensors: Sequence[torch.Tensor], active: Iterable[int], level: int) -> list[torch.Tensor]:
+    """The tensors at a level of ``grad_level``; the active ones among them require grad there."""
+    every = wrapped(tensors, level)
+    for k in active:
+        _differentiable(every[k], level)
+    return every
+
+
+def out_of(level: int, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors outside of a level that differentiates."""
+    return [_unwrap_for_grad(t, level) for t in tensors]
+
+
+def pulled_back(
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor] | None, *, create_graph: bool
+) -> list[torch.Tensor]:
+    """The gradients of outputs, with zeros where there is none; cotangents None: the only output is a scalar."""
+    return list(_autograd_grad(outs, inputs, cotangents, retain_graph=True, create_graph=create_graph))
+
+
+def parts_of_duals(duals: Iterable[torch.Tensor], strict: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The values and the tangents of duals; strict: one without a tangent is refused."""
+    pairs = [_parts_of_dual(t, strict) for t in duals]
+    return [p for p, _ in pairs], [t for _, t in pairs]
+
+
 #: Whether autocast is on for any device; the public function takes one device at a time and four times as long.
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
 #: The functions with which ``torch.profiler.record_function`` begins and ends, and used to; they compute nothing.
@@ -102,7 +161,10 @@ mapped_by_autograd: Callable[[torch.Tensor], bool] = _named("torch._C._functorch
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
 # what torch.func.vmap does to its arguments: a library replaces these two to map its own containers of tensors, as tensordict does
 _PROCESS_INPUTS, _CREATE_INPUTS = "_process_batched_inputs", "_create_batched_inputs"
-_functorch_innermost = _named("torch._C._functorch.peek_interpreter_stack")
+_level_of = _named("torch._C._functorch.maybe_get_level")
+_below_the_innermost = _named("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
+#: What keeps the innermost transform of torch.func's that is in progress apart; None if there is none.
+innermost_level = _named("torch._C._functorch.peek_interpreter_stack")
 _saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
 _precision = _named("torch._C._get_float32_matmul_precision")
 
@@ -218,6 +280,16 @@ def mapped_by_torch(fn: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor,
         _end_vmap()
 
 
+def below_vmap(fn: Callable[[list[torch.Tensor]], list[torch.Tensor]], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """fn of tensors that the innermost vmap of torch.func's maps: fn takes and returns their lanes as the first dimension, below it."""
+    level = max(map(_level_of, given))
+    with _below_the_innermost():
+        unwrapped = [_unwrap_batched(t, level) for t in given]
+        size = next(t.shape[dim] for t, dim in unwrapped if dim is not None)
+        found = fn([t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in unwrapped])
+    return [lane(t, 0, level) for t in found]
+
+
 def below_autograds_vmap(fn: Callable[[list[torch.Tensor]], list[torch.Tensor]], given: list[torch.Tensor]) -> list[torch.Tensor]:
     """fn of tensors that torch.autograd maps over: fn takes and returns the lanes of the innermost map as the first dimension."""
     level = _begin_autograds_vmap() - 1
@@ -246,7 +318,7 @@ def transformed_by_torch() -> bool:
 
     Inside of the forward of an autograd.Function, PyTorch has switched forward-mode AD off.
     """
-    return _functorch_innermost() is not None or (forward_ad._current_level >= 0 and forward_mode_enabled())
+    return innermost_level() is not None or (forward_ad._current_level >= 0 and forward_mode_enabled())
 
 
 #: The dispatch keys that are always included and excluded, outside of modes and of their handlers.

@@ -118,34 +118,6 @@ def current_trace() -> Any:
     return jax._src.core.trace_ctx.trace
 
 
-def place() -> tuple[Any, Any]:
-    """Where JAX is on this thread: the trace in progress, and the names of axes.  ``go_to`` takes another thread there."""
-    return jax._src.core.trace_ctx.trace, jax._src.core.trace_ctx.axis_env
-
-
-def go_to(place: tuple[Any, Any]) -> None:
-    """Go on where another thread is, which waits meanwhile."""
-    trace, axes = place
-    jax._src.core.trace_ctx.set_trace(trace)
-    jax._src.core.trace_ctx.set_axis_env(axes)
-
-
-@contextlib.contextmanager
-def at(there: tuple[Any, Any]) -> Iterator[None]:
-    """``go_to`` there; on exit, back to where this thread was."""
-    here = place()
-    go_to(there)
-    try:
-        yield
-    finally:
-        go_to(here)
-
-
-def settings() -> Any:
-    """JAX's settings that hold on this thread, and the trace in progress, to be compared with those of another."""
-    return jax._src.config.trace_context(), current_trace()
-
-
 def only_transforms_inside(outermost: Any) -> bool:
     """Whether nothing but vmaps and derivatives lies between a trace and the one in progress, as a loop or a checkpoint of JAX's does."""
     trace = current_trace()

@@ -86,6 +86,10 @@ class Process:
     kept: dict[int, dict[int, bool]] = field(default_factory=dict)
     #: calls that cannot be recorded, by the function's code and the kinds of its tensors
     unrecordable: set[Any] = field(default_factory=set)
+    #: who runs a call whose program is not compiled yet: "jax" waits for XLA, "torch" does not; the last one holds
+    cold: list[str] = field(default_factory=lambda: ["jax"])
+    #: the keys of records whose programs a thread compiles while PyTorch runs their calls; False: it could not
+    compiling: dict[Any, bool] = field(default_factory=dict)
     random_numbers: str = "torch"  # who draws them: "torch" or "jax"
     unknown_options: set[str] = field(default_factory=set)  # options of XLA that this jaxlib lacks
     patches: int = 0  # how many patches are in effect (torchfunc_jax/patching.py)

@@ -376,22 +376,17 @@ def unchanged() -> Iterator[None]:
 
 # -- what is not as torch.func, and why ---------------------------------------------------------------------------------------------------
 _BY_JIT = "jit, jit(grad)"
+_IN_JAX = "functionalize, jit, jit(grad)"  # where JAX runs also what cannot be recorded
 _NO_DATA = Other(
-    "refused", "JAX computes with data, which tensors on the device meta do not have.", error=TypeError, match="on device 'meta'"
+    "refused", "JAX computes with data, which tensors on the device meta do not have.", error=TypeError, match="on device 'meta'",
+    ways=_IN_JAX,
 )
-_MODULE_HOOKS = (
-    Other("works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.",
-          ways="grad, jit(grad)"),
-    Other("refused", "JAX has no forward-mode derivative of what has a hook on its gradient.", ways="jvp", tensors="captured",
-          error=NotImplementedError, match="a hook on gradients"),
-)
-_HOOKS_IN_VMAP = Other(
-    "differs", "Hooks on gradients are called, as in PyTorch without a transform, where something from outside requires grad; "
-    "torch.func.vmap drops them.", ways="vmap",
+_MODULE_HOOKS = Other(
+    "works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.", ways="jit(grad)"
 )
 _SAVED = Other(
     "refused", "What JAX keeps for its derivatives is not what PyTorch would save: hooks on it could not be called.",
-    match="don't yet support saved tensor hooks", ways="functionalize, jit, vmap, jvp",
+    match="don't yet support saved tensor hooks", ways="functionalize, jit",
 )
 _KEPT = "JAX's values are never changed in place, so that the gradient is right where PyTorch refuses it."
 _INFERENCE = Other(
@@ -468,7 +463,7 @@ for _dtype in (torch.float64, torch.float16, torch.bfloat16):
 state("default dtype, asked for", _setting(torch.set_default_dtype, torch.float64, torch.float32), _reads(torch.get_default_dtype))
 _META: dict[str, tuple[Other, ...]] = {"cpu": (), "meta": (Other(
     "refused", "A tensor without data meets one with data: an error in torch.func too; Python's operators put their TypeError in the place "
-    "of ours.", error=TypeError, match="unsupported operand|on device 'meta'"
+    "of ours.", error=TypeError, match="unsupported operand|on device 'meta'", ways=_IN_JAX,
 ),)}
 for _device in ("cpu", "meta"):
     for _name, _scope in {
@@ -493,7 +488,7 @@ def _grad_fails_on_meta() -> bool:
 
 state("default device, asked for", _setting(torch.set_default_device, "meta", None), _reads(torch.get_default_device),
       *[Other("works", "torch.func's own grad and jvp fail where the default device is meta.",
-              ways="grad, jit(grad), jvp")] * _grad_fails_on_meta(), rtol=1e-4, atol=1e-3)
+              ways="jit(grad)")] * _grad_fails_on_meta(), rtol=1e-4, atol=1e-3)
 
 
 # -- what autograd records ---------------------------------------------------------------------------------------------------------
@@ -510,10 +505,12 @@ for _name, _scope in {
     state(_name, _scope, Program.linear, *[_INFERENCE] * (_name == "inference mode"))
 state("grad mode, asked for", lambda _: torch.no_grad(), _reads(torch.is_grad_enabled))
 state("inference mode, asked for", lambda _: torch.inference_mode(), _reads(torch.is_inference_mode_enabled), _INFERENCE)
+_REQUIRES_GRAD = "torch.func refuses requires_grad_() in a transformed function."
 state("the weight without requires_grad", lambda p: _flag(p.layer.requires_grad_, False, True), Program.linear,
-      Other("works", "torch.func refuses requires_grad_() in a transformed function.", when="inside", ways="grad, jit(grad), vmap, jvp"),
+      Other("works", _REQUIRES_GRAD, when="inside", ways="jit(grad)"),
+      Other("works", _REQUIRES_GRAD, when="inside", ways="grad, vmap, jvp", tensors="passed"),
       Other("differs", "Whether a captured tensor requires grad is asked before and after the function runs, and not in between.",
-            when="inside", tensors="captured", ways="functionalize, jit"))
+            when="inside", tensors="captured", ways="jit"))
 
 
 @contextlib.contextmanager
@@ -648,28 +645,22 @@ for _name, _add in {
     "global full backward hook": lambda p: modules.register_module_full_backward_hook(lambda m, i, o: _scaled(i, 3)),
     "global full backward pre-hook": lambda p: modules.register_module_full_backward_pre_hook(lambda m, o: _scaled(o, 5)),
 }.items():
-    others = _MODULE_HOOKS if "full backward" in _name else ()
+    others = (_MODULE_HOOKS,) * ("full backward" in _name)
     if "old kind" in _name:
-        others = (
-            Other("refused", "It is a hook on a node of PyTorch's graph, through which JAX's derivatives do not pass.",
-                  error=NotImplementedError, match=r"grad_fn\.register_hook", tensors="captured"),
-            Other("refused", "It is a hook on a node of PyTorch's graph, through which JAX's derivatives do not pass.",
-                  error=NotImplementedError, match=r"grad_fn\.register_hook", ways="functionalize, jit, grad, jit(grad), vmap"),
-        )
-    elif "pre-hook" in _name:
-        others += (_HOOKS_IN_VMAP,) * ("backward" in _name)
+        others = (Other("refused", "It is a hook on a node of PyTorch's graph, through which JAX's derivatives do not pass.",
+                        error=NotImplementedError, match=r"grad_fn\.register_hook", ways=_IN_JAX),)
     state(_name, _hook(_add), Program.linear, *others)
 state("a second forward hook", _hook(lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2)),
       make=lambda p: p.layer.register_forward_hook(lambda m, a, y: y + 1))
-state("hook on a result", _flagged, _hook_on_result, _MODULE_HOOKS[1], _HOOKS_IN_VMAP)
+state("hook on a result", _flagged, _hook_on_result)
 state("saved_tensors_hooks", lambda _: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
       lambda p, x, w: p.linear(x, w) ** 2, _SAVED)
 state("save_on_cpu", lambda _: torch.autograd.graph.save_on_cpu(), Program.linear,
       Other("works", "It changes where tensors are kept and no values, and JAX keeps its own.", when="around, between",
-            ways="grad, jit(grad)"))
+            ways="jit(grad)"))
 state("disable_saved_tensors_hooks", lambda _: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"))
 state("allow_mutation_on_saved_tensors", lambda _: torch.autograd.graph.allow_mutation_on_saved_tensors(), _changed_after,
-      Other("works", _KEPT, when="inside", ways="functionalize, jit, vmap, jvp"),
+      Other("works", _KEPT, when="inside", ways="functionalize, jit"),
       Other("works", _KEPT, when="between"))
 
 
@@ -700,7 +691,8 @@ for _name, _mode in {
 }.items():
     state(_name, lambda _, mode=_mode: mode(), lambda p, x, w: p.linear(x, w).sin(),
           *[Other(
-              "differs", "What is differentiated is the operator that the mode runs, and not the one that was called.", when="inside"
+              "differs", "What is differentiated is the operator that the mode runs, and not the one that was called.", when="inside",
+              ways=_IN_JAX,
           )] * (_name == "dispatch mode that changes"))
 state("DisableTorchFunctionSubclass", lambda _: torch._C.DisableTorchFunctionSubclass(), lambda p, x, w: p.linear(x, w)[..., 1:])
 
@@ -788,7 +780,7 @@ _WRAPS = "It gives the captured weight other memory, or looks at its memory, whi
 state("register_parametrization, and removed", _parametrized, Program.linear)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)
 state("DistributedDataParallel made there", lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
-      Program.linear, Other("refused", _WRAPS, when="inside", ways="functionalize, jit, vmap", match="not allocated"))
+      Program.linear, Other("refused", _WRAPS, when="inside", ways="functionalize, jit", match="not allocated"))
 state("evaluation mode", lambda p: _flag(p.layer.train, False, True), make=_add_dropout)
 state("forward replaced", lambda p: _replaced(p, "forward", lambda x: F.linear(x, p.layer.weight) + 1))
 state("weight replaced", lambda p: _replaced(p, "weight", p.kept), make=lambda p: setattr(p, "kept", nn.Parameter(torch.ones(2, 3))))

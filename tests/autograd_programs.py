@@ -591,13 +591,21 @@ class Run:
 CALLS = 2
 
 
-def truth(p: Program, way: Way) -> list[Any] | Exception:
-    """What plain PyTorch gives, or the error it raises."""
+def truth(p: Program, way: Way, T: Any = PLAIN) -> list[Any] | Exception:
+    """What plain PyTorch, or torch.func, gives, or the error it raises."""
     try:
-        run = Run(p, way, PLAIN)
+        run = Run(p, way, T)
         return [run.result(k) for k in range(CALLS)]
     except Exception as error:
         return error
+
+
+def refused_by_torch_func(p: Program, way: Way, error: Exception) -> bool:
+    """Whether it is the error that torch.func raises too, for a program that PyTorch runs because it cannot be recorded."""
+    if not any("PyTorch runs this call" in note for note in getattr(error, "__notes__", ())):
+        return False
+    theirs = truth(p, way, torch.func)
+    return type(theirs) is type(error) and str(theirs) == str(error)
 
 
 def fault(p: Program, way: Way, T: Any) -> str:
@@ -617,7 +625,16 @@ def fault(p: Program, way: Way, T: Any) -> str:
     if isinstance(actual, RuntimeError) and "once_differentiable" in str(actual) and any(m.once for m in p.used):
         return "no truth: PyTorch gives a second derivative without what backward has hidden, and here that is refused"
     if isinstance(actual, Exception):
-        return f"raises {actual!r}"
+        return "" if refused_by_torch_func(p, way, actual) else f"raises {actual!r}"
+    wrong = difference(actual, expected)
+    if wrong and p.hooks and way is WAYS["vmap"]:  # if PyTorch runs it: a mapped tensor requires no grad, and a module calls no hook for it
+        of_torch = truth(p, way, torch.func)
+        return wrong if isinstance(of_torch, Exception) else difference(actual, of_torch)
+    return wrong
+
+
+def difference(actual: list[Any], expected: list[Any]) -> str:
+    """The first difference between the results of calls, in words; "" where there is none."""
     for k, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         for i, (a, e) in enumerate(zip(mine, theirs, strict=True)):
             if a is None and e is None:

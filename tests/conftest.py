@@ -4,10 +4,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import resource
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -140,3 +141,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("sweep")
         if "gpu" in item.keywords and not (torch.cuda.is_available() and jax.default_backend() == "gpu"):
             item.add_marker(missing)
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Fails if something was not recorded; gives, and forgets, what was not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(process, "unrecordable", set())
+    caplog.set_level(logging.INFO, "torchfunc_jax")
+
+    def take() -> list[str]:
+        found = list(caplog.messages)
+        caplog.clear()
+        return found
+
+    yield take
+    assert not take()

@@ -1,6 +1,7 @@
 """Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain PyTorch; and what errors leave behind."""
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from agreement import same
 from autograd_functions import Cubed, SetupContext
 
 import torchfunc_jax
+from bridge.record import transforms
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 FAST = 25
@@ -131,6 +133,30 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view in no_grad": in_place(lambda v: v[1:].mul_(W[1:])), "an element in no_grad": in_place(lambda v: v.__setitem__(0, W[1])),
     "out= in no_grad": in_place(lambda v: torch.mul(W, 2, out=v)),
 }  # fmt: skip
+#: What cannot be recorded of them: un-jitted, PyTorch runs these, as torch.func does.
+IN_TORCH = frozenset({
+    "backward uses a captured tensor", "two inputs", "it meets the captured tensor itself", "in a checkpoint", "closure of its own",
+    "hook with captured tensors",
+})  # fmt: skip
+
+
+def raised(call: Callable[[], Any]) -> Exception | None:
+    """The error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
+    """A call, which gets a namespace of transforms, raises torch.func's own error, at each call, and leaves nothing behind."""
+    theirs = raised(lambda: call(torch.func))
+    assert theirs is not None
+    for _ in range(2):
+        mine = raised(lambda: call(torchfunc_jax))
+        assert type(mine) is type(theirs) and str(mine) == str(theirs)
+        assert torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None and untouched()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -142,6 +168,11 @@ def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> 
     mine, plain = entry(f), autograd_programs.PLAIN.vmap(f) if entry is vmap else f
     W.requires_grad_(captured)
     try:
+        if entry is vmap and name in IN_TORCH:
+            plain = torch.func.vmap(f)
+            if raised(lambda: plain(torch.ones(2, 3, dtype=torch.float64))) is not None:
+                refused_as_by_torch_func(lambda T: T.vmap(f)(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)))
+                return
         for number in range(2):
             with torch.no_grad():
                 W.add_(number)
@@ -248,12 +279,20 @@ def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
         inner = torch.utils.checkpoint.checkpoint(lambda a: Weighted.apply(a, None) * W, x, use_reentrant=False)
         return inner + Weighted.apply(x, W) * W
 
+    def pulled(T: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        out, pull = T.vjp(lambda x: f(T, x), x)
+        return [out, pull(torch.ones_like(out))[0]]
+
     x = torch.linspace(0.3, 1.1, 3, dtype=torch.float64)
     W.requires_grad_(True)
     try:
         found = [f(torch.func, x), torch.autograd.grad(f(torch.func, x.requires_grad_()).sum(), x)[0]]
-        out, pull = torchfunc_jax.vjp(lambda x: f(torchfunc_jax, x), x.detach())
-        same([out, pull(torch.ones_like(out))[0]], found)
+        with transforms.off():
+            same(pulled(torchfunc_jax, x.detach()), found)
+        same(jit(lambda x: pulled(torchfunc_jax, x))(x.detach()), found)
+        for _ in range(2):  # PyTorch runs this; torch.func itself refuses the checkpoint already, by an error of the same class
+            with pytest.raises(RuntimeError, match="setup_context"):
+                pulled(torchfunc_jax, x.detach())
     finally:
         W.requires_grad_(False)
 
@@ -480,6 +519,14 @@ def test_gradients_of_torchs_go_through_transforms_inside_another_one(through: s
         leaf = x.detach().clone().requires_grad_()
         return torch.autograd.grad(THROUGH[through](T, leaf).sum(), leaf)[0]
 
+    if through in ("jvp", "hessian") and inside in ("vmap", "aux of grad"):  # no record: PyTorch runs these
+        x = torch.tensor([1.0, 4.0])
+        with pytest.raises(RuntimeError):  # for requires_grad_, or for the gradient that goes back no further
+            INSIDE[inside](torch.func, lambda x: slope(torch.func, x))(x)
+        for _ in range(2):  # where ours computes it, from what is recorded so far, it is right
+            with contextlib.suppress(RuntimeError):
+                same(INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))(x), slope(torch.func, x))
+        return
     run = INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))
     truth = torchfunc_jax if through in ("jit", "linearize") else torch.func  # torch.func has no jit; torch goes back through no linearize
     for x in (torch.tensor([1.0, 4.0]), torch.tensor([1.5, -2.0])):

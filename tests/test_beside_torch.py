@@ -1,6 +1,7 @@
 """Beside torch's own machinery: programs that torch.compile compiles, and torch's own transforms, around ours."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import queue
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import torchfunc_jax
+from bridge.record import transforms
 from bridge.trace.levels import state
 from torchfunc_jax import grad, jit, vmap
 
@@ -204,14 +206,43 @@ def _diagonal(x: torch.Tensor) -> torch.Tensor:
     return jacobian.diagonal().reshape(x.shape)
 
 
-@pytest.mark.parametrize("way", ["un-jitted", "jit"])
+@pytest.mark.parametrize("way", ["operator by operator", "jit"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("forward", [_tangent, _diagonal])
 def test_torchs_forward_mode_inside_ours(forward: Any, around: str, way: str) -> None:
     """torch.func refuses forward mode inside of forward mode."""
     x = torch.randn(2, 3)
     call = lambda f: AROUND[around](torchfunc_jax, f, x)
-    same(call(forward) if way == "un-jitted" else jit(lambda: call(forward))(), AROUND[around](torch.func, torch.cos, x))
+    with transforms.off() if way == "operator by operator" else contextlib.nullcontext():
+        found = call(forward) if way == "operator by operator" else jit(lambda: call(forward))()
+    same(found, AROUND[around](torch.func, torch.cos, x))
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("forward", [_tangent, _diagonal])
+def test_torchs_forward_mode_inside_ours_where_pytorch_runs_it(forward: Any, around: str) -> None:
+    """As in torch.func, which also gives tensors of a vmap that has ended, with which nothing can be done.
+
+    linearize and functionalize do more: the first goes backwards, and JAX runs the second.
+    """
+    x = torch.randn(2, 3)
+    true = AROUND[around](torch.func, torch.cos, x)
+    more = around == "functionalize" or (around, forward) == ("linearize", _tangent)
+    refused = None if more else _refusal(lambda: same(AROUND[around](torch.func, forward, x), true))
+    assert refused in (None, RuntimeError)
+    for _ in range(2):
+        assert _refusal(lambda: same(AROUND[around](torchfunc_jax, forward, x), true)) is refused
+        assert forward_ad._current_level == -1 and torch._C._functorch.peek_interpreter_stack() is None
+        assert state.level is None and state.recorder is None
+
+
+def _refusal(call: Any) -> type[Exception] | None:
+    """The class of the exception that a call raises, other than that the values are wrong."""
+    try:
+        call()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return type(error)
+    return None
 
 
 def test_our_vmap_of_torchs_backward() -> None:

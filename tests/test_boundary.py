@@ -1,11 +1,13 @@
 """One tensor across the border and back: every dtype and memory layout, what is shared and what is copied, and for how long."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import functorch.experimental
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from torch import nn
 import torchfunc_jax
 from bridge import to_jax, to_torch
 from bridge.convert import dtypes
+from bridge.record import transforms
 from torchfunc_jax import chunk_vmap, functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -53,6 +56,21 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "inference": lambda: _inference(),
     "unaligned": lambda: torch.randn(33)[1:],
 }
+
+
+def as_torch_func(call: Callable[[Any], Any]) -> None:
+    """A call, which gets a namespace of transforms, does what torch.func does: the same results, or an error of the same class."""
+
+    def outcome(T: Any) -> Any:
+        try:
+            found = call(T)
+        except Exception as error:
+            return type(error)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: list(t.unbind()) if t.is_nested else t, found)
+
+    mine, theirs = outcome(torchfunc_jax), outcome(torch.func)
+    assert mine is theirs or (not isinstance(mine, type) and not isinstance(theirs, type)), f"{mine}, and torch.func: {theirs}"
+    same(mine, theirs)
 
 
 def _inference() -> torch.Tensor:
@@ -144,8 +162,12 @@ def test_what_cannot_cross_says_what_to_do(make: Callable[[], torch.Tensor], say
     t = make()
     with pytest.raises(TypeError, match=says):
         to_jax(t)
-    with pytest.raises(TypeError, match=says):
-        vmap(lambda _, a: a, in_dims=(0, None))(torch.ones(2), t)
+    call = lambda T: T.vmap(lambda _, a: a, in_dims=(0, None))(torch.ones(2), t)
+    runs_in_torch = t.is_quantized or t.is_nested or t.is_meta
+    with transforms.off() if runs_in_torch else contextlib.nullcontext(), pytest.raises(TypeError, match=says):
+        call(torchfunc_jax)
+    if runs_in_torch:
+        as_torch_func(call)
     with pytest.raises(TypeError, match=says):
         jit(lambda a: a)(t)
     same(jit(torch.sin)(torch.ones(2)), torch.ones(2).sin())
@@ -157,20 +179,36 @@ def test_what_torch_lacks_says_so(dtype: Any) -> None:
         to_torch(jnp.ones(3, dtype))
 
 
+#: Calls with a namespace of transforms and a nested tensor, which PyTorch runs.
+NESTED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "vmap": lambda T, t: T.vmap(torch.sin)(t),
+    "vmap in chunks": lambda T, t: T.vmap(lambda d: d["a"].sin(), chunk_size=1)({"a": t}),
+    "grad": lambda T, t: T.grad(torch.sum)(t),
+    "vjp": lambda T, t: T.vjp(torch.sin, t)[0],
+    "cotangent": lambda T, t: T.vjp(torch.sin, torch.ones(2))[1](t),
+    "jvp": lambda T, t: T.jvp(torch.sin, (t,), (t,)),
+    "tangent": lambda T, t: T.jvp(torch.sin, (torch.ones(2),), (t,)),
+    "tangent of linearize": lambda T, t: T.linearize(torch.sin, torch.ones(2))[1](t),
+    "jacrev": lambda T, t: T.jacrev(torch.sin)(t),
+    "jacfwd": lambda T, t: T.jacfwd(torch.sin)(t),
+    "hessian": lambda T, t: T.hessian(torch.sum)(t),
+    "captured by vmap": lambda T, t: T.vmap(lambda x: x * t[0].sum())(torch.ones(2)),
+    "captured by grad": lambda T, t: T.grad(lambda x: (x * t.sum()).sum())(torch.ones(2)),
+    "chunk_vmap": lambda T, t: (chunk_vmap if T is torchfunc_jax else functorch.experimental.chunk_vmap)(torch.sin)(t),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_are_refused_everywhere(layout: torch.layout) -> None:
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_are_for_pytorch_alone(name: str, layout: torch.layout) -> None:
     t, x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout), torch.ones(2)
-    calls = [
-        lambda: vmap(torch.sin)(t), lambda: vmap(lambda d: d["a"].sin(), chunk_size=1)({"a": t}), lambda: chunk_vmap(torch.sin)(t),
-        lambda: grad(torch.sum)(t), lambda: vjp(torch.sin, t), lambda: vjp(torch.sin, x)[1](t), lambda: jvp(torch.sin, (t,), (t,)),
-        lambda: jvp(torch.sin, (x,), (t,)), lambda: linearize(torch.sin, x)[1](t), lambda: jacrev(torch.sin)(t),
-        lambda: jacfwd(torch.sin)(t), lambda: hessian(torch.sum)(t), lambda: jit(lambda x: x * t.sin().sum())(x),
-        lambda: vmap(lambda x: x * t[0].sum())(x), lambda: grad(lambda x: (x * t.sum()).sum())(x),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(TypeError, match=r"got a nested one; convert it with \.to_padded_tensor"):
-            call()
+    as_torch_func(lambda T: NESTED[name](T, t))
+    refused = r"got a nested one; convert it with \.to_padded_tensor"
+    with transforms.off(), pytest.raises(TypeError, match=refused):
+        NESTED[name](torchfunc_jax, t)
+    with pytest.raises(TypeError, match=refused):
+        jit(lambda x: x * t.sin().sum())(x)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------------
@@ -445,5 +483,6 @@ def test_as_strided_of_a_captured_view_counts_in_its_whole_memory(transform: Any
         if transform is torchfunc_jax.jit:  # the function itself is called: what lies outside has not crossed
             torch.testing.assert_close(transform(lambda x, outside=outside: x * outside())(x), x * outside())
             continue
-        with pytest.raises(RuntimeError, match=r"as_strided|out of bounds"):
+        with transforms.off(), pytest.raises(RuntimeError, match=r"as_strided|out of bounds"):
             transform(lambda x, outside=outside: x * outside())(x)
+        same(transform(lambda x, outside=outside: x * outside())(x), torch.func.vmap(lambda x, outside=outside: x * outside())(x))

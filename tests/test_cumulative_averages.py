@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import torchfunc_jax
+from bridge.record import transforms
 
 
 def _called(layer: nn.Module) -> Callable[..., Any]:
@@ -46,15 +47,21 @@ def _in_a_gradient(layer: nn.Module) -> Callable[..., Any]:
     return run
 
 
-def _in_lanes(layer: nn.Module) -> Callable[..., Any]:
-    """One lane of an ensemble."""
-
+def _of_a_lane(layer: nn.Module) -> Callable[..., Any]:
     def forward(buffers: Any, x: torch.Tensor) -> Any:
         buffers = {name: b.clone() for name, b in buffers.items()}
         return functional_call(layer, buffers, (x,)), buffers
 
+    return forward
+
+
+def _in_lanes(layer: nn.Module) -> Callable[..., Any]:
+    """One lane of an ensemble, operator by operator."""
+    mapped = torchfunc_jax.vmap(_of_a_lane(layer))
+
     def run(x: torch.Tensor) -> torch.Tensor:
-        outs, buffers = torchfunc_jax.vmap(forward)({name: b[None] for name, b in layer.named_buffers()}, x[None])
+        with transforms.off():
+            outs, buffers = mapped({name: b[None] for name, b in layer.named_buffers()}, x[None])
         layer.load_state_dict({name: b[0] for name, b in buffers.items()}, strict=False)
         return outs[0]
 
@@ -72,3 +79,11 @@ def test_every_batch_counts_alike(wrap: Callable[..., Any], dtype: torch.dtype) 
         torch.testing.assert_close(run(x), truth(x))
         torch.testing.assert_close(dict(layer.named_buffers()), dict(truth.named_buffers()))
     assert layer.num_batches_tracked == 4
+
+
+def test_the_number_of_batches_of_a_lane_is_refused_as_by_torch() -> None:
+    layer = nn.BatchNorm2d(3, momentum=None)
+    for T in (torch.func, torchfunc_jax, torchfunc_jax):
+        with pytest.raises(RuntimeError, match=r"vmap: It looks like you're calling \.item\(\) on a Tensor"):
+            T.vmap(_of_a_lane(layer))({name: b[None] for name, b in layer.named_buffers()}, torch.randn(1, 4, 3, 2, 2))
+    assert layer.num_batches_tracked == 0

@@ -1,6 +1,7 @@
 """Bad input: the class that torch.func raises, a message that names the argument, and nothing left behind."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError
+from bridge.record import transforms
 from bridge.trace.levels import state
 
 x, y = torch.arange(6.0).reshape(2, 3) + 1, torch.ones(3, 3)
@@ -151,6 +153,7 @@ def surroundings() -> dict[str, Any]:
         "jax_enable_x64": jax.config.jax_enable_x64,
         "jnp default": jnp.ones(1).dtype,
         "level": state.level,
+        "torch.func's level": torch._C._functorch.maybe_current_level(),
         "parameters": [(k, id(v), v._version, tuple(v.shape)) for k, v in model.named_parameters()],
         "forward": model.forward.__func__,
         "inputs": [(t._version, t.tolist()) for t in (x, y, outside)],
@@ -164,6 +167,19 @@ def nothing_left_behind() -> Iterator[None]:
     assert surroundings() == before
     same(torchfunc_jax.vmap(torchfunc_jax.grad(lambda a: (a**3).sum()))(x), 3 * x**2)
     same(torchfunc_jax.jit(model)(x), nn.functional.linear(x, model.weight, model.bias), rtol=1e-5, atol=1e-6)
+
+
+def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
+    """A call that PyTorch runs raises torch.func's own error; call takes a namespace of transforms."""
+    with pytest.raises(Exception) as theirs:
+        call(torch.func)
+    with pytest.raises(type(theirs.value)) as mine:
+        call(torchfunc_jax)
+    assert type(mine.value) is type(theirs.value)
+    words = [str(error.value).partition("\n\nfrom user code:")[0] for error in (mine, theirs)]  # torch.compile adds a call stack
+    assert words[0] == words[1]
+    if isinstance(mine.value, RuntimeError):
+        assert any("PyTorch runs this call" in note and "jit" in note for note in getattr(mine.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -209,8 +225,9 @@ def test_values_under_jit(operator: str) -> None:
     }
     with pytest.raises(DataDependentError, match=r"under jit .*test_errors\.py:\d+"):
         torchfunc_jax.jit(functions[operator])(x)
-    with pytest.raises(RuntimeError, match=r"test_errors\.py:\d+"):
+    with transforms.off(), pytest.raises(DataDependentError, match=r"under vmap .*test_errors\.py:\d+"):
         torchfunc_jax.vmap(functions[operator])(x)
+    refused_as_by_torch_func(lambda T: T.vmap(functions[operator])(x))
 
 
 @pytest.mark.parametrize("operator", ["nonzero", "masked_select", "boolean index", "unique"])
@@ -225,7 +242,8 @@ def test_shapes_that_depend_on_values(operator: str) -> None:
     with pytest.raises(RuntimeError, match="dynamic shape") as reference:
         torch.func.vmap(functions["boolean index"][1])(x)
     for transform, where in ((torchfunc_jax.vmap, "vmap"), (torchfunc_jax.jit, "jit")):
-        with pytest.raises(type(reference.value), match=rf"{name}.*dynamic shape.*under {where} .*test_errors\.py:\d+") as mine:
+        raised = pytest.raises(type(reference.value), match=rf"{name}.*dynamic shape.*under {where} .*test_errors\.py:\d+")
+        with transforms.off() if where == "vmap" else contextlib.nullcontext(), raised as mine:
             transform(function)(x)
         assert isinstance(mine.value, DataDependentError)
 
@@ -280,25 +298,34 @@ LOOPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "jacrev": lambda T, a: T.jit(T.jacrev(doubled))(a),
     "vjp": lambda T, a: T.jit(lambda b: T.vjp(doubled, b)[1](b))(a),
     "hessian": lambda T, a: T.jit(T.hessian(lambda b: (doubled(b) ** 2).sum()))(a),
+    "backward": lambda T, a: T.jit(doubled)(a.clone().requires_grad_()).sum().backward(),
+    "double backward": lambda T, a: torch.autograd.grad(T.jit(doubled)(b := a.clone().requires_grad_()).sum(), b, create_graph=True),
+}
+UNJITTED_LOOPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "vmap of grad": lambda T, a: T.vmap(T.grad(lambda b: doubled(b).sum()))(a[None]),
     "grad of vmap": lambda T, a: T.grad(lambda b: T.vmap(doubled)(b).sum())(a[None]),
-    "backward": lambda T, a: T.jit(doubled)(a.clone().requires_grad_()).sum().backward(),
     "backward through vmap": lambda T, a: T.vmap(doubled)(a[None].clone().requires_grad_()).sum().backward(),
-    "double backward": lambda T, a: torch.autograd.grad(T.jit(doubled)(b := a.clone().requires_grad_()).sum(), b, create_graph=True),
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *UNJITTED_LOOPS])
 def test_reverse_mode_through_a_loop_of_unknown_length(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"^while_loop: .*scan .*jvp.*test_errors\.py:\d+"):
-        LOOPS[name](torchfunc_jax, x[0])
+    jitted = name in LOOPS
+    raised = pytest.raises(RuntimeError, match=r"^while_loop: .*scan .*jvp.*test_errors\.py:\d+")
+    with contextlib.nullcontext() if jitted else transforms.off(), raised:
+        (LOOPS if jitted else UNJITTED_LOOPS)[name](torchfunc_jax, x[0])
+    if not jitted:
+        refused_as_by_torch_func(lambda T: UNJITTED_LOOPS[name](T, x[0]))
 
 
 def test_what_that_error_says_to_do_helps() -> None:
     double = lambda a: a * 8  # three steps
     same(torchfunc_jax.jit(lambda a: torchfunc_jax.jvp(doubled, (a,), (a,)))(x[0]), torch.func.jvp(double, (x[0],), (x[0],)))
     same(torchfunc_jax.jit(torchfunc_jax.jacfwd(doubled))(x[0]), torch.func.jacfwd(double)(x[0]))
-    same(torchfunc_jax.grad(lambda a: doubled(a).sum())(x[0]), torch.func.grad(lambda a: double(a).sum())(x[0]))
+    derivative = lambda T: T.grad(lambda a: doubled(a).sum())(x[0])
+    with transforms.off():  # operator by operator, the number of steps is known
+        same(derivative(torchfunc_jax), torch.func.grad(lambda a: double(a).sum())(x[0]))
+    refused_as_by_torch_func(derivative)
     steps = lambda a: scan(lambda b, _: (b * 2, b), a, torch.ones(3))[0].sum()
     same(torchfunc_jax.jit(torchfunc_jax.grad(steps))(x[0]), torch.func.grad(lambda a: double(a).sum())(x[0]))
 
@@ -310,13 +337,19 @@ def test_values_are_there_under_grad() -> None:
 def test_tensor_split_by_a_tensor_whose_values_are_known() -> None:
     places, square = torch.tensor([1, 2]), lambda a, at: (torch.tensor_split(a, at, dim=-1)[1] ** 2).sum()
     theirs = torch.func.grad(lambda a: square(a, [1, 2]))(x)  # itself it takes no tensor here
-    same(torchfunc_jax.grad(square)(x, places), theirs)
-    same(torchfunc_jax.grad(lambda a: square(a, places))(x), theirs)
     same(torchfunc_jax.jit(torchfunc_jax.grad(lambda a: square(a, torch.tensor([1, 2]))))(x), theirs)
-    same(torchfunc_jax.vmap(torchfunc_jax.grad(square), in_dims=(0, None))(x, places), theirs)
+    calls: list[Callable[[Any], Any]] = [
+        lambda T: T.grad(square)(x, places), lambda T: T.grad(lambda a: square(a, places))(x),
+        lambda T: T.vmap(T.grad(square), in_dims=(0, None))(x, places),
+    ]  # fmt: skip
+    for call in calls:
+        with transforms.off():
+            same(call(torchfunc_jax), theirs)
+        refused_as_by_torch_func(call)
     for wrong, said in ((torch.tensor([1.0]), "dtype of long"), (places[None], "zero-dimensional or one-dimensional")):
-        with pytest.raises(RuntimeError, match=said):
-            torchfunc_jax.grad(square)(x, wrong)
+        for how in (contextlib.nullcontext(), transforms.off()):
+            with how, pytest.raises(RuntimeError, match=said):
+                torchfunc_jax.grad(square)(x, wrong)
 
 
 def test_tensor_split_by_a_captured_tensor_is_not_read_once_and_for_all() -> None:
@@ -385,7 +418,7 @@ _KERNEL = torch.cuda.jiterator._create_jit_fn("template <typename T> T same(T a)
 
 @pytest.mark.parametrize(
     "transform",
-    [torchfunc_jax.vmap, torchfunc_jax.grad, torchfunc_jax.jit, torchfunc_jax.jacfwd, lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f))],
+    [lambda T: T.vmap, lambda T: T.grad, lambda T: T.jit, lambda T: T.jacfwd, lambda T: lambda f: T.vmap(T.grad(f))],
     ids=["vmap", "grad", "jit", "jacfwd", "vmap of grad"],
 )  # fmt: skip
 @pytest.mark.parametrize("what", [
@@ -398,7 +431,7 @@ _KERNEL = torch.cuda.jiterator._create_jit_fn("template <typename T> T same(T a)
     "read by JAX",
 ])  # fmt: skip
 def test_a_tensor_inside_a_transform_has_no_address(
-    what: Callable[[torch.Tensor], Any], transform: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    what: Callable[[torch.Tensor], Any], transform: Callable[[Any], Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # jiterator's own error is for machines without a GPU
 
@@ -406,8 +439,15 @@ def test_a_tensor_inside_a_transform_has_no_address(
         what(a)
         return (a * a).sum()
 
-    with pytest.raises(RuntimeError, match=r"no memory|Cannot access data pointer|invalid python storage"):
-        transform(function)(x)
+    jitted = request.node.callspec.id.endswith("-jit")
+    raised = pytest.raises(RuntimeError, match=r"no memory|Cannot access data pointer|invalid python storage")
+    with contextlib.nullcontext() if jitted else transforms.off(), raised:
+        transform(torchfunc_jax)(function)(x)
+    if "to_dlpack" in request.node.callspec.id:  # no operator of PyTorch's and no method: nothing hands this call to PyTorch
+        with pytest.raises(RuntimeError, match=r"^Cannot access data pointer of Tensor"):
+            transform(torchfunc_jax)(function)(x)
+    elif not jitted:
+        refused_as_by_torch_func(lambda T: transform(T)(function)(x))
 
 
 @pytest.mark.parametrize("transform", [torchfunc_jax.vmap, torchfunc_jax.grad, torchfunc_jax.jit])

@@ -13,6 +13,7 @@ from every_way import in_every_way
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import torchfunc_jax
+from bridge.record import transforms
 from torchfunc_jax import grad, jit, vmap
 
 B, H, L, S, E = 2, 4, 6, 8, 4
@@ -51,20 +52,39 @@ def _inputs(kv_heads=H, kv_batch=B):
 
 
 def _compare(run, expected, *args, **options):
-    """run's values and gradients beside those of the dense formula, un-jitted, jitted and mapped."""
+    """run's values and gradients beside those of the dense formula, operator by operator, jitted and mapped.
+
+    PyTorch, which runs what is not jitted, has no derivative of FlexAttention on CPUs, and does not map it.
+    """
     weights = lambda out: sum((x * torch.cos(torch.arange(x.numel())).reshape(x.shape)).sum() for x in out)
     loss = lambda fn: lambda *xs: (weights(out := fn(*xs)), out)
     places = tuple(range(len(args)))
     truth = torch.func.grad(loss(expected), places, has_aux=True)(*args)
     mine = grad(loss(run), places, has_aux=True)
-    for wrapped in (lambda f: f, jit):
-        same(wrapped(mine)(*args), truth, **options)
+    with transforms.off():
+        same(mine(*args), truth, **options)
+    same(jit(mine)(*args), truth, **options)
     stacked = [torch.stack([x, x * 0.5]) for x in args]
     lanes = torch.func.vmap(torch.func.grad(loss(expected), places, has_aux=True))(*stacked)
-    for wrapped in (lambda f: f, jit):
-        same(wrapped(vmap(mine))(*stacked), lanes, **options)
+    with transforms.off():
+        same(vmap(mine)(*stacked), lanes, **options)
+    same(jit(vmap(mine))(*stacked), lanes, **options)
+    _refused_as_by_torch(lambda T: T.grad(loss(run), places, has_aux=True)(*args))
+    _refused_as_by_torch(lambda T: T.vmap(T.grad(loss(run), places, has_aux=True))(*stacked))
     leaves = [x.clone().requires_grad_() for x in args]
     same(torch.autograd.grad(jit(lambda: weights(run(*leaves)))(), leaves), truth[0], **options)
+
+
+def _refused_as_by_torch(call):
+    """call(torch.func) raises, and un-jitted call(torchfunc_jax) raises the same."""
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError) as expected:
+        call(torch.func)
+    with pytest.raises(RuntimeError) as found:
+        call(torchfunc_jax)
+    assert found.type is expected.type and str(found.value)[:60] == str(expected.value)[:60]
+    assert "flex_attention" in found.value.__notes__[0] and "jit" in found.value.__notes__[0]
+    assert torch._C._functorch.peek_interpreter_stack() is None
 
 
 @pytest.mark.parametrize("name", [*MODS, *MASKS, "both", "neither"])
@@ -168,7 +188,11 @@ def test_second_derivatives_and_forward_mode():
 
 def test_all_tensors_captured():
     q, k, v = _inputs()
-    in_every_way(lambda s: flex_attention(q, k, v) * s, torch.tensor(2.0), rtol=1e-4, atol=1e-5)
+    run = lambda s: flex_attention(q, k, v) * s
+    with transforms.off():
+        in_every_way(run, torch.tensor(2.0), rtol=1e-4, atol=1e-5)
+    _refused_as_by_torch(lambda T: T.grad(lambda s: run(s).sum())(torch.tensor(2.0)))
+    _refused_as_by_torch(lambda T: T.vmap(run)(torch.tensor([2.0, 3.0])))
 
 
 REFUSED = {

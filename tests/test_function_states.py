@@ -4,6 +4,7 @@ The derivatives that the Functions give are not the true ones, so that it is see
 """
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,25 @@ class CapturesATensor(Function):
         return g * 5 * x * FACTOR * torch.ones(3)
 
 
+class CapturesWithASetup(Function):
+    """As CapturesATensor, in the way that torch.func takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * x * FACTOR
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return g * 5 * x * FACTOR * torch.ones(3)
+
+
 class Composed(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +65,7 @@ class Composed(Function):
         return 7 * g * SetupContext.apply(x)
 
 
-FUNCTIONS = [ContextInForward, SetupContext, SavesItsOutput, CapturesATensor, Composed]
+FUNCTIONS = [ContextInForward, SetupContext, SavesItsOutput, CapturesATensor, CapturesWithASetup, Composed]
 WEIGHT = torch.tensor([0.3, -0.5, 0.8], requires_grad=True)
 # of a Function's apply: a function of one tensor
 PASSED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
@@ -80,12 +100,25 @@ def gradients(f: Callable[..., torch.Tensor], x: torch.Tensor, twice: bool) -> l
     return [torch.zeros(3) if v is None else v for v in found]
 
 
+def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
+    """A call that PyTorch runs, and which gets a namespace of transforms, raises torch.func's own error and leaves nothing behind."""
+    with pytest.raises(RuntimeError) as theirs:
+        call(torch.func)
+    for _ in range(2):
+        with pytest.raises(type(theirs.value), match=re.escape(str(theirs.value))):
+            call(torchfunc_jax)
+        assert "__getattribute__" not in vars(type(Function))
+        assert torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("called", CALLED)
 @pytest.mark.parametrize("passed", PASSED)
 @pytest.mark.parametrize("cls", FUNCTIONS)
 def test_backward_from_outside(cls: Any, passed: str, called: str, twice: bool) -> None:
     f = PASSED[passed](cls.apply)
+    if cls is CapturesATensor and called == "vmap":
+        return refused_as_by_torch_func(lambda T: T.vmap(f)(torch.ones(1, 3, requires_grad=True)))
     mine = CALLED[called](f)
     for k in range(2):
         with torch.no_grad():
@@ -102,8 +135,10 @@ def test_backward_from_outside(cls: Any, passed: str, called: str, twice: bool) 
 @pytest.mark.parametrize("passed", PASSED)
 @pytest.mark.parametrize("cls", FUNCTIONS)
 def test_grad(cls: Any, passed: str, compiled: bool) -> None:
-    """As plain PyTorch's: torch.func refuses Functions whose forward takes a context."""
+    """As plain PyTorch's: torch.func refuses Functions whose forward takes a context, and so does what cannot be recorded."""
     f = PASSED[passed](cls.apply)
+    if cls is CapturesATensor and not compiled:
+        return refused_as_by_torch_func(lambda T: T.grad(lambda x: (f(x) ** 2).sum())(torch.ones(3)))
     mine = grad(lambda x: (f(x) ** 2).sum())
     mine = jit(mine) if compiled else mine
     for k in range(2):
@@ -119,6 +154,8 @@ def test_torchs_own_grad_inside(cls: Any, compiled: bool) -> None:
         (g,) = torch.autograd.grad((cls.apply(x) * x).sum(), x, create_graph=True)
         return (g * g).sum()
 
+    if cls is CapturesATensor and not compiled:
+        return refused_as_by_torch_func(lambda T: T.grad(inner)(torch.ones(3)))
     mine = jit(grad(inner)) if compiled else grad(inner)
     for k in range(2):
         x = (torch.linspace(-0.5, 1.0, 3) + k).requires_grad_()
@@ -137,15 +174,17 @@ class Squared(Function):
         return 5 * g * ctx.before
 
 
-@pytest.mark.parametrize("wrap", [functionalize, jit, lambda f: lambda x: vmap(f)(x[None])[0]])
-def test_written_in_place(wrap: Any) -> None:
+@pytest.mark.parametrize("called", CALLED)
+def test_written_in_place(called: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * WEIGHT
         z = Squared.apply(y)
         return z + y  # y has the new values and the Function's derivative
 
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    same(gradients(wrap(f), x, False), gradients(f, x, False))
+    if called == "vmap":
+        return refused_as_by_torch_func(lambda T: T.vmap(f)(x[None]))
+    same(gradients(CALLED[called](f), x, False), gradients(f, x, False))
 
 
 class SineInPlace(Function):

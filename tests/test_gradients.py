@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from agreement import floats, same
 
 import torchfunc_jax
+from bridge.record import transforms
 
 NAN = float("nan")
 
@@ -242,13 +243,22 @@ def test_cholesky_pushed_forward(dtype: torch.dtype, upper: bool) -> None:
     torch.testing.assert_close(torchfunc_jax.vjp(function, a)[1](cotangent), torch.func.vjp(function, a)[1](cotangent))
 
 
-def test_as_strided_of_a_view_is_refused() -> None:
-    """Its own elements cross alone (docs/semantics.md), and as_strided counts in the base's memory, as torch.func does."""
+def test_as_strided_of_a_view() -> None:
+    """PyTorch runs it: as_strided counts in the memory of the whole tensor, of which the view has the elements from 5 to 14 alone.
+
+    In JAX those elements cross alone (docs/semantics.md).
+    """
     x = torch.arange(20, dtype=torch.float64)[5:15]
-    function = lambda x: x.as_strided((2, 2), (1, 2), 0) ** 2
     tangent, own = floats(10), x.clone()
-    with pytest.raises(RuntimeError, match=r"as_strided: it counts from where a tensor's memory begins"):
-        torchfunc_jax.jvp(function, (x,), (tangent,))
+    for first in (0, 7):
+        function = lambda x, first=first: x.as_strided((2, 2), (1, 2), first) ** 2
+        expected = torch.func.jvp(function, (x,), (tangent,))
+        torch.testing.assert_close(expected[0], function(x))
+        for _ in range(2):
+            torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,)), expected)
+        with transforms.off(), pytest.raises(RuntimeError, match=r"as_strided: it counts from where a tensor's memory begins"):
+            torchfunc_jax.jvp(function, (x,), (tangent,))
+    function = lambda x: x.as_strided((2, 2), (1, 2), 0) ** 2
     torch.testing.assert_close(torchfunc_jax.jvp(function, (own,), (tangent,)), (function(own), pushed(function, own, tangent)))
     torch.testing.assert_close(torch.func.jvp(function, (own,), (tangent,))[1], pushed(function, own, tangent))
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,63 @@ import torch
 from agreement import same
 from autograd_functions import SavesItsOutput
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge import from_jax
+from bridge.process import process
 from bridge.record import transforms
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 MASK = torch.tensor([1.0, 0.0, 2.0])
+
+
+def off(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function run in JAX operator by operator, and never by PyTorch."""
+
+    def run(*args: Any) -> Any:
+        with transforms.off():
+            return f(*args)
+
+    return run
+
+
+def as_torch_func(call: Callable[[Any], Any], times: int = 2) -> Any:
+    """Ours, un-jitted, gives what torch.func gives, or an error of the same class with torch's first sentence; returns torch.func's."""
+    process.unrecordable.clear()  # the first call is recorded, and PyTorch goes on where that ends
+    try:
+        expected = call(torch.func)
+    except Exception as error:
+        for _ in range(times):
+            with pytest.raises(type(error), match=re.escape(str(error).split(". ")[0])) as found:
+                call(torchfunc_jax)
+            assert type(found.value) is type(error)
+        return error
+    for _ in range(times):
+        same(call(torchfunc_jax), expected)
+    return expected
+
+
+def without_levels(t: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor that a hook got inside of torch.func's levels."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t.detach()
+
+
+class Seen:
+    """What hooks get, each in turn."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Any] = []
+
+    def add(self, g: Any) -> None:
+        self.gradients.append(pytree.tree_map(torch.clone, g))
+
+    def take(self) -> list[Any]:
+        found, self.gradients = pytree.tree_map(without_levels, self.gradients), []
+        return found
 
 
 def on_a_result(x: torch.Tensor) -> torch.Tensor:
@@ -149,44 +199,85 @@ def test_full_backward_hooks_of_modules(input_needs_grad: bool, before: bool, re
             same(mine, theirs)
 
 
-def test_a_jacobian_row_by_row_gives_a_hook_its_values() -> None:
+@pytest.mark.parametrize("wrap", [lambda f: f, off])
+def test_a_jacobian_row_by_row_gives_a_hook_its_values(wrap: Callable[..., Any]) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 3
         y.register_hook(lambda g: g * 2 if g.sum().item() > 0 else g)
         return torch.stack([(y * y).sum(), -(y * MASK).sum()])
 
     for x in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-2.0, 0.5, 1.0])):
-        same(torchfunc_jax.jacrev(f, chunk_size=1)(x), torch.func.jacrev(f, chunk_size=1)(x))
+        same(wrap(torchfunc_jax.jacrev(f, chunk_size=1))(x), torch.func.jacrev(f, chunk_size=1)(x))
+        assert isinstance(as_torch_func(lambda T, x=x: T.jacrev(f)(x)), RuntimeError)  # the rows are mapped, and have no values
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_refused(compiled: bool) -> None:
-    def by(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def f(x: torch.Tensor) -> torch.Tensor:
-            y = x * 3
-            y.register_hook(hook)
-            return (y * y).sum()
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3])
+def test_a_hook_in_a_jacobian_of_several_results_is_called_as_by_torch_func(chunk_size: int | None) -> None:
+    seen = Seen()
 
-        return jit(grad(f)) if compiled else grad(f)
-
-    def late(x: torch.Tensor) -> torch.Tensor:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x * 3
-        z = y * y
-        y.register_hook(lambda g: g * 7)
-        return (y + z).sum()
+        y.register_hook(seen.add)
+        return x.sum(), y.sin(), (y * y).sum()
 
+    def call(T: Any) -> Any:
+        return T.jacrev(f, chunk_size=chunk_size)(MASK), seen.take()
+
+    as_torch_func(call)
+
+
+def by(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        y.register_hook(hook)
+        return (y * y).sum()
+
+    return f
+
+
+def late(x: torch.Tensor) -> torch.Tensor:
+    y = x * 3
+    z = y * y
+    y.register_hook(lambda g: g * 7)
+    return (y + z).sum()
+
+
+def on_a_node(x: torch.Tensor) -> torch.Tensor:
+    y = x * 3
+    y.grad_fn.register_hook(lambda inputs, _: (inputs[0] * 7, *inputs[1:]))
+    return (y * y).sum()
+
+
+@pytest.mark.parametrize("wrap", [jit, off])
+def test_refused(wrap: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="has changed the size of value"):
-        by(lambda g: g[:1])(torch.ones(3))
+        wrap(grad(by(lambda g: g[:1])))(torch.ones(3))
     with pytest.raises(RuntimeError, match="has changed the type of value"):
-        by(lambda g: g.double())(torch.ones(3))
+        wrap(grad(by(lambda g: g.double())))(torch.ones(3))
     with pytest.raises(TypeError, match="expected Tensor or None, but got float"):
-        by(lambda g: 3.0)(torch.ones(3))
+        wrap(grad(by(lambda g: 3.0)))(torch.ones(3))
     with pytest.raises(RuntimeError, match="register it right after the tensor is made"):
-        (jit(grad(late)) if compiled else grad(late))(torch.ones(3))
+        wrap(grad(late))(torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"Tensor\.register_hook"):
-        grad(lambda x: (x * 2).grad_fn.register_hook(print))(torch.tensor(1.0))
+        wrap(grad(on_a_node))(torch.ones(3))
     with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
-        vmap(lambda x: x.register_hook(print))(torch.ones(3))
+        wrap(vmap(lambda x: x.register_hook(print)))(torch.ones(3))
+
+
+def test_pytorch_refuses_what_a_hook_returns() -> None:
+    x = torch.ones(3)
+    for hook, kind in (((lambda g: g[:1]), RuntimeError), ((lambda g: g.double()), RuntimeError), ((lambda g: 3.0), TypeError)):
+        assert type(as_torch_func(lambda T, hook=hook: T.grad(by(hook))(x))) is kind
+    assert type(as_torch_func(lambda T: T.vmap(lambda x: x.register_hook(print))(x))) is RuntimeError
+    same(grad(by(lambda g: g * 7))(x), torch.full((3,), 126.0))  # no level is left behind
+
+
+def test_hooks_that_only_pytorch_takes() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for f in (late, on_a_node):
+        same(as_torch_func(lambda T, f=f: T.grad(f)(x)), 7 * torch.func.grad(by(lambda g: None))(x) + (21 if f is late else 0))
+        as_torch_func(lambda T, f=f: T.vmap(T.grad(f))(x[None]))
+        as_torch_func(lambda T, f=f: T.hessian(f)(x))
 
 
 def zeroed() -> Any:
@@ -198,22 +289,43 @@ def entered(x: torch.Tensor) -> torch.Tensor:
         return (x * x).sum()
 
 
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "hessian", "vjp", "jacfwd", "vmap"])
+@pytest.mark.parametrize("hooks", [zeroed, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_on_saved_tensors_are_refused_as_by_torch_func(inside: bool, hooks: Callable[[], Any], transform: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with hooks() if inside else contextlib.nullcontext():
+            return (x * x).sum()
+
+    def call(T: Any) -> Any:
+        with contextlib.nullcontext() if inside else hooks():
+            return T.vjp(f, torch.ones(3))[0] if transform == "vjp" else getattr(T, transform)(f)(torch.ones(3))
+
+    found = as_torch_func(call)
+    if transform not in ("jacfwd", "vmap"):
+        assert "don't yet support saved tensor hooks" in str(found)
+
+
+@pytest.mark.parametrize("wrap", [jit, off])
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "hessian"])
-def test_hooks_on_saved_tensors_are_refused(transform: str) -> None:
-    for T in (torch.func, torchfunc_jax):
-        t = getattr(T, transform)
-        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-            t(entered)(torch.ones(3))
-        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"), zeroed():
-            t(lambda x: (x * x).sum())(torch.ones(3))
+def test_hooks_on_saved_tensors_are_refused(transform: str, wrap: Callable[..., Any]) -> None:
+    t = getattr(torchfunc_jax, transform)
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        wrap(t(entered))(torch.ones(3))
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"), zeroed():
+        wrap(t(lambda x: (x * x).sum()))(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         jit(entered)(x)
     with torch.autograd.graph.save_on_cpu():  # changes where, and nothing else
-        same(grad(lambda x: (x * x).sum())(torch.ones(3)), torch.full((3,), 2.0))
+        same(wrap(grad(lambda x: (x * x).sum()))(torch.ones(3)), torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize("wrap", [jit, functionalize, vmap, lambda f: vmap(lambda row: f(row.requires_grad_()))])
+def with_grad(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda f: wrap(vmap(lambda row: f(row.requires_grad_())))
+
+
+@pytest.mark.parametrize("wrap", [jit, functionalize, vmap, lambda f: jit(vmap(f)), with_grad(jit), with_grad(off)])
 def test_a_checkpoint_does_not_count_what_a_trace_saves(wrap: Any) -> None:
     """The first call makes a trace, the one of the backward pass need not."""
     weight, x = torch.randn(3, 2, requires_grad=True), torch.randn(4, 3, requires_grad=True)
@@ -222,22 +334,32 @@ def test_a_checkpoint_does_not_count_what_a_trace_saves(wrap: Any) -> None:
     same(torch.autograd.grad(out.sum(), (x, weight)), torch.autograd.grad(f(x).sum(), (x, weight)))
 
 
+def test_a_checkpoint_of_what_requires_grad_in_a_vmap_is_refused_as_by_torch_func() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    error = as_torch_func(lambda T: checkpoint(T.vmap(lambda row: row.requires_grad_().sin()), x, use_reentrant=False))
+    assert "requires_grad_()" in str(error)
+
+
 @pytest.mark.parametrize("taken", [lambda t: t.numpy(), np.asarray, lambda t: np.sin(t), lambda t: np.asarray(jnp.asarray(t))])
-@pytest.mark.parametrize("way", ["grad", "jacrev", "vjp", "jvp", "jit(grad)"])
+@pytest.mark.parametrize("way", ["grad", "jacrev", "vjp", "jvp"])
 def test_numbers_of_what_is_differentiated(way: str, taken: Callable[..., Any]) -> None:
     """An array of numbers would end the derivative in silence."""
-    ways: dict[str, Callable[..., Any]] = {
-        "grad": grad, "jacrev": torchfunc_jax.jacrev, "jit(grad)": lambda f: jit(grad(f)),
-        "vjp": lambda f: lambda x: torchfunc_jax.vjp(f, x),
-        "jvp": lambda f: lambda x: torchfunc_jax.jvp(f, (x,), (x,)),
-    }
-    with pytest.raises((RuntimeError, TypeError), match=r"requires grad|values|Error interpreting|abstract array"):
-        ways[way](lambda x: (x * torch.tensor(np.array(taken(x * 1)))).sum())(torch.ones(3))
+    ways: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+        "grad": lambda T, f: T.grad(f), "jacrev": lambda T, f: T.jacrev(f), "vjp": lambda T, f: lambda x: T.vjp(f, x)[0],
+        "jvp": lambda T, f: lambda x: T.jvp(f, (x,), (x,)),
+    }  # fmt: skip
+    f = lambda x: (x * torch.tensor(np.array(taken(x * 1)))).sum()
+    assert type(as_torch_func(lambda T: ways[way](T, f)(torch.ones(3)))) is RuntimeError
+    for wrap in (jit, off):
+        with pytest.raises((RuntimeError, TypeError), match=r"requires grad|values|Error interpreting|abstract array"):
+            wrap(ways[way](torchfunc_jax, f))(torch.ones(3))
 
 
 def test_numbers_of_what_is_detached() -> None:
     x = torch.tensor([1.0, 2.0])
-    same(grad(lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum())(x), x.sin())
+    f = lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum()
+    assert "data pointer" in str(as_torch_func(lambda T: T.grad(f)(x)))  # torch.func gives no numbers of its wrapped tensors
+    same(off(grad(f))(x), x.sin())
 
 
 SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -315,47 +437,59 @@ USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("way", ["grad", "vmap of grad"])
 @pytest.mark.parametrize("name", USES)
-def test_a_hook_around_a_use_is_called_or_refused(name: str, way: str) -> None:
+def test_a_hook_around_a_use_is_called_as_by_torch_func(name: str, way: str) -> None:
+    seen = Seen()
+
     def f(T: Any, argument: bool, before: bool) -> torch.Tensor:
+        def hook(g: torch.Tensor) -> torch.Tensor:
+            seen.add(g)
+            return g * 3
+
         def g(x: torch.Tensor) -> torch.Tensor:
             y = x if argument else x.sin() * 1.5
             if before:
-                y.register_hook(lambda g: g * 3)
+                y.register_hook(hook)
             z = USES[name](T, y)
             if not before:
-                y.register_hook(lambda g: g * 3)
+                y.register_hook(hook)
             return z.sin().sum() + (y**2).sum()
 
         return T.grad(g)(P.clone()) if way == "grad" else T.vmap(T.grad(g))(torch.stack([P, P * 2]))
 
     for argument in (False, True):
-        expected = f(torch.func, argument, True)
-        for recorded in (True, False):
-            with contextlib.nullcontext() if recorded else transforms.off():
-                torch.testing.assert_close(f(torchfunc_jax, argument, True), expected, rtol=1e-4, atol=1e-5)
-                with pytest.raises(RuntimeError, match="used already"):
-                    f(torchfunc_jax, argument, False)
+        before, after = (as_torch_func(lambda T, b=b, a=argument: (f(T, a, b), seen.take())) for b in (True, False))
+        same(before, after)
+        assert len(before[1]) == 1
+        torch.testing.assert_close(off(f)(torchfunc_jax, argument, True), before[0], rtol=1e-4, atol=1e-5)
+        assert seen.gradients
+        seen.gradients.clear()
+        with pytest.raises(RuntimeError, match="used already"):
+            off(f)(torchfunc_jax, argument, False)
 
 
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_a_hook_on_several_tensors_at_once(mode: str) -> None:
-    called = []
+    seen = Seen()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         a, b = x * 2, x * 3
-        torch.autograd.graph.register_multi_grad_hook([a, b], called.append, mode=mode)
+        torch.autograd.graph.register_multi_grad_hook([a, b], seen.add, mode=mode)
         return (a * b).sum()
 
-    for _ in range(2):
+    for way in (lambda T: T.grad(f)(P), lambda T: T.vmap(T.grad(f))(P[None]), lambda T: T.vjp(f, P)[1](torch.tensor(2.0))):
+        _, called = as_torch_func(lambda T, way=way: (way(T), seen.take()))
+        assert len(called) == 1
+    for wrap in (jit, off):
         with pytest.raises(NotImplementedError, match="register a hook on each tensor"):
-            torchfunc_jax.grad(f)(P)
+            wrap(grad(f))(P)
+    assert not seen.take()
     weight = P.clone().requires_grad_()
 
     def on_captured(x: torch.Tensor) -> torch.Tensor:
-        torch.autograd.graph.register_multi_grad_hook([weight], called.append, mode=mode)
+        torch.autograd.graph.register_multi_grad_hook([weight], seen.add, mode=mode)
         return (x * weight).sum()
 
     vmap(on_captured)(P[None]).sum().backward()
     f(P.clone().requires_grad_()).backward()  # outside of transforms
-    assert len(called) == 2
+    assert len(seen.take()) == 2
     same(weight.grad, P)

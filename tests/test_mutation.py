@@ -1,6 +1,7 @@
 """In-place operators, views, assignment, out= and aliasing inside transforms: each program beside plain PyTorch."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchfunc_jax
+from bridge.record import transforms
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {}
@@ -351,7 +353,7 @@ def test_written_arguments_of_any_layout(layout: str) -> None:
 @pytest.mark.parametrize("way", ["vmap", "functionalize", "jit", "jit(vmap)"])
 @pytest.mark.parametrize("change", ["unsqueeze_(0)", "transpose_(0, 1)", "mul_(2).t_()", "t_().mul_(2)"])
 def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
-    """The results and what is written are PyTorch's; the argument itself keeps its shape."""
+    """The results and what is written are PyTorch's; the argument itself keeps its shape, except where PyTorch runs the call."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         eval(f"x.{change}", {"x": x})
@@ -362,7 +364,12 @@ def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
     theirs = mine.clone()
     want = fn(theirs) if theirs.dim() == 2 else torch.stack([fn(x.clone()) for x in theirs])
     same(ways[way](fn)(mine), want)
-    if "mul_" in change:
+    if way == "vmap":
+        theirs = torch.arange(60.0).reshape(5, 3, 4)
+        torch.func.vmap(fn)(theirs)
+        same(mine, theirs)
+        assert mine.stride() == theirs.stride()
+    elif "mul_" in change:
         assert torch.equal(mine, 2 * torch.arange(float(mine.numel())).reshape(mine.shape))
 
 
@@ -381,7 +388,17 @@ def test_resize_of_any_layout(case: str, compiled: bool) -> None:
     f, x = RESIZED[case], torch.arange(12.0).reshape(3, 4)
     wrap = jit if compiled else lambda f: f
     same(wrap(functionalize(f))(x), f(x))
-    same(wrap(vmap(f))(torch.stack([x, x + 1])), torch.stack([f(x), f(x + 1)]))
+    lanes = torch.stack([x, x + 1])
+    with contextlib.nullcontext() if compiled else transforms.off():
+        same(wrap(vmap(f))(lanes), torch.stack([f(x), f(x + 1)]))
+    if compiled:
+        return
+    for _ in range(2):  # torch.func counts the places through the memory of all lanes
+        with pytest.raises(RuntimeError, match=r"required rank 4|inside vmap, where PyTorch gives wrong numbers"):
+            vmap(f)(lanes)
+    for T in (torch.func, torchfunc_jax):
+        with pytest.raises(RuntimeError, match="cannot resize variables that require grad"):
+            T.grad(lambda x: f(x).sum())(x)
 
 
 def test_version_counters_move_so_that_autograd_notices() -> None:
@@ -694,8 +711,9 @@ def test_as_strided_of_a_place_that_only_the_program_knows() -> None:
     fn = lambda x, i: x[i].as_strided((2,), (1,)) * 1
     x, place = torch.arange(12.0).reshape(3, 4), torch.tensor(1)
     same(jit(fn)(x, place), fn(x, place))  # it calls the function itself
-    with pytest.raises(RuntimeError, match="only the program knows where in memory"):
+    with transforms.off(), pytest.raises(RuntimeError, match="only the program knows where in memory"):
         vmap(fn, (0, None))(x[None], place)
+    same(vmap(fn, (0, None))(x[None], place), torch.func.vmap(fn, (0, None))(x[None], place))  # PyTorch runs it
 
 
 class _Held(torch.nn.Module):
@@ -708,7 +726,7 @@ class _Held(torch.nn.Module):
         return {name: (type(x), x.clone()) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
 
-#: Give a tensor from outside other memory; torch.func's vmap does all of it, and its grad none that leaves a usable tensor.
+#: Give a tensor from outside other memory; torch.func's vmap does all of it.
 GIVEN_MEMORY: dict[str, Callable[[_Held], Any]] = {
     "data": lambda m: setattr(m.t, "data", torch.zeros(3)),
     "data of a parameter": lambda m: setattr(m.weight, "data", m.weight.data * 2),
@@ -738,21 +756,41 @@ def test_a_tensor_from_outside_gets_other_memory(case: str, compiled: bool) -> N
     same(through(lambda f: jit(vmap(f)) if compiled else vmap(f), _Held()), through(torch.func.vmap, _Held()))
     if compiled:
         same(through(jit, _Held()), through(lambda f: f, _Held()))
-    else:
-        held = _Held()
-        before = held.values()
-        with pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad"):
-            grad(lambda x: (GIVEN_MEMORY[case](held), x * held.t)[1].sum())(x)
-        same(held.values(), before)
+        return
+    if case in ("a new parameter", "load_state_dict"):  # the module gets another tensor, and none gets other memory
+        differentiated = lambda T: through(lambda f: T.grad(lambda x: f(x).sum()), _Held())
+        same(differentiated(torchfunc_jax), differentiated(torch.func))
+    held = _Held()
+    before = held.values()
+    loss = lambda x: (GIVEN_MEMORY[case](held), x * held.t)[1].sum()
+    if case == "set_":
+        for T in (torch.func, torchfunc_jax):
+            with pytest.raises(RuntimeError, match=r"aten::set_\.source_Tensor\) that would mutate a captured Tensor"):
+                T.grad(loss)(x)
+            same(held.values(), before)
+    # after torch.func's grad, whoever reads the data of the others may end the process
+    refused = pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad")
+    with transforms.off() if case in ("a new parameter", "load_state_dict", "set_") else contextlib.nullcontext(), refused:
+        grad(loss)(x)
+    same(held.values(), before)
 
 
-def test_a_tensor_from_outside_is_not_swapped_for_one_of_a_transform() -> None:
+def test_a_tensor_from_outside_is_swapped_for_one_of_a_transform_as_in_torch_func() -> None:
+    def swapped(T: Any, transform: str) -> Any:
+        t = torch.ones(3)
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            torch.utils.swap_tensors(t, torch.zeros(3))
+            return (x * t).sum() if transform == "grad" else x + t
+
+        return getattr(T, transform)(f)(torch.ones(2, 3)), t + 0
+
+    for transform in ("grad", "vmap"):
+        same(swapped(torchfunc_jax, transform), swapped(torch.func, transform))
     t = torch.ones(3)
-    with pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
+    with transforms.off(), pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
         grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1])(torch.ones(3))
     same(t, torch.ones(3))
-    same(vmap(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), x + t)[1])(torch.ones(2, 3)), torch.ones(2, 3))
-    same(t, torch.zeros(3))
 
 
 def test_data_of_another_shape() -> None:
@@ -764,7 +802,12 @@ def test_data_of_another_shape() -> None:
     x = torch.ones(4, 3)
     same(vmap(f)(x), torch.full((4, 2, 3), 9.0))
     same(jit(vmap(f))(x), torch.full((4, 2, 3), 9.0))
-    same(grad(lambda x: f(x).sum())(x[0]), torch.full((3,), 2.0))
+    derivative = lambda T: T.grad(lambda x: f(x).sum())(x[0])
+    with transforms.off():
+        same(derivative(torchfunc_jax), torch.full((3,), 2.0))
+    for T in (torchfunc_jax, torch.func):
+        with pytest.raises(RuntimeError, match=r"mutating directly with `\.data` inside functorch transform"):
+            derivative(T)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

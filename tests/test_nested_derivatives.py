@@ -71,10 +71,21 @@ FUNCTIONS: dict[str, Function] = {
 @pytest.mark.parametrize("inside", ["the value of jvp", "the value of vjp", "the aux of grad"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_value_of_a_derivative_has_derivatives(name: str, inside: str, how: str) -> None:
-    function, F = FUNCTIONS[name], torchfunc_jax
-    found = HOW[how](lambda: AROUND["vjp"](F, lambda x: INSIDE[inside](F, function, x)))
+    function = FUNCTIONS[name]
+    nested = lambda F: HOW[how](lambda: AROUND["vjp"](F, lambda x: INSIDE[inside](F, function, x)))
+    if name not in ("gamma", "dirichlet"):
+        return same(nested(torchfunc_jax), AROUND["vjp"](torch.func, function))
     # PyTorch has gamma's derivative in single precision, and not dirichlet's
-    same(found, AROUND["vjp"](F if name in ("gamma", "dirichlet") else torch.func, function))
+    if how == "operator by operator":
+        return same(nested(torchfunc_jax), _unrecorded(lambda: AROUND["vjp"](torchfunc_jax, function)))
+    # a vjp that draws random numbers is run by PyTorch; and jit calls a function that sets the generator's state
+    outcomes = []
+    for call in (lambda: nested(torchfunc_jax), lambda: AROUND["vjp"](torch.func, lambda x: INSIDE[inside](torch.func, function, x))):
+        try:
+            outcomes.append(call())
+        except RuntimeError as error:
+            outcomes.append((type(error), str(error)))
+    same(*outcomes)
 
 
 #: JAX has no complex32, the dtype of chalf's result.

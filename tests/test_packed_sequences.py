@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import (
 
 import torchfunc_jax
 from bridge.errors import DataDependentError
+from bridge.record import transforms
 from torchfunc_jax import grad, jit, vmap
 
 SORTED, UNSORTED = [5, 3, 3, 1], [2, 5, 1, 4]
@@ -49,7 +50,20 @@ SLOW = {"a list", "there and back"}
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_packing(name):
-    in_every_way(CASES[name], torch.randn(5, 4, 2), grads="autograd" not in name)
+    x, grads = torch.randn(5, 4, 2), "autograd" not in name
+    in_every_way(CASES[name], x, grads=grads, lanes=name != "unpacked")
+    if name == "unpacked":
+        _mapped_by_jax_alone(CASES[name], x)
+
+
+def _mapped_by_jax_alone(run, *xs):
+    """torch.func's vmap refuses a function that asks for values, and so does what PyTorch runs; operator by operator JAX maps it."""
+    for T in (torch.func, torchfunc_jax, torchfunc_jax):
+        with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::|vmap: It looks like you're calling \.item\(\)"):
+            T.vmap(run)(*[x[None] for x in xs])
+        assert torch._C._functorch.peek_interpreter_stack() is None
+    with transforms.off():
+        in_every_way(run, *xs)
 
 
 LAYERS = {
@@ -91,7 +105,10 @@ def test_an_initial_state_in_the_order_of_the_batch(name):
         out, last = layer(pack_padded_sequence(x, UNSORTED, enforce_sorted=False), state)
         return out.data, last
 
-    in_every_way(run, torch.randn(5, 4, 2), torch.randn(directions, 4, 3))
+    args = torch.randn(5, 4, 2), torch.randn(directions, 4, 3)
+    in_every_way(run, *args, lanes=name == "LSTM")
+    if name == "GRU":
+        _mapped_by_jax_alone(run, *args)
 
 
 def test_an_ensemble_of_layers():
@@ -105,8 +122,12 @@ def test_an_ensemble_of_layers():
         return torchfunc_jax.functional_call(layers[0], p, (packed,))[1][0]
 
     expected = torch.stack([layer(packed)[1][0].detach() for layer in layers])
-    same(vmap(last, (0, None))(params, x), expected)
+    for T in (torch.func, torchfunc_jax, torchfunc_jax):
+        with pytest.raises(RuntimeError, match="Batching rule not implemented for aten::lstm"):
+            T.vmap(last, (0, None))(params, x)
     same(jit(vmap(last, (0, None)))(params, x), expected)
+    with transforms.off():
+        same(vmap(last, (0, None))(params, x), expected)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTM", "RNN") else pytest.mark.slow) for n in LAYERS])

@@ -1,6 +1,7 @@
 """The profiler's marks, checks and markers inside transforms have no effect on values; modules wrapped for data parallelism run."""
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from every_way import in_every_way
 from torch.nn.parallel import DistributedDataParallel
 
 import torchfunc_jax
+from bridge.record import transforms
+from bridge.trace.levels import state
 from torchfunc_jax import functional_call, grad, jit, vmap
 
 
@@ -56,7 +59,30 @@ FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _marked]
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: getattr(f, "__name__", "decorated").strip("_"))
 def test_a_mark_changes_no_value(fn):
-    in_every_way(fn, torch.randn(4))
+    in_every_way(fn, torch.randn(4), lanes=fn is not _checked)
+
+
+def _refused_by_vmap(fn, x):
+    """Un-jitted, vmap of fn raises what torch.func raises, and leaves nothing entered."""
+    with pytest.raises(RuntimeError) as expected:
+        torch.func.vmap(fn)(x)
+    for _ in range(2):
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+            vmap(fn)(x)
+        assert torch._C._functorch.peek_interpreter_stack() is None and state.recorder is None
+
+
+def test_checks_of_values_in_lanes():
+    """torch.func's vmap refuses to ask for values, and so does what PyTorch runs; jit compiles the checks."""
+    x = torch.randn(3, 4)
+    _refused_by_vmap(_checked, x)
+    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+        torch.func.vmap(torch.func.grad(lambda row: _checked(row).sum()))(x)
+    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+        vmap(grad(lambda row: _checked(row).sum()))(x)
+    same(jit(vmap(_checked))(x), x * x)
+    with transforms.off():
+        in_every_way(_checked, x[0])
 
 
 def test_a_profile_around_a_transform_shows_the_marks_inside_it():
@@ -177,7 +203,12 @@ def test_collectives_of_one_process(_group):
         torch.distributed.broadcast(y, 0)
         return y
 
-    in_every_way(total, torch.randn(3), grads=False)
+    x = torch.randn(4, 3)
+    in_every_way(total, x[0], grads=False, lanes=False)
+    _refused_by_vmap(total, x)
+    same(jit(vmap(total))(x), x * x)
+    with transforms.off():
+        in_every_way(total, x[0], grads=False)
 
 
 def test_several_processes_are_refused(_group, monkeypatch):

@@ -26,23 +26,8 @@ from bridge.record import disk, programs, replay, transforms
 from bridge.trace import python_numbers
 from bridge.trace.python_numbers import Inputs
 
+pytestmark = pytest.mark.usefixtures("unrecorded")
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
-
-
-@pytest.fixture(autouse=True)
-def unrecorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Fails if something was not recorded; gives, and forgets, what was not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(process, "unrecordable", set())
-    caplog.set_level(logging.INFO, "torchfunc_jax")
-
-    def take() -> list[str]:
-        found = list(caplog.messages)
-        caplog.clear()
-        return found
-
-    yield take
-    assert not take()
 
 
 def _layer() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -122,12 +107,14 @@ def test_a_pushforward_does_not_repeat_the_writes_of_its_function(way: str, name
         same(mine, x)
 
 
-@pytest.mark.parametrize("transform", [torchfunc_jax.vjp, torchfunc_jax.linearize])
-def test_a_write_to_a_primal_with_a_history_is_noticed_by_a_pullback(transform: Any) -> None:
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    _, called = transform(lambda t: t.detach().mul_(2) + t.sin(), x * 1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        called(torch.ones(2))
+def test_a_write_to_the_memory_of_a_primal_with_a_history() -> None:
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().mul_(2) + t.sin()
+
+    x, v = torch.tensor([1.0, 2.0], requires_grad=True), torch.ones(2)
+    expected = torch.func.vjp(f, x * 1)[1](v)
+    same(torchfunc_jax.vjp(f, x * 1)[1](v), expected)
+    same(torchfunc_jax.linearize(f, x * 1)[1](v), torch.func.jvp(f, (x * 1,), (v,))[1])
 
 
 def _written_by_mask(t: torch.Tensor) -> torch.Tensor:
@@ -360,7 +347,7 @@ def test_a_function_that_cannot_be_recorded_keeps_no_other_from_it(unrecorded: C
         same(torchfunc_jax.grad(counted(hooked))(X), torch.full_like(X, 6.0))
         same(torchfunc_jax.grad(counted(lambda x: x.sum()))(X), torch.ones_like(X))
     assert len(unrecorded()) == 1
-    assert runs == ["Recorded", "Recorded", "Traced", "Recorded"]
+    assert runs == ["Recorded", "Recorded", "Tensor", "Recorded"]
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------------------------------
@@ -1381,7 +1368,7 @@ def test_a_default_device_that_is_set_inside_is_obeyed() -> None:
 
     for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.grad(lambda x: f(x).sum())):
         transform(body)(torch.ones(3, 2))
-        with pytest.raises(TypeError, match=r"unsupported operand|on device 'meta'"):  # and no tensor on another device
+        with pytest.raises(RuntimeError, match="on device meta"):  # and no tensor on another device
             transform(lambda x: x + body(x.to("meta")))(torch.ones(3, 2))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torchfunc_jax
+from bridge.record import transforms
 
 warnings.filterwarnings("ignore", message="Sparse .* tensor support is in beta")
 
@@ -25,6 +26,21 @@ def _matrix(layout: str, seed: int = 0, edges: torch.Tensor = _EDGES) -> torch.T
     """A sparse matrix [5, 4]; the first entry of the COO one occurs twice."""
     coo = torch.sparse_coo_tensor(edges, _numbers(edges.shape[1], seed=seed), (5, 4))
     return {"coo": lambda: coo, "coalesced": coo.coalesce, "csr": coo.to_sparse_csr, "csc": coo.to_sparse_csc}[layout]()
+
+
+def _as_torch_func(call: Callable[[Any], Any]) -> None:
+    """A call that PyTorch runs, of a namespace of transforms, does what torch.func does: the same results, or an error of that class."""
+    found = []
+    for T in (torch.func, torchfunc_jax):
+        try:
+            found.append(call(T))
+        except RuntimeError as error:
+            found.append(type(error))
+    assert isinstance(found[0], type) == isinstance(found[1], type), found
+    if isinstance(found[0], type):
+        assert found[1] is found[0]
+    else:
+        _agree(found[1], found[0])
 
 
 _ADDED = _numbers(5, 3, seed=5)
@@ -126,6 +142,9 @@ def test_a_matrix_that_is_made_inside_of_values_that_are_differentiated(jitted: 
         weights, x = _numbers(6, seed=seed), _numbers(4, 3, seed=seed + 5)
         _agree(gradient(weights, x), torch.func.grad(dense, argnums=(0, 1))(weights, x))
         many = torch.stack([weights, weights.cos()])
+        if not jitted:  # PyTorch runs it: a matrix of mapped values
+            _as_torch_func(lambda T, of=(many, x): T.vmap(T.grad(attention, argnums=(0, 1)), (0, None))(*of))
+            continue
         _agree(gradients(many, x), torch.func.vmap(torch.func.grad(dense, argnums=(0, 1)), (0, None))(many, x))
 
 
@@ -185,20 +204,31 @@ def test_backward_goes_through_a_transform_with_a_sparse_matrix() -> None:
     a, scale, weights = _matrix("coo"), _numbers(3, seed=2).requires_grad_(), _numbers(6).requires_grad_()
     xs = torch.stack([_numbers(4, 3), _numbers(4, 3, seed=1)]).requires_grad_()
 
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return a @ (x * scale) + torch.sparse_coo_tensor(_EDGES, weights, (5, 4)) @ x
+    def captured(x: torch.Tensor) -> torch.Tensor:
+        return a @ (x * scale)
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(_EDGES, weights, (5, 4)) @ x
 
     def dense(x: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros(5, 4, dtype=x.dtype).index_put(_EDGES.unbind(), weights, accumulate=True)
-        return a.to_dense() @ (x * scale) + made @ x
+        return torch.zeros(5, 4, dtype=x.dtype).index_put(_EDGES.unbind(), weights, accumulate=True) @ x
 
-    expected = torch.autograd.grad(torch.func.vmap(dense)(xs).pow(2).sum(), (xs, scale, weights))
+    def gradients(mapped: Callable[..., torch.Tensor], of: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mapped(xs).pow(2).sum(), of)
+
+    expected = gradients(torch.func.vmap(lambda x: a.to_dense() @ (x * scale)), (xs, scale))
     for wrap in (lambda g: g, torchfunc_jax.jit):
-        _agree(torch.autograd.grad(wrap(torchfunc_jax.vmap(f))(xs).pow(2).sum(), (xs, scale, weights)), expected)
+        _agree(gradients(wrap(torchfunc_jax.vmap(captured)), (xs, scale)), expected)
+    both = gradients(torch.func.vmap(lambda x: a.to_dense() @ (x * scale) + dense(x)), (xs, scale, weights))
+    f = torchfunc_jax.vmap(lambda x: captured(x) + made(x))
+    _agree(gradients(torchfunc_jax.jit(f), (xs, scale, weights)), both)
+    with transforms.off():
+        _agree(gradients(f, (xs, scale, weights)), both)
+    _as_torch_func(lambda T: gradients(T.vmap(made), (xs, weights)))  # PyTorch runs what makes a matrix, and what captures such a one
     outside = torch.sparse_coo_tensor(_EDGES, weights, (5, 4))
-    for wrap in (lambda g: g, torchfunc_jax.jit):
-        with pytest.raises((TypeError, NotImplementedError), match="requires grad; detach it"):
-            wrap(torchfunc_jax.grad(lambda x: (outside @ x).sum()))(_numbers(4, 3))
+    _as_torch_func(lambda T: T.grad(lambda x: (outside @ x).sum())(_numbers(4, 3)))
+    with pytest.raises((TypeError, NotImplementedError), match="requires grad; detach it"):
+        torchfunc_jax.jit(torchfunc_jax.grad(lambda x: (outside @ x).sum()))(_numbers(4, 3))
     with torch.no_grad():
         _agree(torchfunc_jax.vmap(lambda x: outside @ x)(xs), outside.to_dense().detach() @ xs.detach())
 
@@ -240,28 +270,52 @@ def test_what_python_asks_of_a_sparse_tensor() -> None:
         _agree(T(torchfunc_jax.grad(lambda x: f(x).pow(2).sum()))(x), expected)
 
 
+#: Functions of a sparse matrix and x that go wrong: the class of the error under jit, and words of it.
+WRONG: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], Any, str]] = {
+    "shapes": (lambda a, x: a @ x.t(), RuntimeError, "cannot be multiplied"),
+    "a short vector": (lambda a, x: a @ x[:3, 0], RuntimeError, "cannot be multiplied"),
+    "on the right": (lambda a, x: x @ a, RuntimeError, "cannot be multiplied"),
+    "dtypes": (lambda a, x: a @ x.float(), RuntimeError, "same dtype"),
+    "exp": (lambda a, x: torch.exp(a) + x[0, 0], RuntimeError, "exp|Sparse"),  # NotImplementedError, a RuntimeError, or PyTorch's own
+    "times a tensor": (lambda a, x: a * x[:, 0], NotImplementedError, "to_dense"),
+    "in place": (lambda a, x: a.mul_(2.0) @ x, (NotImplementedError, RuntimeError), "sparse|Sparse"),
+}
+
+
 @pytest.mark.parametrize("layout", ["coo", "csr"])
-@pytest.mark.parametrize("wrap", [lambda f: f, torchfunc_jax.jit], ids=["un-jitted", "jitted"])
-def test_wrong_operands_are_refused(wrap: Callable[..., Any], layout: str) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_operands_are_refused(name: str, layout: str) -> None:
     """The errors say what came; nothing is computed of entries that are not there."""
-    a = _matrix(layout)
-    cases: list[tuple[Callable[[torch.Tensor], torch.Tensor], type[Exception], str]] = [
-        (lambda x: a @ x.t(), RuntimeError, "cannot be multiplied"),
-        (lambda x: a @ x[:3, 0], RuntimeError, "cannot be multiplied"),
-        (lambda x: x @ a, RuntimeError, "cannot be multiplied"),
-        (lambda x: a @ x.float(), RuntimeError, "same dtype"),
-        (lambda x: torch.exp(a) + x[0, 0], RuntimeError, "exp|Sparse"),  # NotImplementedError, a RuntimeError, or PyTorch's own
-        (lambda x: a * x[:, 0], NotImplementedError, "to_dense"),
-        (lambda x: a.mul_(2.0) @ x, (NotImplementedError, RuntimeError), "sparse|Sparse"),
-    ]  # fmt: skip
+    f, kind, words = WRONG[name]
+    a, xs = _matrix(layout), torch.stack([_numbers(4, 3)] * 2)
     before = a.to_dense()
-    for f, kind, words in cases:
-        with pytest.raises(kind, match=words):
-            wrap(torchfunc_jax.vmap(lambda x, f=f: f(x).sum()))(torch.stack([_numbers(4, 3)] * 2))
-    with pytest.raises(TypeError, match="among what grad"):
-        torchfunc_jax.grad(lambda a, x: (a @ x).sum())(a, _numbers(4, 3))
+    with pytest.raises(kind, match=words):
+        torchfunc_jax.jit(torchfunc_jax.vmap(lambda x: f(a, x).sum()))(xs)
     assert torch.equal(a.to_dense(), before)
     _agree(torchfunc_jax.grad(lambda x: (a @ x).sum())(_numbers(4, 3)), before.sum(0)[:, None].expand(4, 3))
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_operands_without_jit(name: str, layout: str) -> None:
+    """What torch.func computes, or an error of the class that it raises; a matrix that is changed is changed once."""
+    f = WRONG[name][0]
+    matrices: dict[Any, torch.Tensor] = {}
+
+    def call(T: Any) -> torch.Tensor:
+        a = matrices[T] = _matrix(layout)
+        return T.vmap(lambda x: f(a, x).sum())(torch.stack([_numbers(4, 3)] * 2))
+
+    _as_torch_func(call)
+    assert torch.equal(matrices[torchfunc_jax].to_dense(), matrices[torch.func].to_dense())
+    a = _matrix(layout)
+    _agree(torchfunc_jax.grad(lambda x: (a @ x).sum())(_numbers(4, 3)), a.to_dense().sum(0)[:, None].expand(4, 3))
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_matrix_is_not_differentiated(layout: str) -> None:
+    with pytest.raises(TypeError, match="among what grad"):
+        torchfunc_jax.grad(lambda a, x: (a @ x).sum())(_matrix(layout), _numbers(4, 3))
 
 
 def test_threads_use_matrices_of_their_own() -> None:

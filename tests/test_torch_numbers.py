@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 import torchfunc_jax
+from bridge.record import transforms
 from torchfunc_jax import functional_call, functionalize, grad, jit, random_numbers, stack_module_state, vmap
 
 _attention = nn.MultiheadAttention(6, 2, dropout=0.4).requires_grad_(False)
@@ -174,24 +176,46 @@ def test_numbers_that_depend_on_computed_values(name, requires_grad, compiled):
     assert torch.equal(torch.get_rng_state(), expected[1])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_rrelu_under_vmap(compiled):
+def _unrecorded(f):
+    """The function, run operator by operator."""
+
+    def call(*args):
+        with transforms.off():
+            return f(*args)
+
+    return call
+
+
+def _of_rrelu(x):
+    return (F.rrelu(x, training=True) * torch.arange(6.0)).sum()
+
+
+@pytest.mark.parametrize("run", [_unrecorded, jit], ids=["operator by operator", "jit"])
+def test_rrelu_under_vmap(run):
     """torch's vmap has no rule for it: all lanes get the numbers that PyTorch draws for the whole batch."""
-
-    def loss(x):
-        return (F.rrelu(x, training=True) * torch.arange(6.0)).sum()
-
-    run = jit if compiled else lambda f: f
     for k in range(2):
         x = (X + k).requires_grad_()
         torch.manual_seed(k)
-        expected = torch.autograd.grad(loss(x), x)[0], torch.get_rng_state()
+        expected = torch.autograd.grad(_of_rrelu(x), x)[0], torch.get_rng_state()
         torch.manual_seed(k)
-        assert torch.equal(run(vmap(grad(loss), randomness="different"))(x.detach()), expected[0])
+        assert torch.equal(run(vmap(grad(_of_rrelu), randomness="different"))(x.detach()), expected[0])
         assert torch.equal(torch.get_rng_state(), expected[1])
     for randomness, words in (("error", "called random operation"), ("same", "same randomness with a batched tensor input")):
         with pytest.raises(RuntimeError, match=words):
-            run(vmap(loss, randomness=randomness))(X)
+            run(vmap(_of_rrelu, randomness=randomness))(X)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same", "error"])
+def test_rrelu_is_refused_as_by_torchs_vmap(randomness):
+    """Its numbers depend on values, so that PyTorch runs it."""
+    for f in (lambda T: _of_rrelu, lambda T: T.grad(_of_rrelu)):
+        with pytest.raises(RuntimeError) as theirs:
+            torch.func.vmap(f(torch.func), randomness=randomness)(X)
+        for _ in range(2):
+            before = torch.get_rng_state()
+            with pytest.raises(type(theirs.value), match=re.escape(str(theirs.value))):
+                vmap(f(torchfunc_jax), randomness=randomness)(X)
+            assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -686,20 +710,30 @@ def test_a_second_derivative_uses_the_same_numbers(inside):
             assert torch.equal(second, 2 * first.detach())
 
 
-def test_the_gradient_of_gamma_numbers_is_the_implicit_one():
+def _of_gamma(a):
+    found = torch._standard_gamma(a.exp())
+    return found.sum(), found
+
+
+@pytest.mark.parametrize("run", [_unrecorded, jit], ids=["operator by operator", "jit"])
+def test_the_gradient_of_gamma_numbers_is_the_implicit_one(run):
     """The derivative of a number by its shape, at the number itself: torch.func's float32 kernel is off by 1e-4 of it."""
     x = torch.linspace(-2, 3, 12).reshape(3, 4)
-
-    def sampled(a):
-        found = torch._standard_gamma(a.exp())
-        return found.sum(), found
-
     torch.manual_seed(0)
-    found, samples = vmap(grad(sampled, has_aux=True), **DIFFERENT)(x)
+    found, samples = run(vmap(grad(_of_gamma, has_aux=True), **DIFFERENT))(x)
     shape, at, step = x.double().exp(), samples.double(), 1e-5
     below, above = (torch.special.gammainc(shape + k * step, at) for k in (-1, 1))
     density = (shape.sub(1) * at.log() - at - torch.lgamma(shape)).exp()
     torch.testing.assert_close(found.double(), (below - above) / (2 * step) / density * shape, rtol=2e-5, atol=1e-7)
+
+
+def test_the_gradient_of_gamma_numbers_without_jit_is_torch_funcs():
+    """PyTorch runs it, because the numbers depend on values."""
+    found = []
+    for T in (torchfunc_jax, torch.func):
+        torch.manual_seed(0)
+        found.append((T.vmap(T.grad(_of_gamma, has_aux=True), **DIFFERENT)(torch.linspace(-2, 3, 12).reshape(3, 4)), torch.get_rng_state()))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 MOMENTS = {
@@ -751,8 +785,8 @@ ASKING = {
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("way", ASKING)
 def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs_once(way, asked, written):
-    def calls(lib):
-        seen, outs = [], []
+    def calls(lib, seen):
+        outs = []
 
         def f(x):
             seen.append("runs")
@@ -773,10 +807,14 @@ def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs
         return seen, outs
 
     if "vmap" in way and asked != "text":
-        with pytest.raises(RuntimeError, match="vmap"):
-            calls(torchfunc_jax)
+        seen = [], []
+        with pytest.raises(RuntimeError) as theirs:
+            calls(torch.func, seen[0])
+        with pytest.raises(type(theirs.value), match=re.escape(str(theirs.value))):
+            calls(torchfunc_jax, seen[1])
+        assert seen[0] == seen[1]
         return
-    found, expected = calls(torchfunc_jax), calls(torch.func)
+    found, expected = calls(torchfunc_jax, []), calls(torch.func, [])
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
     assert len(found[0]) == len(expected[0])
     for a, e in zip(found[0], expected[0], strict=True):

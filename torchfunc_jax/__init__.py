@@ -3,6 +3,7 @@ from bridge.blocks import scan_blocks
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 from bridge.record import functions as _functions  # noqa: F401  lets records contain autograd.Function and torch.utils.checkpoint
+from bridge.record.programs import cold
 from bridge.trace.torch_numbers import random_numbers
 from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian
@@ -40,8 +41,8 @@ from torchfunc_jax.patching import OURS, patch
 rearrange = torch_rearrange()
 
 __all__ = [
-    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "combine_state_for_ensemble", "debug_unwrap", "explain", "export",
-    "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
+    "FunctionalModule", "FunctionalModuleWithBuffers", "chunk_vmap", "cold", "combine_state_for_ensemble", "debug_unwrap", "explain",
+    "export", "functional_call", "functional_init", "functional_init_with_buffers", "functionalize", "grad", "grad_and_value", "hessian",
     "hvp", "jacfwd", "jacobian_diagonal", "jacrev", "jet", "jit", "jvp", "laplacian", "linearize", "make_functional",
     "make_functional_deprecated_v1", "make_functional_with_buffers", "make_functional_with_buffers_deprecated_v1", "patch",
     "random_numbers", "rearrange", "replace_all_batch_norm_modules_", "scan_blocks", "stack_module_state", "testing", "vjp", "vmap",

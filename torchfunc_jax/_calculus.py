@@ -224,8 +224,7 @@ def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_
         outs = recorder.end(meta[1], tensors, fresh([*tensors, *[t for t in tensors for _ in range(order)]]))
         return outs, lambda outs: build(outs, meta)
 
-    again = functools.partial(_along_curve, primals=primals, series=series, factorial_scaled=factorial_scaled)
-    done = transforms.transform(func, [*primals, *terms], record, again)
+    done = transforms.transform(func, [*primals, *terms], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _JET)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import devices
+from bridge import devices, private
 from bridge.boundary import autograd
 from bridge.boundary.results import is_array, put_together, replaced, split_arrays, take_apart
 from bridge.convert import tensors, trees
@@ -42,7 +42,7 @@ def fitting(
     """
     if state.recorder is not None:
         state.recorder.go_on(Unrecordable("chunk_size='auto', which needs programs of its own"))
-    if size < 2:
+    if size < 2 or private.transformed_by_torch():
         return size
     key = tuple([(tuple(x.shape), x.dtype) if is_array(x) else None for x in leaves])
     if key in chosen:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge import private_jax
+from bridge import private, private_jax
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.calls import apply
 from bridge.boundary.linear import Linear
@@ -20,6 +20,7 @@ from bridge.errors import is_no_jvp, no_jvp
 from bridge.lowering.common import varying
 from bridge.lowering.registry import overload
 from bridge.record import replay, transforms
+from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Recorded, fresh
 from bridge.trace.aliasing import View, detaches
@@ -128,11 +129,7 @@ def jvp_with_argnums(
         outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
         return outs, lambda outs: build(outs, meta)
 
-    again = functools.partial(
-        jvp_with_argnums, primals=primals, tangents=tangents, argnums=argnums, strict=strict, has_aux=has_aux, tied=tied, api=api,
-        taken=taken,
-    )
-    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record, again)
+    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
@@ -184,7 +181,7 @@ def _place_of(t: Any) -> Any:
     """How a tensor lies in its memory, and how large that is, as far as it is known; None for what is no tensor of PyTorch's or ours."""
     if type(t) not in (torch.Tensor, torch.nn.Parameter, Traced, Recorded) or t.layout is not torch.strided:
         return None
-    if state.recorder is not None:  # a record does not know how large the memory is
+    if state.recorder is not None or private.transformed_by_torch():  # a record does not know how large the memory is
         return strides_of(t), t.storage_offset()
     size = t.node.root.value.size if type(t) is Traced else t.untyped_storage().nbytes() // t.element_size()
     return strides_of(t), t.storage_offset(), t.is_conj(), t.is_neg(), size
@@ -242,7 +239,20 @@ def _jvp_again(body: Callable[..., Any], operands: list[Any], params: tuple[Any,
     return [*outs, *pushed, *aux], None
 
 
-replay.TRANSFORMS["jvp"] = _jvp_again
+def _jvp_in_torch(operands: Sequence[torch.Tensor], params: tuple[tuple[int, ...], bool, bool, tuple[bool, ...]]) -> Level:
+    active, strict = params[:2]
+    count = len(operands) - len(active)
+    with private.jvp_level() as level:
+        arguments = private.wrapped(operands[:count], level)
+        for k, tangent in zip(active, operands[count:], strict=True):
+            arguments[k] = private.dual(operands[k], tangent.to(operands[k].dtype))
+        results, n = yield arguments
+        outs, pushed = private.parts_of_duals(results[:n], strict)
+        found = private.out_of(level, [*outs, *pushed, *results[n:]])
+    return found, None
+
+
+replay.TRANSFORMS["jvp"], LEVELS["jvp"] = _jvp_again, _jvp_in_torch
 
 
 _torchs_jvp = torch.func.jvp  # even after ``patch()``
@@ -283,7 +293,7 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
         tensors, (out_spec, n) = target.entered(recorder, "linearize", (), _to_push)
         results = fresh(tensors)
         outs = recorder.end(n, tensors, results)
-        kept = transforms.Kept(func, recorder, outs[0].ref)
+        kept = transforms.Kept(func, recorder, outs)
         wanted, spec = _wanted(target.diff_leaves), target.diff_spec
 
         def jvp_fn(*tangents: Any) -> Any:
@@ -293,10 +303,13 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
                 given, results, lambda pushed: trees.unflatten(out_spec, pushed), lambda: linearize(func, *primals)[1](*tangents)
             )
 
-        return outs, lambda outs: (trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals))
+        return outs, lambda outs: (trees.unflatten(out_spec, outs), kept.either(jvp_fn, in_torch))
 
-    again = functools.partial(_linearized, primals=primals)
-    done = transforms.transform(func, trees.flatten(primals)[0], record, again, lasting=True)
+    def in_torch() -> Callable[..., Any]:
+        """torch.func's jvp at each call: its linearize has no derivative with respect to tangents."""
+        return lambda *tangents: _torchs_jvp(func, primals, tangents)[1]
+
+    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, None, _LINEARIZE)
@@ -326,12 +339,7 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
         pushed = pushforward.call(lambda push, values: Result(_in_dtypes(dtypes, push(*values))), leaves)
         return trees.unflatten(out_spec, pushed)
 
-    return trees.unflatten(out_spec, outs), _pushes(jvp_fn, func, primals)
-
-
-def _pushes(jvp_fn: Callable[..., Any], func: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
-    """The pushforward, or where torch looks torch.func's jvp; torch.func's linearize itself has no derivative with respect to tangents."""
-    return handing_over.either(jvp_fn, lambda: lambda *tangents: _torchs_jvp(func, primals, tangents)[1])
+    return trees.unflatten(out_spec, outs), handing_over.either(jvp_fn, in_torch)
 
 
 _LINEARIZE = "linearize(f, *primals)"
@@ -369,4 +377,24 @@ def _linearize_again(body: Callable[..., Any], operands: list[Any], _: Any, __: 
     return list(outs), lambda tangents: list(push(*tangents))
 
 
-replay.TRANSFORMS["linearize"] = _linearize_again
+def _linearize_in_torch(operands: Sequence[torch.Tensor], _: Any) -> Level:
+    with private.grad_level() as level, torch.enable_grad():
+        primals = private.differentiated(operands, range(len(operands)), level)
+        arguments = [x.clone() for x in primals]  # PyTorch refuses writes to what requires grad and is no result
+        results, n = yield arguments
+        written = [(x, private.out_of(level, [t])[0].detach()) for x, t in zip(operands, arguments, strict=True) if t._version]
+        # cotangents go in linearly, so that what they give is pulled back to them: the derivative along tangents
+        cotangents = [torch.zeros_like(out, requires_grad=True) for out in results[:n]]
+        pulled = private.pulled_back(results[:n], primals, cotangents, create_graph=True)
+        outs = private.out_of(level, results)
+    with torch.no_grad():
+        for x, value in written:
+            x.copy_(value)
+
+    def push(tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return private.pulled_back(pulled, cotangents, tangents, create_graph=torch.is_grad_enabled())
+
+    return outs, push
+
+
+replay.TRANSFORMS["linearize"], LEVELS["linearize"] = _linearize_again, _linearize_in_torch

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from bridge import private
 from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, as_gradients
 from bridge.convert import trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
+from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
 from torchfunc_jax import _args
@@ -96,10 +98,7 @@ def _jacobian_by_rows(func: Callable[..., Any], argnums: argnums_t, has_aux: boo
         outs = recorder.end(n, tensors, [*blocks, *fresh(tensors[n:])])
         return outs, lambda outs: build(target, outs, meta)
 
-    def again(func: Callable[..., Any]) -> Any:
-        return _jacobian_by_rows(func, argnums, has_aux, chunk_size, *args)
-
-    done = transforms.transform(func, trees.flatten(args)[0], record, again)
+    done = transforms.transform(func, trees.flatten(args)[0], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = differentiated()
@@ -125,7 +124,32 @@ def _jacrev_again(body: Callable[..., Any], operands: list[Any], params: tuple[A
     return [*[block for row in jacobian for block in row], *aux], None
 
 
-replay.TRANSFORMS["jacrev"] = _jacrev_again
+def _jacrev_in_torch(operands: Sequence[torch.Tensor], params: tuple[tuple[int, ...], int | None]) -> Level:
+    active, chunk_size = params
+    with private.grad_level() as level, torch.enable_grad():
+        arguments = private.differentiated(operands, active, level)
+        results, n = yield arguments
+        wanted = [arguments[k] for k in active]
+        outs = private.out_of(level, results)
+
+    def pull(cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
+        return private.pulled_back(results[:n], wanted, cotangents, create_graph=torch.is_grad_enabled())
+
+    def rows(first: int, stop: int) -> list[torch.Tensor]:
+        """These rows of all outputs' Jacobian; for each input they are the first dimension."""
+        numbers = torch.arange(first, stop)[:, None]
+        units = [(numbers == torch.arange(k.start, k.stop)).to(o).reshape(-1, *o.shape) for o, k in zip(outs, places, strict=False)]
+        return [x[None] for x in pull([u[0] for u in units])] if chunk_size == 1 else _torch_vmap(pull)(units)
+
+    places = spans(outs[:n])
+    count = places[-1].stop if places else 0
+    chunks = [rows(k, min(k + (chunk_size or count), count)) for k in range(0, count, chunk_size or count)] if count else []
+    columns = [torch.cat(c) for c in zip(*chunks, strict=True)] or [x.new_zeros((0, *x.shape)) for x in private.out_of(level, wanted)]
+    blocks = [c[k].reshape(*o.shape, *c.shape[1:]) for o, k in zip(outs, places, strict=False) for c in columns]
+    return [*blocks, *outs[n:]], None
+
+
+replay.TRANSFORMS["jacrev"], LEVELS["jacrev"] = _jacrev_again, _jacrev_in_torch
 
 
 def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:
@@ -150,7 +174,7 @@ def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | N
     return [p.reshape(out.shape + p.shape[1:]) for p in pieces]
 
 
-_torch_jacfwd = torch.func.jacfwd  # torch's own, even after ``patch()`` has replaced it
+_torch_jacfwd, _torch_vmap = torch.func.jacfwd, torch.func.vmap  # torch's own, even after ``patch()`` has replaced them
 
 
 @handing_over.transform(lambda func, *args, chunk_size=None, **kwargs: _torch_jacfwd(func, *args, **kwargs))

@@ -19,6 +19,7 @@ from bridge.boundary.results import Result, as_gradients, conj, is_array, replac
 from bridge.convert import dtypes, trees
 from bridge.lowering.common import varying
 from bridge.record import replay, transforms
+from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace import saved_tensor_hooks
@@ -190,8 +191,7 @@ def gradients_and_value(
         outs = recorder.end((), tensors, fresh([*target.diff_leaves, *tensors]))
         return outs, lambda outs: build(target, outs, aux_spec)
 
-    again = functools.partial(gradients_and_value, argnums=argnums, has_aux=has_aux, args=args, kwargs=kwargs, api=api)
-    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record, again)
+    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, args, kwargs, argnums, api)
@@ -223,7 +223,17 @@ def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int
     return [*gradients, value, *aux], None
 
 
-replay.TRANSFORMS["grad"] = _grad_again
+def _grad_in_torch(operands: Sequence[torch.Tensor], active: tuple[int, ...]) -> Level:
+    with private.grad_level() as level, torch.enable_grad():
+        arguments = private.differentiated(operands, active, level)
+        (out, *aux), _ = yield arguments
+        wanted = [arguments[k] for k in active]
+        gradients = private.pulled_back([out], wanted, None, create_graph=True)
+        outs = private.out_of(level, [*gradients, out, *aux])
+    return outs, None
+
+
+replay.TRANSFORMS["grad"], LEVELS["grad"] = _grad_again, _grad_in_torch
 
 
 _torchs = torch.func.vjp  # even after ``patch()``
@@ -266,9 +276,11 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     api = "vjp(f, *primals)"
     finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
 
+    def in_torch() -> Callable[..., Any]:
+        return _torchs(func, *primals, has_aux=has_aux)[1]
+
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any], vjp_fn: Callable[..., Any]) -> Any:
         out_spec, n, aux_spec = meta
-        vjp_fn = handing_over.either(vjp_fn, lambda: _torchs(func, *primals, has_aux=has_aux)[1])
         output = trees.unflatten(out_spec, outs[:n])
         return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
 
@@ -277,7 +289,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         tensors, meta = target.entered(recorder, "vjp", target.active, finish)
         out_spec, n, _ = meta
         outs = recorder.end(n, tensors, fresh(tensors))
-        kept = transforms.Kept(func, recorder, outs[0].ref)
+        kept = transforms.Kept(func, recorder, outs)
         inputs, diff_spec, shapes = fresh(target.diff_leaves), target.diff_spec, _shapes(tensors[:n])
 
         def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
@@ -288,10 +300,9 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
                 lambda: vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents),
             )  # fmt: skip
 
-        return outs, lambda outs: build(outs, meta, vjp_fn)
+        return outs, lambda outs: build(outs, meta, kept.either(vjp_fn, in_torch))
 
-    again = functools.partial(vjp_with_argnums, primals=primals, argnums=argnums, has_aux=has_aux)
-    done = transforms.transform(func, trees.flatten(primals)[0], record, again, lasting=True)
+    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
     target = Differentiated(func, primals, {}, argnums, api)
@@ -320,7 +331,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         return trees.unflatten(target.diff_spec, pullback.call(back, leaves))
 
-    return build(outs, meta, vjp_fn)
+    return build(outs, meta, handing_over.either(vjp_fn, in_torch))
 
 
 def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int) -> Any:
@@ -335,7 +346,20 @@ def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int,
     return [*output, *aux], lambda cotangents: list(pull(tuple(cotangents)))
 
 
-replay.TRANSFORMS["vjp"] = _vjp_again
+def _vjp_in_torch(operands: Sequence[torch.Tensor], active: tuple[int, ...]) -> Level:
+    with private.grad_level() as level, torch.enable_grad():
+        arguments = private.differentiated(operands, active, level)
+        results, n = yield arguments
+        wanted = [arguments[k] for k in active]
+        outs = private.out_of(level, results)
+
+    def pull(cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return private.pulled_back(results[:n], wanted, cotangents, create_graph=torch.is_grad_enabled())
+
+    return outs, pull
+
+
+replay.TRANSFORMS["vjp"], LEVELS["vjp"] = _vjp_again, _vjp_in_torch
 
 
 def _shapes(outputs: Sequence[Any]) -> list[Any]:

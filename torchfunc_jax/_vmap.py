@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from bridge.convert import trees
 from bridge.errors import NotInLoopError
 from bridge.private_jax import mapping, same_trace, trace_of
 from bridge.record import replay, transforms
+from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.aliasing import Inner, View, expanded
@@ -293,18 +294,16 @@ def _map(
         params = (tuple(in_axes), randomness)
         tensors, (meta, out_axes) = transforms.entered(recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish)
         avals, placed = [], []
-        for a, d in zip(map(aval_of, tensors), out_axes, strict=True):
-            if d is None and a.outside(depth) is not a:
+        for t, d in zip(tensors, out_axes, strict=True):
+            a = aval_of(t)
+            if d is None and (a.outside(depth) is not a or private.is_mapped(t)):
                 raise _mapped_output(name_of(func))
             d = d if d is None or d >= 0 else d + len(a.shape) + 1
             placed.append(d)
             avals.append(a.outside(depth) if d is None else a.whole(d, size, depth))
         return recorder.end(tuple(placed), tensors, avals), lambda outs: put_together(outs, meta)
 
-    again = functools.partial(
-        _map, leaves=leaves, dims=dims, spec=spec, kwargs=kwargs, out_dims=out_dims, randomness=randomness, size=size
-    )
-    done = transforms.transform(func, call.leaves, record, again)
+    done = transforms.transform(func, call.leaves, record)
     if done is not transforms.NOT_RECORDED:
         return done
     traceable = call.traceable(func)
@@ -374,7 +373,16 @@ def _again(body: Callable[..., Any], operands: list[Any], params: tuple[Any, str
     return outs, None
 
 
-replay.TRANSFORMS["vmap"] = _again
+def _mapped_in_torch(operands: Sequence[torch.Tensor], params: tuple[tuple[int | None, ...], str]) -> Level:
+    in_dims, randomness = params
+    size = next(t.shape[d] for t, d in zip(operands, in_dims, strict=False) if d is not None)
+    with private.vmap_level(size, randomness) as level:
+        outs, out_dims = yield [t if d is None else private.lane(t, d, level) for t, d in zip(operands, in_dims, strict=True)]
+        found = [t if d is None else private.all_lanes(t, level, size, d) for t, d in zip(outs, out_dims, strict=True)]
+    return found, None
+
+
+replay.TRANSFORMS["vmap"], LEVELS["vmap"] = _again, _mapped_in_torch
 
 
 #: Operators whose writes to an unmapped tensor torch.func's errors call "inplace arithmetic", and those that they call by a bare name.

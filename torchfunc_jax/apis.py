@@ -54,7 +54,10 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
     return plain(func)
 
 
-@handing_over.call(torch.func.debug_unwrap)
+_torchs_debug_unwrap = torch.func.debug_unwrap  # even after ``patch()``
+
+
+@handing_over.call(_torchs_debug_unwrap)
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """The values of a tensor inside a transform, with every level removed, as a plain torch tensor to look at.
 
@@ -78,4 +81,4 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """
     if type(tensor) is Recorded:  # it has no values before the record is run
         tensor.level.owner.go_on(Unrecordable("debug_unwrap"))
-    return tracing.unwrap(tensor, recurse)
+    return tracing.unwrap(tensor, recurse) if type(tensor) is tracing.Traced else _torchs_debug_unwrap(tensor, recurse=recurse)

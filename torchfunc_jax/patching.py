@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bridge.process import process
+from bridge.record.programs import checked_cold
 
 _NAMES = (
     *torch.func.__all__, "chunk_vmap", "make_functional", "make_functional_with_buffers", "make_functional_deprecated_v1",
@@ -100,7 +101,8 @@ def _restore() -> None:
 class Patch:
     """The result of ``patch()``; it is in effect until ``undo()``, or until the end of its ``with`` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, cold: str | None) -> None:
+        self._cold = [] if cold is None else [checked_cold(cold)]
         self._depth = 0
         self._held = False
         self._hold()
@@ -109,12 +111,15 @@ class Patch:
         if not self._held:
             _apply()
             self._held = True
+            process.cold += self._cold
 
     def undo(self) -> None:
         """Restore torch's functions; a second call does nothing. Names stay patched while another patch is in effect."""
         with _lock:
             if self._held:
                 self._held = False
+                for cold in self._cold:
+                    process.cold.remove(cold)
                 _release()
 
     def __enter__(self) -> Patch:
@@ -130,7 +135,7 @@ class Patch:
                 self.undo()
 
 
-def patch() -> Patch:
+def patch(*, cold: str | None = None) -> Patch:
     """Replace ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` by this library's, for a ``with`` block or until ``undo()``.
 
     Modules that imported the names earlier (``from torch.func import vmap``) are changed too, except for torch's own. References that are
@@ -138,8 +143,15 @@ def patch() -> Patch:
     effect keeps the functions that it imported. The change holds for all threads of the process; patches may be nested and overlap.
     ``functorch.make_fx`` and ``functorch.compile`` stay torch's.
 
+    Args:
+        cold: who runs calls whose programs are not compiled yet, while the patch is in effect, as for ``torchfunc_jax.cold``; None: no
+            change.
+
     Returns:
         Patch: it is already in effect; it is a context manager and has ``undo()``.
+
+    Raises:
+        ValueError: another word for cold.
 
     Source: ``unittest.mock.patch``, https://docs.python.org/3/library/unittest.mock.html#patch-methods-start-and-stop
 
@@ -153,4 +165,4 @@ def patch() -> Patch:
         >>> patched = torchfunc_jax.patch()
         >>> patched.undo()
     """
-    return Patch()
+    return Patch(cold)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bridge.convert import trees
+from bridge.record.programs import cold_by
 from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, compare, definition, shown_error
 from torchfunc_jax._parity_random import Draws, alike, drawn, varying
 from torchfunc_jax._parity_runs import OTHER, Side, derived, in_float64
@@ -121,7 +122,7 @@ def parity(
         list[Check]: one for each transform and mode.
 
     Raises:
-        ValueError: there is no transform, a transform is not a name in torch.func, or draws < 100.
+        ValueError: there is no transform, a transform is not a name in torch.func, or draws < 100; ``cold`` is "torch".
 
     Source: ``torch.testing.assert_close``, for the way differences are described.
 
@@ -139,6 +140,8 @@ def parity(
         raise ValueError("transforms: expected at least one, got none; nothing would be compared")
     if draws < 100:
         raise ValueError(f"draws: expected at least 100, got {draws}; fewer cannot tell distributions apart")
+    if cold_by() == "torch":
+        raise ValueError('parity: with cold="torch" PyTorch would be compared with itself; call it outside of that, or in cold("jax")')
     options = _Settings(
         Options(rtol, atol, check_values, check_strides, may_do_more, raises, allow_empty), jit, draws, seed, len(pairs), progress
     )

@@ -116,11 +116,14 @@ class Untransformed(torch.autograd.Function):
 
 
 def by_lane(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorator of a node's backward, which then runs once for each lane of cotangents that torch.autograd maps over (is_grads_batched)."""
+    """Decorator of a node's backward, which then runs once for each lane of cotangents that torch.autograd or torch.func.vmap maps."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        lanes = [k for k, c in enumerate(cotangents) if c is not None and private.mapped_by_autograd(c)]
+        given = [(k, c) for k, c in enumerate(cotangents) if c is not None]
+        lanes, below = [k for k, c in given if private.mapped_by_autograd(c)], private.below_autograds_vmap
+        if not lanes:
+            lanes, below = [k for k, c in given if private.is_mapped(c)], private.below_vmap
         if not lanes:
             return backward(ctx, *cotangents)
         present: list[bool] = []
@@ -131,7 +134,7 @@ def by_lane(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any
             present[:] = [grad is not None for grad in found[0]]
             return [torch.stack(grads) for grads in pick([*zip(*found, strict=True)], present)]
 
-        grads = iter(private.below_autograds_vmap(mapped, pick(cotangents, [k in lanes for k in range(len(cotangents))])))
+        grads = iter(below(mapped, pick(cotangents, [k in lanes for k in range(len(cotangents))])))
         return tuple([next(grads) if here else None for here in present])
 
     return run

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import torch
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing
 
@@ -76,12 +77,18 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], n
             if has_fake(ours, (args, kwargs)):
                 return theirs()(*args, **kwargs)
             raise
-        except (AttributeError, IndexError, RuntimeError):
-            if not nested:  # PyTorch's own errors about the shape of a nested tensor do not say what to do
-                refuse_nested(trees.flatten((args, kwargs))[0])
+        except (AttributeError, IndexError, RuntimeError, ValueError):
+            leaves = [] if nested else trees.flatten((args, kwargs))[0]
+            if state.level is None and state.recorder is None and not state.unrecorded and any(map(_is_nested, leaves)):
+                return theirs()(*args, **kwargs)
+            refuse_nested(leaves)  # PyTorch's own errors about the shape of a nested tensor do not say what to do
             raise
 
     return run
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_nested
 
 
 @private.opaque

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from bridge import private_calls
+from bridge import private, private_calls
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.record.entries import PARTS
@@ -16,10 +16,16 @@ from bridge.trace.levels import NotInCheckpoint, push, state
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
     if state.level is None and state.recorder is None:
+        if private.transformed_by_torch():  # torch.func does not allow the hooks on saved tensors with which PyTorch's own computes again
+            return function(*args, **_without_options(kwargs))
         return private_calls.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
-    for option in ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"):
-        kwargs.pop(option, None)
-    return (PARTS["checkpoint"] if state.level is None else rematerialized)(function, args, kwargs)
+    return (PARTS["checkpoint"] if state.level is None else rematerialized)(function, args, _without_options(kwargs))
+
+
+def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a checkpoint that its function gets."""
+    options = ("context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+    return {name: x for name, x in kwargs.items() if name not in options}
 
 
 def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

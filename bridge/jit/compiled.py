@@ -151,7 +151,7 @@ class Compiled:
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
         # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
         if self.tiered:
-            return Once(function, self.changed, device=devices.of(self.runs_on), stored=self.stored, **options)
+            return Once(function, self.changed, device=devices.of(self.runs_on), stored=self.stored, fast=not state.trying, **options)
         self.jitted.append(jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options))
         return self.jitted[-1]
 

@@ -166,6 +166,8 @@ class Program:
         """Fresh seeds and numbers for one call, drawn only from the generators that the program uses; None if it uses none."""
         if not self.is_random:
             return None
+        if state.trying:
+            return self.any_random()
         drawn = made(self.drawn, [*inputs, _ANY_SEEDS], self.numbers)
         seeds = np.zeros(SEEDS, np.int64)
         if self.draws:

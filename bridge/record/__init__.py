@@ -1,7 +1,7 @@
 """Un-jitted code as a record: Python runs at each call, once and in order; its operators are written down and run as one program.
 
 Some functions cannot be recorded: they use jax.Arrays, hooks on gradients, a mode of the user's, and others.
-``Unrecordable`` says why.  Such a call goes on operator by operator; the function's next calls run so from the beginning.
+``Unrecordable`` says why.  Such a call goes on in PyTorch itself; the function's next calls run there from the beginning.
 
 - ``transforms``: decides whether a transform is recorded, runs its function meanwhile, and gives its results.
 - ``recorder``: writes torch functions down as entries; a transform is a begin and an end.
@@ -12,7 +12,7 @@ Some functions cannot be recorded: they use jax.Arrays, hooks on gradients, a mo
 - ``functions``: torch.autograd.Function and torch.utils.checkpoint as parts of a record.
 - ``programs``: compiles records, and keeps the programs for calls whose record is the same.
 - ``replay``: runs the entries again, through the public transforms, as a function that JAX traces.
-- ``resumed``: goes on operator by operator where a record ends.
+- ``in_torch``: goes on in PyTorch where a record ends.
 - ``loops``: finds steps that repeat, which are traced and compiled once.
 - ``tiers``: compiles a program fast at first, and well in a thread if it has been used for a while.
 - ``disk``: stores compiled programs in the user's cache folder for the next process.

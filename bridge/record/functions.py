@@ -5,7 +5,6 @@ Of a Function, its forward is written down, with the values that its context kee
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,18 +38,17 @@ class _Ended:
 
 def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
     """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward down, with what its context keeps."""
-    if _may_mark_dirty(cls):
-        state.recorder.resume = None  # PyTorch, which is applying the Function, would see a leaf that is written to
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
     refused = None
+    if state.recorder.inferring:
+        return None
     if cls.__module__.startswith("torch."):
         refused = cls.__name__
     elif new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
         refused = "a Function with two rules for vmap, or none: whether that matters shows where the values are known"
     if refused is not None:
-        state.recorder.go_on(Unrecordable(refused))
-        return intercepted.forward_in_trace(cls, recording, forward_mode)
+        raise Unrecordable(refused)
 
     def forward(*given: Any) -> Any:
         args = given if new_style else given[1:]
@@ -59,26 +57,16 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
         call = _Call(cls, args, recording, forward_mode, new_style)
         replaced = own_vmap and state.recorder.mapped() > 0
         try:
-            out = transform(call.user, args, call.record, None if replaced else call.again)
+            out = transform(call.user, args, call.record)
         except Exception as error:
             if replaced:
                 raise Unrecordable("a forward that the Function's own vmap may replace") from error
             raise
-        if out is NOT_RECORDED:
-            return intercepted.forward_in_trace(cls, recording, forward_mode)(*given)
-        if state.recorder is None and recording and any(t.requires_grad for t in _tensors(args)):  # PyTorch makes a node for its graph
-            if not new_style:
-                call.fill(given[0], args)
-        elif new_style:
+        if new_style:
             private_calls.skip_setup_context(cls)
         return out
 
     return forward
-
-
-def _may_mark_dirty(cls: type[torch.autograd.Function]) -> bool:
-    """Whether the forward of a Function names ``ctx.mark_dirty``."""
-    return any("mark_dirty" in f.__code__.co_names for f in (cls.forward, cls.setup_context) if isinstance(f, types.FunctionType))
 
 
 class _Call:
@@ -90,7 +78,6 @@ class _Call:
         self.cls, self.args, self.recording, self.forward_mode, self.new_style = cls, args, recording, forward_mode, new_style
         self.ctx = intercepted.Context(tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args]))
         self.attributes = set(vars(self.ctx))
-        self.filled: Sequence[Any] = ()  # the arguments that the user's forward gets
 
     def user(self, ctx: Any, *args: Any) -> Any:
         """The user's forward, and what it keeps in the context."""
@@ -100,45 +87,6 @@ class _Call:
         self.cls.setup_context(ctx, args, out)
         return out
 
-    def fill(self, ctx: Any, args: Sequence[Any], out: Any = None) -> Any:
-        """Put what the forward has kept in its context into another one; args: the arguments of the forward that has that one.
-
-        Returns:
-            out, in which these arguments are, too, in the place of those that the user's forward got.
-        """
-        given = {id(t): a for t, a in zip(self.filled, args, strict=True) if isinstance(t, torch.Tensor)}
-
-        def put(tree: Any) -> Any:
-            return trees.map_leaves(lambda x: given.get(id(x), x), tree)
-
-        ctx.save_for_backward(*put(self.ctx.to_save))
-        ctx.save_for_forward(*put(self.ctx.saved_for_forward))
-        ctx.mark_dirty(*put(self.ctx.dirty_tensors))
-        ctx.mark_non_differentiable(*put(self.ctx.non_differentiable))
-        ctx.set_materialize_grads(self.ctx.materialize_grads)
-        for name in vars(self.ctx).keys() - self.attributes:
-            setattr(ctx, name, put(getattr(self.ctx, name)))
-        return put(out)
-
-    def again(self, function: Callable[..., Any]) -> Any:
-        """Run the Function in a trace, with another function in the place of ``user``."""
-
-        def forward(ctx: Any, *args: Any) -> Any:
-            return vars(again)["call"](ctx, *args)  # as a closure variable it would be searched for tensors
-
-        def call(ctx: Any, *args: Any) -> Any:
-            again.call = self.user  # JAX may ask for the forward once more
-            if self.ctx.asked() and self.ctx.needs_input_grad != ctx.needs_input_grad:
-                raise Unrecordable("a Function that asks which arguments need a gradient, in nested transforms")
-            self.ctx.needs_input_grad = ctx.needs_input_grad
-            return self.fill(ctx, args, function(None, *args))
-
-        again: Any = type(self.cls.__name__, (self.cls,), {
-            "forward": staticmethod(forward), "setup_context": staticmethod(torch.autograd.Function.setup_context), "call": call,
-            "generate_vmap_rule": self.cls.vmap is torch.autograd.Function.vmap,  # one without rules for vmap has been refused
-        })  # fmt: skip
-        return intercepted.forward_in_trace(again, self.recording, self.forward_mode)(None, *self.args)
-
     def record(self, recorder: Recorder) -> Recording:
         operands = _tensors(self.args)
         if len(take_apart(self.args)[0]) > len(operands):
@@ -147,7 +95,7 @@ class _Call:
         first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
         with torch.set_grad_enabled(self.recording):  # the grad mode around the call
             arguments = recorder.begin("function", (self.cls, given), operands, list(map(aval_of, operands)))
-        self.filled = filled = put_together(arguments, given.value)
+        filled = put_together(arguments, given.value)
         ctx = self.ctx
 
         def forward() -> Any:
@@ -167,8 +115,6 @@ class _Call:
             begun = len(recorder.inputs) - inputs == sum(recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id)
             refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
             mine = arguments[0].ref
-            if ctx.dirty_tensors:
-                recorder.resume = None  # as in ``_function``
             if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
                 raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
             no_gradient = ctx.non_differentiable
@@ -235,7 +181,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         ended = recorder.end((), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)])
         return ended, lambda outs: put_together(outs, meta)
 
-    done = transform(function, leaves, record, lambda function: rematerialized(function, args, kwargs))
+    done = transform(function, leaves, record)
     return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import jax
 import torch
 
+from bridge import private
 from bridge.boundary.calls import Call
 from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
@@ -24,8 +26,10 @@ from bridge.jit.program import Packing, Program, trace
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.cache_keys import identical
+from bridge.programs.places import Place
 from bridge.record import disk, lanes, replay
 from bridge.record.entries import Begin
+from bridge.record.in_torch import can_repeat
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
 from bridge.trace import pieces, python_numbers
@@ -52,7 +56,7 @@ class _Program:
     def save(self) -> None:
         """Store the executables for the next process."""
         c = self.compiled
-        if self.path is None or isinstance(c.program, _Stored) or c.program.generators:
+        if self.path is None or isinstance(c.program, _Stored) or c.program.generators or c.program.places:
             return
         found = c.executables()
         try:
@@ -201,12 +205,87 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
             except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
                 with contextlib.suppress(OSError):
                     path.unlink()
+    if final and cold_by() == "torch" and can_repeat(recorder.trace) and not private.bits_are_compared():
+        if key not in process.compiling:
+            process.compiling[key] = True
+            process.compiler.later(_compiling(recorder.alike(), refs, key, path))
+        if process.compiling.get(key):
+            raise NotCompiled
+    program = _program(recorder, refs, path)
+    process.programs.add(key, program)
+    return _called(program, recorder, final)
+
+
+class NotCompiled(Exception):
+    """PyTorch is to run a record, because a thread compiles its program meanwhile."""
+
+
+def _program(recorder: Recorder, refs: Sequence[int], path: Path | None) -> _Program:
+    """Make the program of a record."""
     with _lock, without_collections():
         program = _made_for(recorder, refs)
-        process.programs.add(key, program)
         program.path = path
         program.compiled.changed.append(weakref.WeakMethod(program.save))
-    return _called(program, recorder, final)
+        return program
+
+
+def _compiling(recorder: Recorder, refs: Sequence[int], key: Any, path: Path | None) -> Callable[[], None]:
+    """A function for another thread that makes and compiles the program of a record, well at once; the record's inputs are zeros."""
+    grad = torch.is_grad_enabled()
+
+    def work() -> None:
+        done = False
+        try:
+            with torch.set_grad_enabled(grad), having(state, trying=True):
+                if (guards.ambient(), grad) == (key[2][0], key[3]):  # else settings have changed
+                    program = _program(recorder, refs, path)
+                    _called(program, recorder, True)
+                    process.programs.add(key, program)
+                    done = True
+        except Unrecordable:
+            pass
+        finally:  # if it could not, the next call compiles it, and waits or raises
+            process.compiling[key] = False
+            if done:
+                del process.compiling[key]
+
+    return work
+
+
+@contextlib.contextmanager
+def cold(by: str) -> Iterator[None]:
+    """Choose who runs un-jitted calls whose programs are not compiled yet, for a ``with`` block in this thread.
+
+    The environment variable ``TORCHFUNC_JAX_COLD`` and ``patch(cold=...)`` choose for the whole process.
+
+    Args:
+        by: "jax": XLA compiles the program first; "torch": PyTorch runs the call, and XLA compiles the program in a thread meanwhile, with
+            all optimizations; the results of first calls differ from those of later ones by rounding.
+
+    Raises:
+        ValueError: by is something else.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax import cold, grad
+        >>> with cold("torch"):
+        ...     grad(lambda x: (x ** 3).sum())(torch.ones(2))
+        tensor([3., 3.])
+    """
+    with having(state, cold=checked_cold(by)):
+        yield
+
+
+def cold_by() -> str:
+    """Who runs a call on this thread whose program is not compiled yet."""
+    return state.cold or process.cold[-1]
+
+
+def checked_cold(by: str) -> str:
+    """The argument of ``cold``; raises ValueError if it is something else."""
+    if by not in ("jax", "torch"):
+        raise ValueError(f'cold: expected "jax" or "torch", got {by!r}; it names who runs calls whose programs are not compiled yet')
+    return by
 
 
 def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torch.Tensor]:
@@ -216,8 +295,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     if recorder.copied and (compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)):
         raise lanes.Writes
     if compiled.program.written:
-        if recorder.lasting:
-            raise Unrecordable("a write to an argument or a captured tensor, which each later run would repeat")
+        if recorder.lasting and any(given[k].requires_grad for k in compiled.program.written):
+            raise Unrecordable("a write to a tensor that requires grad, which each later run would repeat")
         if not final:
             given = list(given)
             for k in compiled.program.written:
@@ -229,9 +308,10 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     waited: list[torch.device] = []
     inputs = [] if compiled.idle() else [tensors.crossing(t, waited)[0] for t in given]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    captured, arrays = (compiled.captured() if compiled.program.places else None) or ([], [])
     try:
         with torch.set_grad_enabled(final and torch.is_grad_enabled()):
-            return compiled.call([*given, *extra], [*inputs, *extra], [], grads)
+            return compiled.call([*given, *extra], [*inputs, *extra, *arrays], captured, grads)
     except (IndexError, RuntimeError, ValueError) as error:
         raise at_this_line(error) from None
 
@@ -274,6 +354,9 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
     with having(state, recorder=None, replaying=True):
         program, missing = trace(record, call, [], closure_scan.Found(), watched=False)
+        if missing:  # tensors of TorchScript functions, which the program then holds
+            numbers_in = Inputs(numbers, size)
+            program, missing = trace(record, call, [(t, Place(t, None)) for t in missing], closure_scan.Found(), watched=False)
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
@@ -288,4 +371,5 @@ def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:
 
 
 _lock = threading.RLock()
+process.cold = [checked_cold(os.environ.get("TORCHFUNC_JAX_COLD", "jax"))]
 process.programs, process.widths = _Kept(), lanes.Widths()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,19 +24,16 @@ from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.cache_keys import identical
 from bridge.programs.guards import autocast
-from bridge.record import replay
 from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
+from bridge.record.in_torch import InTorch
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
-from bridge.record.rules import BY_VALUE, RULES, TO_PYTHON
+from bridge.record.rules import BY_VALUE, OPERATOR, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
-from bridge.trace.tracing import OF_TRACED, Traced, in_level, memory_of_trace, on_meta, settled
-
-#: The user's function, and a function that runs the transform operator by operator on the function that it is given.
-Again = tuple[Callable[..., Any], Callable[[Callable[..., Any]], Any]]
+from bridge.trace.tracing import in_level, on_meta, settled
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -46,11 +44,9 @@ class Level:
     owner: Recorder
     parent: Level | None
     before: tuple[int, int]  # how many entries and numbers the record had when it began
-    again: Again | None  # how it is run operator by operator; None: not apart from the whole call
     arguments: range  # the numbers of its function's arguments
     open: bool = True
     goes_back: bool = False  # after it has ended, whether its results are computed from derivatives and require grad outside of it
-    returned: tuple[Any, ...] = ()  # what its function has returned, until the transform ends
 
 
 class Ended(Exception):
@@ -71,14 +67,14 @@ def _refuse(name: str) -> bool:
     if state.recorder is None or name in _RECORDED:
         return False
     state.recorder.go_on(Unrecordable(name))
-    return True
+    return False
 
 
 private_calls.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 _WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
-_SHOWN = 8  # a function that shows more tensors in this way runs operator by operator from its next call on
+_SHOWN = 8  # a function that shows more tensors in this way runs in PyTorch from its next call on
 _REPLAYED = 50_000  # how many entries run for that in one call, a matter of seconds; then the function starts again
 _DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
 _OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}  # transforms whose results are computed from derivatives
@@ -86,6 +82,7 @@ _LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}  # those whose fu
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
 _autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
+_innermost_of_torch = private.innermost_level
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
 
 
@@ -115,11 +112,10 @@ class Recorder(TorchFunctionMode):
         self.numbers: list[Any] = []
         self.count = 0
         self.level: Level | None = None
-        self.again: Again | None = None  # of the transform that begins next
-        self.resume: Callable[[Recorder], Any] | None = None  # goes on operator by operator; None: it is not possible, or has been tried
-        self.pulls: dict[int, Callable[..., Any]] = {}  # after it was run operator by operator, what vjp and linearize have returned
+        self.resumable = False  # whether PyTorch may go on where the record ends
+        self.inferring = False  # whether an operator runs on meta tensors, which tells the shapes of its results
+        self.in_torch: InTorch | None = None  # what PyTorch runs since it went on, or in the place of a program
         self.refused: Unrecordable | None = None  # why it was not recorded to its end
-        self.resumed: Any = None  # the resumed.Resumed, if that has happened
         self.within = False  # whether a rule writes down a function
         self.written: set[int] = set()
         self.with_grad: set[int] = set()  # the numbers of the values that require grad
@@ -142,6 +138,13 @@ class Recorder(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """While entered, torch functions are written down; the user's modes lie above this one, and see each function before it."""
         above, self.above = self.above, []
+        if self.in_torch is not None:
+            private.enter_function_modes(above)
+            try:
+                yield
+            finally:
+                self.above = private.leave_function_modes(len(above))
+            return
         private.enter_function_modes([self, *above])
         try:
             yield
@@ -231,13 +234,17 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.resumed is not None:
-            return memory_of_trace(func, args, kwargs or {})
+        if self.in_torch is not None:
+            return func(*args, **(kwargs or {}))
         entries = len(self.trace)
         try:
+            if _innermost_of_torch() is not None:
+                raise Unrecordable("a transform of torch.func's")
             rule = RULES.get(func)
             if rule is not None:
-                return rule(self, func, args, kwargs or {})
+                found = rule(self, func, args, kwargs or {})
+                if found is not OPERATOR:
+                    return found
             if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
                 kwargs = {**(kwargs or {}), "device": self.default_device}
             if on_meta(args[:2], kwargs or {}):
@@ -280,7 +287,7 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable("an unhashable argument") from None
             if op is None:
                 try:
-                    with having(self, resume=None):  # the operator runs on meta tensors
+                    with having(self, resumable=False, inferring=True):  # the operator runs on meta tensors
                         op = entry(func, args, kwargs or {}, self.numbers[numbers:], ambient[1])
                 except ByValue:
                     op = process.recorded[whole] = _BY_VALUE
@@ -307,9 +314,7 @@ class Recorder(TorchFunctionMode):
                 raise
             self._drop(entries)  # a rule may have written some down
             self.go_on(reason)
-        if args and type(args[0]) is Traced:  # a recorded tensor until now
-            func = OF_TRACED.get(func, func)
-        return memory_of_trace(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Write down the call of a torch function for a rule, which is refused as a whole if this is; gives its result."""
@@ -317,15 +322,25 @@ class Recorder(TorchFunctionMode):
             return self.__torch_function__(func, (), args, kwargs)
 
     def go_on(self, reason: Unrecordable) -> None:
-        """Go on operator by operator from here, because of this; raises it if that is not possible."""
-        if self.resume is None:
+        """Go on in PyTorch itself from here, because of this; raises it if that is not possible."""
+        # a level of PyTorch's and inference mode must be left in the order in which they were entered
+        if not self.resumable or private.transformed_by_torch() or torch.is_inference_mode_enabled():
             raise reason
-        resume, self.resume, self.refused = self.resume, None, reason
+        self.resumable, self.refused = False, reason
         after = self._set_back()
         self.draw_again()
-        self.resumed = resume(self)
-        reason.__traceback__ = reason.__context__ = None  # its frames hold the user's tensors, and torch's graph of these holds the record
-        self.pulls, self.watch = self.resumed.again.pulls, None
+        in_torch, modes = InTorch(self.numbers), private.leave_function_modes(private.function_modes() - self.ambient[-1])
+        try:
+            with having(state, recorder=None), _default_dtype_of(self.ambient[0]), private.set_forward_mode_enabled(self.forward_mode):
+                in_torch.whole(self.trace, self.inputs, self.tensors)
+        except Unrecordable:
+            raise reason from None
+        finally:
+            private.enter_function_modes(modes)
+        in_torch.env.clear()  # the function holds what it needs
+        self.in_torch, self.watch, state.recorder = in_torch, None, None
+        self.tensors.clear()
+        reason.__traceback__ = reason.__context__ = None  # its frames hold the user's tensors
         if after is not None:
             torch.default_generator.set_state(after)
 
@@ -397,6 +412,34 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason from None
         finally:
             self.draw_again()
+
+    def noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outs: Any) -> Any:
+        """Write down the call of a torch function whose results are known; outs: an ``Out`` for each new tensor among them."""
+        tensors = tensors_in((args, kwargs))
+        key = (
+            func, mapped(lambda x: aval_of(x) if isinstance(x, torch.Tensor) else x, args), tuple(kwargs.items()),
+            mapped(lambda x: x.aval if type(x) is Out else x, outs), _ambient(), _grad_mode(),
+        )  # fmt: skip
+        op = process.recorded.get(key)
+        if op is None:
+            places = itertools.count()
+            args, kwargs = mapped(lambda x: Ref(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            op = process.recorded[key] = Op(func, args, kwargs, _grad_mode(), outs, (), 0, False, False, views=False)
+        self.trace.append((op, tuple([self.ref(t) for t in tensors])))
+        return self._built(outs, tensors)
+
+    def reached(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether outputs depend on each of these inputs, along values that require grad."""
+        needed, wanted = {self.ref(t) for t in outs}, [self.ref(t) for t in inputs]
+        at = self.count
+        for what, operands in reversed(self.trace):
+            at -= what.made
+            written = {operands[k] for k, _ in what.changed} if type(what) is Op else ()
+            if not needed.isdisjoint(range(at, at + what.made)) or not needed.isdisjoint(written):
+                needed.update(r for r in operands if r in self.with_grad)
+                if type(what) is Pull:
+                    needed.add(what.node)
+        return [r in needed for r in wanted]
 
     def _results(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -476,7 +519,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def shows_many(self) -> bool:
-        """Whether running operator by operator is quicker, because that computes each tensor that is shown once."""
+        """Whether PyTorch is quicker, because it computes each tensor that is shown once."""
         return self.shows > _SHOWN
 
     def computed(
@@ -508,28 +551,26 @@ class Recorder(TorchFunctionMode):
                 private.enter_function_mode(mode)
 
     def _shown_in_transforms(self, t: torch.Tensor) -> str:
-        """That text, from a run of what there is, operator by operator in the transforms that are entered."""
+        """That text, from a run of what there is, by PyTorch and inside of the transforms that are entered."""
         self.shows += 1
         self.replayed += len(self.trace)
         if self.replayed > _REPLAYED:
             raise Unrecordable("many tensors that are shown")
         ref = self.ref(t)
-        whole, inputs = replay.parsed(self.trace, [ref])
-        again = replay.Run(self.numbers, ref)
-        given = [x.detach() for x in self.inputs]
-        again.env.update(zip(inputs, copy.deepcopy(given) if self.writes else given, strict=True))
+        again, given = InTorch(self.numbers), [x.detach() for x in self.inputs]
         try:
-            with having(state, recorder=None, unrecorded=True), self.watch.again() if self.watch else contextlib.nullcontext():
-                again.run(whole.entries)
-        except replay.Shown as found:
-            return str(found)
-        except Exception as error:
-            raise Unrecordable(f"a tensor that is shown: {error}") from None
-        raise Unrecordable("a tensor that is shown outside of the transforms")
+            with having(state, recorder=None), self.watch.again() if self.watch else contextlib.nullcontext():
+                again.whole(self.trace, copy.deepcopy(given) if self.writes else given)
+                return repr(again.env[ref])
+        finally:
+            while again.entered:
+                again.leave()
 
     # -- transforms --------------------------------------------------------------------------------------------------------------------
-    def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
+    def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
         """Enter a transform with these operands; returns the arguments of its function."""
+        if self.in_torch is not None:
+            return self.in_torch.begin(Begin(kind, params, len(avals), _grad_mode()), operands)
         refs = [self.ref(t) for t in operands]
         before = len(self.trace), len(self.numbers)
         try:
@@ -537,16 +578,23 @@ class Recorder(TorchFunctionMode):
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
         arguments = range(self.count, self.count + len(avals))
-        self.level, self.again = Level(kind, self, self.level, before, self.again, arguments), None
+        self.level = Level(kind, self, self.level, before, arguments)
         return self._noted(what, refs, avals)
 
-    def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
+    def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
         """Leave the innermost transform; returns its results."""
-        refs, level = [self.ref(t) for t in results], self.level
+        if self.in_torch is None:
+            try:
+                refs = [self.ref(t) for t in results]
+            except Unrecordable as reason:
+                self.go_on(reason)
+        if self.in_torch is not None:
+            return self.in_torch.end(params, results)
+        level = self.level
         level.goes_back = level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level)
         if level.goes_back:
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
-        level.returned, level.again, level.open, self.level = (), None, False, level.parent  # what its tensors refer to looks kept
+        level.open, self.level = False, level.parent
         return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def _goes_back(self, level: Level) -> bool:
@@ -577,7 +625,8 @@ class Recorder(TorchFunctionMode):
         inputs = iter(other.inputs)
         for what, refs in other.trace:
             if type(what) is Input:
-                found.append(self.ref(next(inputs)))
+                t = next(inputs)  # the other record may be repeated again: it keeps its own
+                found.append(self.ref(t.clone() if other.writes and not t.requires_grad else t))
                 continue
             if type(what) is Pull:
                 what = interned(Pull, found[what.node], what.made)
@@ -590,17 +639,20 @@ class Recorder(TorchFunctionMode):
         return found
 
     def alike(self) -> Recorder:
-        """A record with the same entries and other tensors as inputs, so that it keeps none of this one's alive."""
+        """A record with the same entries and with zeros as inputs, so that it keeps none of this one's alive."""
         other = Recorder(self.execute)
-        other.trace, other.numbers, other.count = list(self.trace), list(self.numbers), self.count
-        other.inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad) for t in self.inputs]
+        other.trace, other.numbers, other.count, other.lasting = list(self.trace), list(self.numbers), self.count, self.lasting
+        zeros = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in self.inputs]
+        other.inputs = [zero.requires_grad_(t.requires_grad) for zero, t in zip(zeros, self.inputs, strict=True)]
         return other
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record."""
+        if self.in_torch is None and self._changes_since(self.level):
+            self.go_on(Unrecordable("a write, or random numbers, in a transform whose function raises"))
+        if self.in_torch is not None:
+            return self.in_torch.leave()
         entries, numbers = self.level.before
-        if self._changes_since(self.level):
-            return self.go_on(Unrecordable("a write, or random numbers, in a transform whose function raises"))
         self.level.open, self.level = False, self.level.parent
         del self.numbers[numbers:]
         self._drop(entries)
@@ -625,6 +677,17 @@ def around(level: Level | None) -> Iterator[Level]:
     while level is not None:
         yield level
         level = level.parent
+
+
+@contextlib.contextmanager
+def _default_dtype_of(dtype: torch.dtype) -> Iterator[None]:
+    """While entered, this is the default dtype: the user's function may have changed it since the record began."""
+    now = _default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now)
 
 
 def _differs(t: torch.Tensor) -> bool:

@@ -91,20 +91,10 @@ class OnlyInside(EscapedTensorError):
         self.refs = refs
 
 
-class Shown(BaseException):
-    """Ends a run at the tensor that was to be shown, with its text."""
-
-
 class Run:
-    """One run of a record: the values by their numbers.
+    """One run of a record: the values by their numbers; numbers: the Python numbers of the record."""
 
-    Args:
-        numbers: the Python numbers of the record.
-        shown: the number of a value to be shown; the run ends where the record does, inside of the transforms that have not ended.
-    """
-
-    def __init__(self, numbers: Sequence[Any], shown: int | None = None) -> None:
-        self.shown = shown
+    def __init__(self, numbers: Sequence[Any]) -> None:
         self.env: dict[int, Any] = {}
         self.numbers, self.used = numbers, 0
         self.pulls: dict[int, Callable[..., Any]] = {}
@@ -142,7 +132,7 @@ class Run:
                 if type(what) is Pull:
                     self.store(self.pulls[what.node]([self.env[r] for r in refs]), first)
                 elif type(what) is Left:
-                    self.store([tracing.outside(self.env[r]) for r in refs], first)
+                    self.store([self.outside(self.env[r]) for r in refs], first)
                 else:
                     self.operator(what, [self.env[r] for r in refs], first)
 
@@ -196,12 +186,16 @@ class Run:
     def other(self, op: Op) -> None:
         """Called if an operator's result is no longer the same object as an operand."""
 
+    def outside(self, t: torch.Tensor) -> torch.Tensor:
+        """The value outside of transforms that have ended of a tensor that their function has kept."""
+        return tracing.outside(t)
+
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
         self.env.update(enumerate(values, first))
 
     def enter(self, block: Block) -> None:
         operands = [self.env[r] for r in block.operands]
-        if block.end is None and self.shown is None:  # its function is still running: its arguments are those of all lanes
+        if block.end is None:  # its function is still running: its arguments are those of all lanes
             self.open = True
             self.store(operands[: block.begin.made], block.arguments)
             return self.run(block.entries)
@@ -217,14 +211,11 @@ class Run:
             before, self.used = self.used, block.used
             self.store(arguments, block.arguments)
             self.run(block.entries)
-            if block.end is None:
-                raise Shown(repr(self.env[self.shown]))
             self.used = before
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
-            ended = () if block.end is None else block.end.params
-            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, ended)
+            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
         self.used = block.used_after  # however often body has run: a Function's own vmap may run another forward, and never this one
         if pull is not None:
             self.pulls[block.first] = pull

@@ -10,19 +10,37 @@ from typing import Any, NoReturn
 import torch
 
 from bridge import private
-from bridge.record.entries import functions_of, tensors_in, with_values
-from bridge.record.tensor import Recorded, Unrecordable, aval_of
+from bridge.record.entries import Out, functions_of, mapped, tensors_in, with_values
+from bridge.record.tensor import Recorded, Unrecordable, aval, aval_of
+from bridge.trace.storage import contiguous
 from bridge.trace.tracing import exchanged, refuse_format
+
+#: What a rule gives for a call that is recorded as an operator all the same.
+OPERATOR = object()
 
 
 def _refused(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     raise Unrecordable(str(func))
 
 
+def _hooked(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """register_hook.  What captured tensors make require grad does not require it in a vmap of PyTorch's: there, that starts again."""
+    if recorder.level.kind in ("vmap", "jvp"):
+        recorder.resumable = False
+    raise Unrecordable(str(func))
+
+
 def _graph_node(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """grad_fn.  Modules ask a new parameter for it, after a parametrization has set memory, which a trace refuses: that starts again."""
-    if type(args[0]) is not Recorded:
-        recorder.resume = None
+    """grad_fn.  Modules ask a new parameter for it; one that is made in the record would be no Parameter any more: that starts again."""
+    if type(args[0]) is not Recorded or isinstance(args[0], torch.nn.Parameter):
+        recorder.resumable = False
+    raise Unrecordable(str(func))
+
+
+def _resized(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """resize_ and resize_as_: in a vmap PyTorch would read beyond a lane."""
+    if type(args[0]) is Recorded and args[0].aval.lanes:
+        raise RuntimeError(f"{func.__name__}: it cannot be called inside vmap, where PyTorch gives wrong numbers; jit the call or use view")
     raise Unrecordable(str(func))
 
 
@@ -104,6 +122,49 @@ def _sparse(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
     return func(*args, **kwargs)
 
 
+def _requires_grad(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """requires_grad_, and requires_grad that is set: a tensor from outside changes at once, before the record has it as an input."""
+    t = args[0]
+    if type(t) is Recorded:
+        return OPERATOR
+    if id(t) in recorder.by_id and not t.requires_grad:
+        raise Unrecordable(str(func))
+    return func(*args, **kwargs)
+
+
+def _gradients(
+    recorder: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad: gradients of the record's own values, which a trace computes through the graph of its tensors."""
+    outs, wanted, cotangents = (
+        (x,) if isinstance(x, torch.Tensor) else None if x is None else tuple(x) for x in (outputs, inputs, grad_outputs)
+    )
+    given = [*outs, *wanted, *[c for c in cotangents or () if c is not None]]
+    if is_grads_batched or not all(isinstance(t, torch.Tensor) for t in given):
+        raise Unrecordable("torch.autograd.grad with is_grads_batched or GradientEdges")
+    if not all(type(t) is Recorded for t in outs):
+        raise Unrecordable("torch.autograd.grad of a graph from outside")
+    avals = list(map(aval_of, given))
+    n = len(outs)
+    if any(size for a in avals for _, size, _ in a.lanes) or not all(a.requires_grad for a in avals[: n + len(wanted)]):
+        raise Unrecordable("torch.autograd.grad of what requires no grad")  # PyTorch raises its error
+    if any(not (a.shape == () or cotangents is not None) for a in avals[:n]):
+        raise Unrecordable("torch.autograd.grad of what is no scalar")
+    lanes = tuple([(depth, 0, 0) for depth in sorted({depth for a in avals for depth, _, _ in a.lanes})])
+    used = recorder.reached(outs, wanted)
+    if not (all(used) or allow_unused or (materialize_grads and allow_unused is None)):
+        raise Unrecordable("torch.autograd.grad of what is not used")
+    results = tuple([
+        Out(aval(a.shape, contiguous(a.shape), 0, a.dtype, a.device, create_graph and u, lanes)) if u or materialize_grads else None
+        for a, u in zip(avals[n:], used, strict=False)
+    ])
+    options = {
+        "retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads,
+    }
+    return recorder.noted(torch.autograd.grad, (outs, wanted, cotangents), options, results)
+
+
 # -- functions whose results' shapes depend on values, outside of vmap: the values are computed first ----------------------------------
 def _indices_of(recorder: Any, index: Any) -> tuple[Any, ...]:
     """An index in which each mask is replaced by the places where it is True, and one without dimensions by a bool."""
@@ -149,6 +210,55 @@ def _counted(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     return func(*args, **kwargs)
 
 
+def _packed(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pack_padded_sequence: its lengths, whose values are computed first, tell which rows are taken."""
+    t, lengths, batch_first = args
+    steps = recorder.record(torch.Tensor.transpose, (t, 0, 1)) if batch_first else t
+    (known,) = recorder.now([lengths])
+    shape = tuple(steps.shape)
+    rows = torch.arange(shape[0] * shape[1]).reshape(shape[:2]) if steps.numel() else torch.empty(shape)
+    places, sizes = func(rows, known.cpu(), False)
+    return recorder.record(torch.index_select, (recorder.record(torch.flatten, (steps, 0, 1)), 0, places.to(t.device))), sizes
+
+
+def _padded(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pad_packed_sequence, from the rows of the packed data."""
+    data, batch_sizes, batch_first, padding_value, total_length = args
+    (known,) = recorder.now([batch_sizes])
+    places, lengths = func(torch.arange(data.shape[0]), known, batch_first, -1, total_length)
+    kept = (places >= 0).reshape(*places.shape, *[1] * (data.dim() - 1)).to(data.device)
+    rows = recorder.record(torch.index_select, (data, 0, places.clamp(min=0).reshape(-1).to(data.device)))
+    rows = recorder.record(torch.Tensor.reshape, (rows, (*places.shape, *data.shape[1:])))
+    padding = torch.full((), padding_value, dtype=data.dtype, device=data.device)
+    return recorder.record(torch.where, (kept, rows, padding)), lengths
+
+
+def _of_packed(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer of a packed sequence, whose batch sizes are a tuple of ints."""
+
+    def run(data: torch.Tensor, batch_sizes: tuple[int, ...], *rest: Any) -> Any:
+        return layer(data, torch.tensor(batch_sizes), *rest)
+
+    return run
+
+
+def _recurrent(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 9 or not isinstance(args[1], torch.Tensor) or isinstance(args[3], bool):
+        return OPERATOR
+    (known,) = recorder.now([args[1]])
+    return recorder.record(_OF_PACKED[func], (args[0], tuple(known.tolist()), *args[2:]))
+
+
+_OF_PACKED = {layer: _of_packed(layer) for layer in functions_of(torch._VF, "lstm gru rnn_tanh rnn_relu")}
+
+
+def _sized(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new tensor whose sizes are tensors."""
+    tensors = tensors_in((args, kwargs))
+    args, kwargs = with_values((args, kwargs), recorder.now(tensors))
+    return recorder.record(func, mapped(lambda x: int(x) if isinstance(x, torch.Tensor) else x, args), kwargs)
+
+
 def _is_leaf(recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     (t,) = args
     if type(t) is not Recorded or not t.aval.requires_grad:
@@ -182,13 +292,12 @@ _PASSED = [
 _REFUSED = [
     *functions_of(
         torch.Tensor,
-        "backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type resize_ "
-        "resize_as_ share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
-        "apply_ map_ new requires_grad_ detach_ is_set_to",
+        "backward register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage storage storage_type "
+        "share_memory_ __deepcopy__ __reduce_ex__ __dlpack__ __setstate__ as_strided as_strided_ to_mkldnn unsafe_chunk "
+        "apply_ map_ new detach_ is_set_to",
     ),
     *functions_of(torch, "set_default_device as_strided frombuffer from_numpy _make_dual _unpack_dual"),
-    *[attribute.__set__ for attribute in functions_of(torch.Tensor, "requires_grad names")],
-    torch.autograd.backward, torch.autograd.grad,
+    *[attribute.__set__ for attribute in functions_of(torch.Tensor, "names")], torch.autograd.backward,
 ]
 _SPARSE = (
     "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor sparse_compressed_tensor "
@@ -204,8 +313,12 @@ RULES: dict[Any, Any] = {
     torch.Tensor.numpy: _array, torch.Tensor.__array__: _array, torch.tensor: _scalar, torch.as_tensor: _scalar,
     torch.Tensor.new_tensor: _new_tensor, torch.Tensor.grad_fn.__get__: _graph_node,  # type: ignore[attr-defined]
     torch.Tensor.__iter__: _iterated, torch.Tensor.__format__: _formatted, torch.Tensor.__repr__: _shown, torch.Tensor.type: _type,
+    torch.Tensor.register_hook: _hooked, torch.Tensor.resize_: _resized, torch.Tensor.resize_as_: _resized,
+    torch.Tensor.requires_grad_: _requires_grad, torch.Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    torch.autograd.grad: lambda recorder, func, args, kwargs: _gradients(recorder, *args, **kwargs),
     torch.Tensor.is_leaf.__get__: _is_leaf,  # type: ignore[attr-defined]
-    torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj,
+    torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, **dict.fromkeys(_OF_PACKED, _recurrent),
+    torch._VF._pack_padded_sequence: _packed, torch._VF._pad_packed_sequence: _padded,
     torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         lambda recorder, func, args, kwargs: recorder.record(torch.Tensor.detach, args),
 }
@@ -213,7 +326,7 @@ _PLACES = frozenset([*functions_of(torch.Tensor, "nonzero argwhere"), *functions
 #: By a torch function that needs values for its results' shapes, how it is recorded outside of vmap.
 BY_VALUE = {
     **dict.fromkeys([f for owner in (torch.Tensor, torch) for f in functions_of(owner, "unique unique_consecutive bincount")], _counted),
-    **dict.fromkeys(_PLACES, _counted),
+    **dict.fromkeys(_PLACES, _counted), **dict.fromkeys(functions_of(torch, "zeros ones empty full rand randn"), _sized),
     **dict.fromkeys(
         functions_of(torch.Tensor, "__getitem__ __setitem__"),
         lambda recorder, func, args, _: recorder.record(func, (args[0], _indices_of(recorder, args[1]), *args[2:])),

@@ -20,8 +20,8 @@ _make = private.make_wrapper
 class Unrecordable(BaseException):
     """The function does something that cannot be recorded.
 
-    ``Recorder.go_on`` goes on operator by operator.  Where it cannot, this is raised, and the outermost transform starts again unrecorded,
-    even if the user's code catches this.
+    ``Recorder.go_on`` goes on in PyTorch.  Where it cannot, this is raised, and PyTorch runs the outermost transform from its start, even
+    if the user's code catches this.
     """
 
     def __init__(self, reason: str) -> None:
@@ -149,7 +149,7 @@ class Recorded(torch.Tensor):
                 return recorder.shown(self)
             except Unrecordable as reason:
                 recorder.go_on(reason)
-                return repr(self)  # it is a traced tensor now
+                return repr(self)  # it is a tensor of PyTorch's now
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 
 

@@ -14,17 +14,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge import private
-from bridge.boundary import autograd
+from bridge.boundary import autograd, handing_over
 from bridge.boundary.results import split_arrays, with_twins
 from bridge.convert import trees
-from bridge.errors import escaped
+from bridge.errors import NeedsTorch, escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
 from bridge.record import replay
 from bridge.record.escaped import Left
-from bridge.record.programs import run
-from bridge.record.recorder import Again, Recorder
-from bridge.record.resumed import resume
+from bridge.record.in_torch import InTorch, Pull
+from bridge.record.programs import NotCompiled, run
+from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, Unrecordable, aval_of
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
@@ -36,33 +36,28 @@ _EMPTY = types.CellType()  # of a variable that is not bound yet
 _log = logging.getLogger("torchfunc_jax")
 
 
-class _Returned(BaseException):
-    """The function of a transform has returned this, after its call has been resumed operator by operator."""
-
-
 def transform(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording],
-    again: Callable[[Callable[..., Any]], Any] | None, lasting: bool = False,
+    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False
 ) -> Any:
     """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
+
+    What cannot be recorded is run by PyTorch itself.
 
     Args:
         func: the user's function.
         leaves: those of its arguments.
         record: writes the transform down.
-        again: runs the transform on the function that it is given, if nothing is recorded; None: it has nothing to run.
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
-        The results; NOT_RECORDED if JAX has to run the function operator by operator.
+        The results; NOT_RECORDED in a trace, and for jax.Arrays: JAX has to run the function operator by operator.
     """
     if state.level is not None or state.unrecorded:
         return NOT_RECORDED
     in_jax = any(isinstance(x, jax.Array) for x in leaves)
     recorder = state.recorder
-    resumable = None if again is None else (func, again)
     if recorder is None:
-        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, resumable, lasting)
+        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
     level = recorder.level
     with recorder.unwatched() as watched:  # only the transform's function is recorded, not its checks
         try:
@@ -70,68 +65,82 @@ def transform(
                 raise Unrecordable("a jax.Array")
             if not watched:
                 raise Unrecordable("a transform inside of an operator")
-            found, build = _recorded(recorder, record, resumable)
+            found, build = record(recorder)
         except Unrecordable as reason:
             if recorder.level is not level:
                 raise
             recorder.go_on(reason)
-            return NOT_RECORDED
-        return found if build is None else build(found)
+            if in_jax:
+                return NOT_RECORDED
+            found, build = record(recorder)
+        return build(found)
 
 
-def _recorded(recorder: Recorder, record: Callable[[Recorder], Recording], again: Again | None) -> tuple[Any, Any]:
-    """What record gives; (the transform's results, None) if the call had to be resumed operator by operator."""
-    outer, recorder.again = recorder.level, again
-    try:
-        return record(recorder)
-    except _Returned as done:
-        return recorder.resumed.result("returned", done.args[0]), None
-    except Unrecordable as reason:
-        if recorder.level is outer or not recorder.level.returned:
-            raise
-        recorder.go_on(reason)
-        return recorder.resumed.first_result(), None
-    except BaseException as error:
-        if recorder.resumed is None:
-            raise
-        if recorder.resumed.first is not None:
-            return recorder.resumed.first_result(), None
-        return recorder.resumed.result("raised", error), None
-
-
-def _outermost(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], again: Again | None, lasting: bool
-) -> Any:
+def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
     devices, modes = _function_modes() if private.function_modes() else ([], [])
-    if (
-        torch.is_inference_mode_enabled() or private.saved_tensor_pack() is not None
-        or any(device.type not in ("cpu", "cuda") for device in devices)  # no tensors of records are there
-    ):  # fmt: skip
-        return NOT_RECORDED
     recorder: Recorder | None = None
+    reason: Any = None
     private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
     try:
         recorder = Recorder(run, devices[-1] if devices else None, modes)
-        return _in_record(recorder, func, leaves, record, again, lasting)
+        recorder.lasting, recorder.resumable = lasting, True
+        key = _key(recorder, func, leaves)
+        reason = _known_reason(devices, key)
+        if reason is None:
+            try:
+                return _in_record(recorder, record)
+            except Unrecordable as found:
+                recorder.draw_again()
+                reason = recorder.refused = found
+            finally:
+                if recorder.refused is not None:
+                    process.unrecordable.add(key)
+                    _log.info("%s runs in PyTorch: %s", getattr(func, "__qualname__", func), recorder.refused)
+            recorder = Recorder(run, recorder.default_device, recorder.above)
+        recorder.in_torch = InTorch()
+        try:
+            with intercepted.intercepted():
+                outs, build = record(recorder)
+                return build(outs)
+        except Unrecordable as found:  # a tensor that only torch.func itself takes
+            raise NeedsTorch(str(found)) from None
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        if recorder is not None and recorder.in_torch is not None:
+            why = reason or recorder.refused
+            error.add_note(f"PyTorch runs this call, which cannot be recorded ({why}); jit compiles all of it, and may allow it.")
+        raise
     finally:
+        while recorder is not None and recorder.in_torch is not None and recorder.in_torch.entered:
+            recorder.in_torch.leave()
         private.enter_function_modes(modes if recorder is None else recorder.above)
 
 
-def _in_record(
-    recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], again: Again | None,
-    lasting: bool,
-) -> Any:
-    if process.unrecordable and _key(recorder, func, leaves) in process.unrecordable:
-        return NOT_RECORDED
-    state.recorder, recorder.lasting, recorder.resume = recorder, lasting, resume
+def _known_reason(devices: Sequence[torch.device], key: Any) -> str | None:
+    """Why a call is not recorded, if that is known before it begins; key: ``_key``."""
+    if private.transformed_by_torch():
+        return "a transform that PyTorch runs is around it"
+    if torch.is_inference_mode_enabled():
+        return "inference mode"
+    if private.saved_tensor_pack() is not None:
+        raise NeedsTorch("hooks on saved tensors")
+    if any(device.type not in ("cpu", "cuda") for device in devices):
+        return "a default device on which there are no tensors of records"
+    return "an earlier call could not be recorded" if key in process.unrecordable else None
+
+
+def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> Any:
+    """Record the call of an outermost transform, and run the record; raises Unrecordable if that is not possible."""
+    state.recorder = recorder
     try:
         with intercepted.intercepted(), recorder.drawing():
-            outs, build = _recorded(recorder, record, again)
-        if build is None:
-            return outs
+            outs, build = record(recorder)
+        if recorder.in_torch is not None:
+            return build(outs)
         state.recorder = None
         refs = [t.ref for t in outs]
         kept = Left(recorder, refs)
+        # later writes to its inputs, and its own, change no result of later runs; a write to one that requires grad raises
+        inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs] if recorder.lasting else []
         try:
             found = _run(recorder, [*refs, *kept.refs])
         except replay.OnlyInside as error:
@@ -141,36 +150,34 @@ def _in_record(
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)
         if recorder.shows_many:
-            process.unrecordable.add(_key(recorder, func, leaves))
-        if lasting:  # later writes to its inputs change no result of later runs; a write to one that requires grad raises
-            recorder.inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
+            recorder.refused = Unrecordable("many tensors that are shown")
+        if recorder.lasting:
+            recorder.inputs = inputs
         return build(found[: len(refs)])
-    except Unrecordable as reason:
-        recorder.refused = reason
-        recorder.draw_again()
-        return NOT_RECORDED
     finally:
-        if recorder.refused is not None:
-            process.unrecordable.add(_key(recorder, func, leaves))
-            _log.info("%s runs operator by operator: %s", getattr(func, "__qualname__", func), recorder.refused)
         state.recorder = None
         recorder.tensors.clear()
 
 
 def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Run a record that has ended, operator by operator if no program can; the values with these numbers."""
+    """Run a record that has ended, in PyTorch if no program can, or if it is not compiled yet; the values with these numbers."""
     try:
         return run(recorder, refs, True)
+    except NotCompiled:
+        pass
     except Unrecordable as reason:
         if recorder.broken is not None:  # the user's code has caught an Unrecordable
             raise
         recorder.refused = reason
-        recorder.draw_again()
-        with off():
-            again = replay.Run(recorder.numbers)
-            again.whole(recorder.trace, recorder.inputs)
-        recorder.pulls = again.pulls
-        return [again.env[ref] for ref in refs]
+    recorder.draw_again()
+    recorder.in_torch = in_torch = InTorch(recorder.numbers)
+    try:
+        in_torch.whole(recorder.trace, recorder.inputs)
+    except Unrecordable as error:
+        raise (recorder.refused or error) from None
+    found = [in_torch.outside(in_torch.env[ref]) for ref in refs]
+    in_torch.env.clear()
+    return found
 
 
 def _code_of(fn: Callable[..., Any]) -> Any:
@@ -243,15 +250,15 @@ def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], 
     try:
         with recorder.watching():
             out = call()
-        if recorder.resumed is not None:
-            raise _Returned(out)
-        recorder.level.returned = (out,)
-        return finish(out)
-    except Unrecordable:  # the record is not used, or only up to here
+        try:
+            return finish(out)
+        except Unrecordable as reason:
+            recorder.go_on(reason)
+            return finish(out)
+    except Unrecordable:  # the record is not used
         raise
     except BaseException:
-        if recorder.resumed is None:
-            recorder.leave()  # the user may catch the exception and go on
+        recorder.leave()  # the user may catch the exception and go on
         raise
 
 
@@ -261,14 +268,27 @@ class Kept:
     Args:
         func: the user's function.
         recorder: the record in which the transform has just ended.
-        first: the number of the transform's first result.
+        outs: the transform's results there.
     """
 
-    def __init__(self, func: Callable[..., Any], recorder: Recorder, first: int) -> None:
+    def __init__(self, func: Callable[..., Any], recorder: Recorder, outs: Sequence[Any]) -> None:
         self.func = func
-        self.recorder, self.first, self.level = recorder, first, recorder.level
+        self.recorder, self.level = recorder, recorder.level
+        self.first: int = outs[0].ref if recorder.in_torch is None else -1
+        self.by_torch: Pull | None = None if recorder.in_torch is None else recorder.in_torch.pull
         self.outermost = recorder.lasting and recorder.level is None  # the record ends with it, and is repeated for each call
         self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad]) if self.outermost else []
+
+    @property
+    def pull(self) -> Pull | None:
+        """What calls the returned function, if PyTorch has run the transform."""
+        known = None if self.recorder.in_torch is None else self.recorder.in_torch.pulls.get(self.first)
+        return self.by_torch or known
+
+    def either(self, ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The returned function: ours, or if torch looks at a call and PyTorch has not run the transform, what theirs returns."""
+        found = handing_over.either(ours, theirs, nested=True)
+        return lambda *args, **kwargs: (found if self.pull is None else ours)(*args, **kwargs)
 
     def call(
         self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any], again: Callable[[], Any]
@@ -279,19 +299,25 @@ class Kept:
             operands: the cotangents or tangents.
             avals: those of its results.
             build: builds the results from tensors.
-            again: does all of it unrecorded, if the call cannot be recorded.
+            again: does all of it unrecorded, if JAX has to run the call.
         """
 
         def record(recorder: Recorder) -> Recording:
+            if recorder.in_torch is not None:
+                recorder.in_torch.numbers = self.recorder.numbers
+                recorder.in_torch.whole(self.recorder.trace, self.recorder.inputs)
+                return recorder.in_torch.pulls[self.first](operands), build
             first = self.first if recorder is self.recorder else recorder.repeat(self.recorder)[self.first]
             return recorder.pull(first, operands, avals), build
 
-        if self.first in self.recorder.pulls and (self.level is None or self.level.open):
-            return build(self.recorder.pulls[self.first](operands))
+        if self.pull is not None and state.level is None:
+            if state.recorder is not None and state.recorder is not self.recorder:
+                state.recorder.go_on(Unrecordable("a function that vjp or linearize has returned, which PyTorch runs"))
+            return build(self.pull(operands))
         if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
             raise escaped(self.level)
         autograd.check_unchanged(self.versions)
-        done = transform(self.func, operands, record, None)
+        done = transform(self.func, operands, record)
         if done is not NOT_RECORDED:
             return done
         with off():

@@ -109,6 +109,8 @@ class _State(threading.local):
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
     from_jax = 0  # how many programs JAX has loaded from its own cache folder on this thread
+    trying = False  # a program runs on zeros, only to be compiled
+    cold: str | None = None  # who runs a call whose program is not compiled yet: "jax" or "torch"; None: as everywhere
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
 
 

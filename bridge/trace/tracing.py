@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import textwrap
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -129,18 +128,6 @@ class Traced(torch.Tensor):
         raise RuntimeError(f"a tensor inside a transform cannot be pickled or saved; return it from the function first{at_line()}")
 
 
-def _of_traced() -> Iterator[tuple[Any, Any]]:
-    for name, own in vars(Traced).items():
-        theirs = vars(torch.Tensor).get(name) or vars(torch.Tensor.__base__).get(name)
-        if isinstance(own, property):
-            yield theirs.__get__, own.fget
-            yield theirs.__set__, own.fset
-        elif isinstance(own, types.FunctionType) and theirs is not None:
-            yield theirs, own
-
-
-#: By a function of torch.Tensor, the one that a traced tensor has in its place.
-OF_TRACED = dict(_of_traced())
 #: Functions of files that import this one: "plan" makes an operator's plan, "intercepted" is entered while a trace is open, "graph_node"
 #: gives a tensor's grad_fn.  The file that defines such a function puts it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
@@ -584,19 +571,12 @@ def own_rule(*names: str) -> Any:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[None]:
-    """Take part in a trace: 64-bit types on, the dispatch mode active.  Everything is restored on exit, even after an error."""
+def root() -> Iterator[Level]:
+    """Open a trace, with a root level: 64-bit types on, the dispatch mode active.  Everything is restored on exit, even after an error."""
     with (
-        jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
+        push("root") as level, jax.enable_x64(True), compiling.correctly(), HANDED_IN["intercepted"](), guards.without_cast_weights(),
         saved_tensor_hooks.hidden_from_pytorch(), _Mode(),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def root() -> Iterator[Level]:
-    """Open a trace, with a root level."""
-    with push("root") as level, joined():
         try:
             yield level
         finally:

@@ -17,6 +17,7 @@ from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.programs.cache_keys import Same
+from bridge.process import having
 from bridge.record.entries import PARTS
 from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
@@ -57,7 +58,8 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
         call = _Call(cls, args, recording, forward_mode, new_style)
         replaced = own_vmap and state.recorder.mapped() > 0
         try:
-            out = transform(call.user, args, call.record)
+            with having(state.recorder, resumable=False):  # PyTorch is inside of the Function: it could only go on from its start
+                out = transform(call.user, args, call.record)
         except Exception as error:
             if replaced:
                 raise Unrecordable("a forward that the Function's own vmap may replace") from error

@@ -69,8 +69,7 @@ class InTorch(replay.Run):
             with private.requires_grad_allowed(True):  # a Parameter that the function has made
                 super().whole(trace, inputs)
         except BaseException as error:
-            while self.entered:
-                self.leave()
+            self.leave_all()
             if isinstance(error, Exception):
                 raise Unrecordable(f"{type(error).__name__}: {error}") from None
             raise
@@ -129,3 +128,8 @@ class InTorch(replay.Run):
         """Leave the innermost transform, whose function has raised."""
         with contextlib.suppress(Exception):
             self.entered.pop().close()
+
+    def leave_all(self) -> None:
+        """Leave every transform that is still entered."""
+        while self.entered:
+            self.leave()

@@ -90,6 +90,8 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
             try:
                 return _in_record(recorder, record)
             except Unrecordable as found:
+                if recorder.in_torch is not None:  # it had gone on in PyTorch
+                    recorder.in_torch.leave_all()
                 recorder.draw_again()
                 reason = recorder.refused = found
             finally:
@@ -110,8 +112,8 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
             error.add_note(f"PyTorch runs this call, which cannot be recorded ({why}); jit compiles all of it, and may allow it.")
         raise
     finally:
-        while recorder is not None and recorder.in_torch is not None and recorder.in_torch.entered:
-            recorder.in_torch.leave()
+        if recorder is not None and recorder.in_torch is not None:
+            recorder.in_torch.leave_all()
         private.enter_function_modes(modes if recorder is None else recorder.above)
 
 

@@ -152,7 +152,7 @@ class _Sequence:
     def called(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """A block's forward."""
         level = state.level
-        if level is None or level.root.once is not None or len(self.blocks) < _FEWEST:
+        if level is None or len(self.blocks) < _FEWEST:
             return self.forwards[index](*args, **kwargs)
         if self.next is not None and self.next.level.closed:  # of a trace that was given up
             self.next = None

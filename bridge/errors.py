@@ -31,6 +31,10 @@ class NeedsTorch(BaseException):  # the user's code must not catch it
     """The function does what only PyTorch can do, so the call starts again in torch.func; under jit the function itself is called."""
 
 
+class NeedsJax(BaseException):
+    """The function calls what only a trace of JAX's can do (``bridge.call``), so an un-jitted call with jax.Arrays starts again in JAX."""
+
+
 class CalledItself(NeedsTorch):
     """No program can do again what a jitted function does to Python objects, so jit calls the function itself, also in later calls."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 import operator
 import sys
 import types
@@ -183,40 +182,6 @@ def opaque(function: _Function, reason: str = "it runs in JAX; leave it outside 
         frames.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return function
-
-
-@functools.cache
-def meta_without_dynamo() -> None:
-    """Let PyTorch's Python kernels for the device meta run without an import of dynamo, which takes two seconds.
-
-    PyTorch keeps torch.compile out of them with a wrapper that imports dynamo at its first call, to make what it calls from then on;
-    that stands in an attribute of the function inside, which has the marks of ``opaque`` instead.
-    """
-    torch._check(True)  # imports what every check of theirs needs
-    with contextlib.suppress(AttributeError, ValueError):  # a version without these names imports dynamo
-        wrapper = torch._disable_dynamo(lambda: None).__code__
-        left = [*vars(torch._refs).values(), *itertools.chain(*[t.values() for t in torch._decomp.global_decomposition_table.values()])]
-        seen: set[int] = set()
-        while left:
-            function = left.pop()
-            if isinstance(function, types.FunctionType) and id(function) not in seen:
-                seen.add(id(function))
-                inside = [cell.cell_contents for cell in function.__closure__ or ()]
-                left += inside
-                if function.__code__ is wrapper:
-                    kernel = inside[wrapper.co_freevars.index("fn")]
-                    kernel.__dict__.setdefault("__dynamo_disable", opaque(kernel, "PyTorch's own kernel for the device meta"))
-
-
-@contextlib.contextmanager
-def below_dispatch_modes(count: int) -> Iterator[None]:
-    """While entered, the innermost dispatch modes, this many, are left; what is entered meanwhile stays below them."""
-    modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_dispatch_stack(mode)
 
 
 class DispatchMode(TorchDispatchMode):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bridge import private
+from bridge import private, private_meta
 
 
 # A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it (``square = Square.apply``), which are
@@ -166,7 +166,8 @@ def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, ty
     found = dict(_redirects(False)) if with_dynamo else {}
     for name, (module, attribute) in (_REDIRECTED_IN_DYNAMO if with_dynamo else _REDIRECTED).items():
         try:
-            function = operator.attrgetter(attribute)(importlib.import_module(module))
+            with private_meta.of_plain_sizes():  # in torch 2.14, that of flex_attention needs sympy
+                function = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):

@@ -252,11 +252,6 @@ def cluster(address: str | None, count: int | None, me: int | None, timeout: flo
     return found[:3]
 
 
-def linear_program(pull: Callable[..., Any]) -> Any:
-    """The jaxpr of the linear map behind a pullback of ``jax.vjp``, with tangents last among its inputs; None if JAX hides it."""
-    return getattr(pull, "jaxpr", None)
-
-
 def scanned(eqn: Any) -> tuple[Any, int, int]:
     """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
 

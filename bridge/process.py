@@ -72,11 +72,6 @@ class Process:
     open_traces: int = 0  # how many traces need PyTorch's functions to be intercepted
     distributed: dict[int, int] = field(default_factory=dict)  # how many forwards of a DistributedDataParallel are being traced, by its id
     plans: dict[Any, Any] = field(default_factory=dict)  # what is done with an operator, by operator
-    #: an object for each operator with its static arguments that has run outside of programs
-    operators_met: dict[Any, object] = field(default_factory=dict)
-    #: single operators compiled, by that object and shapes: (piece, whether it is one primitive); a piece takes 1.5 MB
-    pieces: Recent = field(default_factory=lambda: Recent(1024))
-    no_pieces: dict[Any, set[Any]] = field(default_factory=dict)  # operands for which an operator cannot be compiled by itself
     lowerings_changed: int = 0  # how often a user has registered a lowering
     recorded: dict[Any, Any] = field(default_factory=dict)  # one object for each operator of a record with its static arguments and avals
     alike: dict[Any, Any] = field(default_factory=dict)  # the first of those objects whose avals differ at most in their strides
@@ -88,8 +83,9 @@ class Process:
     unrecordable: set[Any] = field(default_factory=set)
     #: who runs a call whose program is not compiled yet: "jax" waits for XLA, "torch" does not; the last one holds
     cold: list[str] = field(default_factory=lambda: ["jax"])
-    #: the keys of records whose programs a thread compiles while PyTorch runs their calls; False: it could not
-    compiling: dict[Any, bool] = field(default_factory=dict)
+    #: by the keys of records that PyTorch runs because their programs are not compiled: the seconds it took so far; -inf: a thread
+    #: compiles the program; inf: it could not
+    compiling: dict[Any, float] = field(default_factory=dict)
     random_numbers: str = "torch"  # who draws them: "torch" or "jax"
     unknown_options: set[str] = field(default_factory=set)  # options of XLA that this jaxlib lacks
     patches: int = 0  # how many patches are in effect (torchfunc_jax/patching.py)

@@ -376,10 +376,9 @@ def unchanged() -> Iterator[None]:
 
 # -- what is not as torch.func, and why ---------------------------------------------------------------------------------------------------
 _BY_JIT = "jit, jit(grad)"
-_IN_JAX = "functionalize, jit, jit(grad)"  # where JAX runs also what cannot be recorded
 _NO_DATA = Other(
     "refused", "JAX computes with data, which tensors on the device meta do not have.", error=TypeError, match="on device 'meta'",
-    ways=_IN_JAX,
+    ways=_BY_JIT,
 )
 _MODULE_HOOKS = Other(
     "works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.", ways="jit(grad)"
@@ -463,7 +462,7 @@ for _dtype in (torch.float64, torch.float16, torch.bfloat16):
 state("default dtype, asked for", _setting(torch.set_default_dtype, torch.float64, torch.float32), _reads(torch.get_default_dtype))
 _META: dict[str, tuple[Other, ...]] = {"cpu": (), "meta": (Other(
     "refused", "A tensor without data meets one with data: an error in torch.func too; Python's operators put their TypeError in the place "
-    "of ours.", error=TypeError, match="unsupported operand|on device 'meta'", ways=_IN_JAX,
+    "of ours.", error=TypeError, match="unsupported operand|on device 'meta'", ways=_BY_JIT,
 ),)}
 for _device in ("cpu", "meta"):
     for _name, _scope in {
@@ -648,7 +647,7 @@ for _name, _add in {
     others = (_MODULE_HOOKS,) * ("full backward" in _name)
     if "old kind" in _name:
         others = (Other("refused", "It is a hook on a node of PyTorch's graph, through which JAX's derivatives do not pass.",
-                        error=NotImplementedError, match=r"grad_fn\.register_hook", ways=_IN_JAX),)
+                        error=NotImplementedError, match=r"grad_fn\.register_hook", ways=_BY_JIT),)
     state(_name, _hook(_add), Program.linear, *others)
 state("a second forward hook", _hook(lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2)),
       make=lambda p: p.layer.register_forward_hook(lambda m, a, y: y + 1))
@@ -692,7 +691,7 @@ for _name, _mode in {
     state(_name, lambda _, mode=_mode: mode(), lambda p, x, w: p.linear(x, w).sin(),
           *[Other(
               "differs", "What is differentiated is the operator that the mode runs, and not the one that was called.", when="inside",
-              ways=_IN_JAX,
+              ways=_BY_JIT,
           )] * (_name == "dispatch mode that changes"))
 state("DisableTorchFunctionSubclass", lambda _: torch._C.DisableTorchFunctionSubclass(), lambda p, x, w: p.linear(x, w)[..., 1:])
 

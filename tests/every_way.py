@@ -21,11 +21,12 @@ def _loss(out: Any) -> torch.Tensor:
 
 
 def in_every_way(
-    fn: Callable[..., Any], *args: Any, lanes: bool = True, grads: bool = True, rtol: float | None = None, atol: float | None = None
+    fn: Callable[..., Any], *args: Any, lanes: bool | str = True, grads: bool = True, rtol: float | None = None, atol: float | None = None
 ) -> None:
     """Compare fn(*args) with plain PyTorch's in every way.
 
     The floating tensors among the arguments are differentiated, and mapped over three lanes that differ; other arguments are static.
+    lanes: "jit": they are mapped under jit alone.
     """
     where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     xs = tuple(args[i].detach() for i in where)
@@ -68,7 +69,11 @@ def in_every_way(
         stacked = tuple(torch.stack([x, x * 0.5, x * -0.75]) for x in xs)
         each = [truth(rows) for rows in zip(*stacked, strict=True)]
         expected = pytree.tree_map(lambda *rows: torch.stack(rows) if isinstance(rows[0], torch.Tensor) else rows[0], *each)
-        agree(torchfunc_jax.vmap(of_floats)(*stacked), expected[1])
+        if lanes != "jit":
+            agree(torchfunc_jax.vmap(of_floats)(*stacked), expected[1])
+        else:
+            agree(torchfunc_jax.jit(torchfunc_jax.vmap(of_floats))(*stacked), expected[1])
         if grads:
-            agree(torchfunc_jax.vmap(gradient)(*stacked), expected)
+            if lanes != "jit":
+                agree(torchfunc_jax.vmap(gradient)(*stacked), expected)
             agree(torchfunc_jax.jit(torchfunc_jax.vmap(gradient))(*stacked), expected)

@@ -596,10 +596,19 @@ def test_buffers_get_the_history_that_pytorch_gives_them(wrap: Any, argument_req
         same(mine, theirs)
 
 
-@pytest.mark.parametrize("wrap", [functionalize, jit])
-def test_a_captured_tensor_with_a_history_is_not_changed(wrap: Any) -> None:
+def test_a_captured_tensor_with_a_history_is_changed_by_a_record() -> None:
+    found = []
+    for wrap in (functionalize, lambda f: f):
+        leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
+        computed = leaf * 2
+        out = wrap(lambda x, computed=computed: computed.mul_(x))(x)
+        found.append([computed, out, *torch.autograd.grad(computed.sum() + 2 * out.sum(), [leaf, x])])
+    same(*found)
+
+
+def test_a_captured_tensor_with_a_history_is_not_changed() -> None:
     computed = torch.ones(3, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match="a tensor from outside that requires grad was changed in place"):
-        wrap(lambda x: computed.mul_(x))(torch.ones(3))
+        jit(lambda x: computed.mul_(x))(torch.ones(3))
     same(computed, torch.full((3,), 2.0))
     assert computed.grad_fn is not None and "Mul" in computed.grad_fn.name()

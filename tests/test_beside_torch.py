@@ -1,7 +1,6 @@
 """Beside torch's own machinery: programs that torch.compile compiles, and torch's own transforms, around ours."""
 from __future__ import annotations
 
-import contextlib
 import copy
 import queue
 import subprocess
@@ -16,7 +15,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import torchfunc_jax
-from bridge.record import transforms
 from bridge.trace.levels import state
 from torchfunc_jax import grad, jit, vmap
 
@@ -130,22 +128,36 @@ def test_another_thread_compiles_while_a_trace_is_open() -> None:
     assert len(frames) == 1
 
 
-def test_nothing_imports_dynamo() -> None:
-    """It takes seconds, so neither the import nor a first call does; torch.compile works afterwards, also on what was kept out of it."""
+def test_nothing_imports_dynamo_or_sympy() -> None:
+    """They take seconds, so neither the import nor a first call does; torch.compile works afterwards, also on what was kept out of it."""
     program = """
 import sys, torch
-had = "torch._dynamo" in sys.modules
+from bridge import private_meta
+had = "torch._dynamo" in sys.modules or "sympy" in sys.modules
 import torchfunc_jax
+from torch.nn import functional as F
 from torchfunc_jax import grad, jit, vmap
 f = lambda t: (torch.relu(t @ t) * t.sin() + 1).softmax(0).sum()
 t = torch.rand(3, 3)
 found = [vmap(f)(t), grad(f)(t[0]), vmap(grad(f))(t), jit(vmap(f))(t), torchfunc_jax.hessian(f)(t[0])]
 lazy = vmap(lambda row: f(row.as_strided(row.shape, row.stride())))(t)
-assert had or "torch._dynamo" not in sys.modules
+images, weight = torch.rand(2, 3, 8, 8), torch.rand(4, 3, 3, 3)
+loss = lambda w, x: F.mse_loss(F.layer_norm(F.max_pool2d(F.conv2d(x[None], w).relu(), 2), (3, 3)).flatten(1), torch.zeros(1, 36))
+grads = vmap(grad(loss), (None, 0))(weight, images)
+entropy = grad(lambda w: F.cross_entropy(torch.stack([F.embedding(torch.tensor([1, 2, 0]), w)])[0].tanh(), torch.tensor([0, 1, 2])))(t)
+assert had or not {"torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes"} & set(sys.modules)
+torch.testing.assert_close(grads, torch.stack([torch.func.grad(loss)(weight, x) for x in images]))
+with private_meta.of_plain_sizes():  # what another thread may meet
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
+    assert isinstance(sympy.Integer(1), sympy.Basic) and ShapeEnv.__module__ == "torch.fx.experimental.symbolic_shapes"
+    assert guard_or_false(True) is True and type(sys.modules["sympy"]) is type(sys)
 again = [torch.compile(each, backend="eager")(t) for each in (vmap(f), f, lambda t: torch._refs.mul(t, t))]
 torch.testing.assert_close([*again, lazy], [torch.func.vmap(f)(t), f(t), t * t, found[0]])
 meta = torch.compile(lambda t: torch.mul(t, t).sin(), backend="eager")(t.to("meta"))
 assert meta.shape == t.shape
+sizes = torch.compile(lambda t: F.layer_norm(torch.stack([t, t]), t.shape[1:]), backend="eager", dynamic=True)
+assert [sizes(torch.rand(2, n)).shape for n in (3, 5)] == [(2, 2, 3), (2, 2, 5)]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -206,15 +218,12 @@ def _diagonal(x: torch.Tensor) -> torch.Tensor:
     return jacobian.diagonal().reshape(x.shape)
 
 
-@pytest.mark.parametrize("way", ["operator by operator", "jit"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("forward", [_tangent, _diagonal])
-def test_torchs_forward_mode_inside_ours(forward: Any, around: str, way: str) -> None:
+def test_torchs_forward_mode_inside_ours(forward: Any, around: str) -> None:
     """torch.func refuses forward mode inside of forward mode."""
     x = torch.randn(2, 3)
-    call = lambda f: AROUND[around](torchfunc_jax, f, x)
-    with transforms.off() if way == "operator by operator" else contextlib.nullcontext():
-        found = call(forward) if way == "operator by operator" else jit(lambda: call(forward))()
+    found = jit(lambda: AROUND[around](torchfunc_jax, forward, x))()
     same(found, AROUND[around](torch.func, torch.cos, x))
 
 
@@ -223,7 +232,7 @@ def test_torchs_forward_mode_inside_ours(forward: Any, around: str, way: str) ->
 def test_torchs_forward_mode_inside_ours_where_pytorch_runs_it(forward: Any, around: str) -> None:
     """As in torch.func, which also gives tensors of a vmap that has ended, with which nothing can be done.
 
-    linearize and functionalize do more: the first goes backwards, and JAX runs the second.
+    linearize and functionalize do more: the first goes backwards, and the second is the function itself.
     """
     x = torch.randn(2, 3)
     true = AROUND[around](torch.func, torch.cos, x)

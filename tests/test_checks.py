@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from refusals import Refusing, refusing
 
 import torchfunc_jax
-from bridge.trace import value_checks
 from torchfunc_jax import functional_call, functionalize, grad, jit, jvp, vjp, vmap
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -201,16 +200,6 @@ def test_indices_are_refused_just_where_pytorch_does(data: Any, n: int, size: in
                     run(index)
             else:
                 torch.testing.assert_close(run(index), want)
-
-
-def test_a_check_inside_of_a_jitted_function_is_the_callers_to_see() -> None:
-    """``compiled`` finds the checks of what it traces, and gives results as they are where there are none."""
-    where = value_checks.Range(0, 3, "{index} is not in range")
-    run = value_checks.compiled(lambda i: {"i": value_checks.check(i, where) + 1})
-    assert int(run(jnp.asarray(2))["i"]) == 3
-    with pytest.raises(IndexError, match="3 is not in range"):
-        run(jnp.asarray(3))
-    assert value_checks.compiled(lambda i: i + 1)(jnp.asarray(3)) == 4
 
 
 @pytest.mark.parametrize("way", ["functionalize", pytest.param("jit", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """cold="torch": PyTorch runs calls whose programs are not compiled yet, and XLA compiles them meanwhile."""
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from bridge.process import process
+from bridge.record import programs
 from torchfunc_jax import cold, functional_call, grad, hessian, jacrev, jvp, linearize, patch, vjp, vmap
 from torchfunc_jax.testing import parity
 
@@ -59,12 +61,20 @@ CASES: dict[str, Callable[[], Any]] = {
 def _compiled() -> None:
     """Wait until the thread has compiled what it was given."""
     end = time.monotonic() + 60
-    while any(process.compiling.values()) and time.monotonic() < end:
+    while -math.inf in process.compiling.values() and time.monotonic() < end:
         time.sleep(0.01)
-    assert not any(process.compiling.values())
+    assert not any(map(math.isinf, process.compiling.values()))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are compiled from the first run on."""
+    monkeypatch.setattr(programs, "PATIENCE", 0.0)
+    monkeypatch.setattr(process, "compiling", {})
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("impatient")
 def test_first_calls_in_torch_are_the_later_calls(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CASES[case]
     torch.manual_seed(3)
@@ -81,6 +91,7 @@ def test_first_calls_in_torch_are_the_later_calls(case: str, monkeypatch: pytest
         _compiled()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_numbers_shapes_and_objects_that_change() -> None:
     with cold("torch"):
         for k in range(12):
@@ -88,6 +99,25 @@ def test_numbers_shapes_and_objects_that_change() -> None:
             found = vmap(grad(lambda x, s=scale: (x**2 * s[1]).sum()))(x)
             torch.testing.assert_close(found, 2 * x * scale[1])
     _compiled()
+
+
+def test_a_thread_compiles_what_has_run_for_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        torch.testing.assert_close(grad(lambda x: (x**5).sum() * 3)(POINT), 15 * POINT**4)
+
+    monkeypatch.setattr(process, "programs", type(process.programs)())
+    monkeypatch.setattr(process, "compiling", {})
+    monkeypatch.setenv("TORCHFUNC_JAX_CACHE", "0")
+    with cold("torch"):
+        run()
+        run()
+        (key, seconds), = process.compiling.items()
+        assert 0 < seconds < programs.PATIENCE and not process.programs.records
+        process.compiling[key] = programs.PATIENCE
+        run()
+        _compiled()
+        assert process.programs.records
+        run()
 
 
 def test_it_is_a_choice_of_the_block_and_of_the_patch() -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torchfunc_jax
-from bridge.record import transforms
 from torchfunc_jax import jit
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
@@ -81,18 +80,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["recorded", "operator by operator", "jit"])
+@pytest.mark.parametrize("way", ["recorded", "jit"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("taught")
 def test_a_container(name: str, way: str) -> None:
     call, F = CALLS[name], torchfunc_jax
-    if way == "jit" and name == "backward":
-        found = jit(lambda: _trained(F))()
-    else:
-        with transforms.off() if way == "operator by operator" else torch.enable_grad():
-            found = jit(lambda: call(F))() if way == "jit" else call(F)
-    expected = call(torch.func)
-    same(found, expected)
+    found = jit(lambda: call(F))() if way == "jit" else call(F)
+    same(found, call(torch.func))
 
 
 def test_torch_func_has_not_been_taught() -> None:
@@ -101,7 +95,7 @@ def test_torch_func_has_not_been_taught() -> None:
             F.vmap(_model, (0, None))(_weights(), X)
 
 
-@pytest.mark.parametrize("way", ["recorded", "operator by operator", "jit"])
+@pytest.mark.parametrize("way", ["recorded", "jit"])
 def test_critics_of_tensordict(way: str) -> None:
     tensordict = pytest.importorskip("tensordict")
     torch.manual_seed(0)
@@ -114,9 +108,8 @@ def test_critics_of_tensordict(way: str) -> None:
 
     def trained(F: Any, how: str) -> Any:
         params.zero_grad()
-        with transforms.off() if how == "operator by operator" else torch.enable_grad():
-            step = lambda x: F.vmap(call, (0, None))(params, x)
-            values = jit(step)(X) if how == "jit" else step(X)
+        step = lambda x: F.vmap(call, (0, None))(params, x)
+        values = jit(step)(X) if how == "jit" else step(X)
         values.min(0).values.square().sum().backward()
         return values, [p.grad.clone() for p in params.parameters()], F.vmap(call, (0, None))(params.data, X)
 

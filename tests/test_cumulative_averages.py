@@ -11,7 +11,6 @@ from torch import nn
 from torch.func import functional_call
 
 import torchfunc_jax
-from bridge.record import transforms
 
 
 def _called(layer: nn.Module) -> Callable[..., Any]:
@@ -56,12 +55,11 @@ def _of_a_lane(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _in_lanes(layer: nn.Module) -> Callable[..., Any]:
-    """One lane of an ensemble, operator by operator."""
-    mapped = torchfunc_jax.vmap(_of_a_lane(layer))
+    """One lane of an ensemble, which un-jitted is refused."""
+    mapped = torchfunc_jax.jit(torchfunc_jax.vmap(_of_a_lane(layer)))
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        with transforms.off():
-            outs, buffers = mapped({name: b[None] for name, b in layer.named_buffers()}, x[None])
+        outs, buffers = mapped({name: b[None] for name, b in layer.named_buffers()}, x[None])
         layer.load_state_dict({name: b[0] for name, b in buffers.items()}, strict=False)
         return outs[0]
 

@@ -1,7 +1,6 @@
 """Bad input: the class that torch.func raises, a message that names the argument, and nothing left behind."""
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import DataDependentError, EscapedTensorError, NoLoweringError
-from bridge.record import transforms
 from bridge.trace.levels import state
 
 x, y = torch.arange(6.0).reshape(2, 3) + 1, torch.ones(3, 3)
@@ -225,8 +223,8 @@ def test_values_under_jit(operator: str) -> None:
     }
     with pytest.raises(DataDependentError, match=r"under jit .*test_errors\.py:\d+"):
         torchfunc_jax.jit(functions[operator])(x)
-    with transforms.off(), pytest.raises(DataDependentError, match=r"under vmap .*test_errors\.py:\d+"):
-        torchfunc_jax.vmap(functions[operator])(x)
+    with pytest.raises(DataDependentError, match=r"under vmap .*test_errors\.py:\d+"):
+        torchfunc_jax.jit(torchfunc_jax.vmap(functions[operator]))(x)
     refused_as_by_torch_func(lambda T: T.vmap(functions[operator])(x))
 
 
@@ -241,10 +239,9 @@ def test_shapes_that_depend_on_values(operator: str) -> None:
     name, function = functions[operator]
     with pytest.raises(RuntimeError, match="dynamic shape") as reference:
         torch.func.vmap(functions["boolean index"][1])(x)
-    for transform, where in ((torchfunc_jax.vmap, "vmap"), (torchfunc_jax.jit, "jit")):
-        raised = pytest.raises(type(reference.value), match=rf"{name}.*dynamic shape.*under {where} .*test_errors\.py:\d+")
-        with transforms.off() if where == "vmap" else contextlib.nullcontext(), raised as mine:
-            transform(function)(x)
+    for called, where in ((torchfunc_jax.vmap(function), "vmap"), (function, "jit")):
+        with pytest.raises(type(reference.value), match=rf"{name}.*dynamic shape.*under {where} .*test_errors\.py:\d+") as mine:
+            torchfunc_jax.jit(called)(x)
         assert isinstance(mine.value, DataDependentError)
 
 
@@ -310,11 +307,10 @@ UNJITTED_LOOPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", [*LOOPS, *UNJITTED_LOOPS])
 def test_reverse_mode_through_a_loop_of_unknown_length(name: str) -> None:
-    jitted = name in LOOPS
-    raised = pytest.raises(RuntimeError, match=r"^while_loop: .*scan .*jvp.*test_errors\.py:\d+")
-    with contextlib.nullcontext() if jitted else transforms.off(), raised:
-        (LOOPS if jitted else UNJITTED_LOOPS)[name](torchfunc_jax, x[0])
-    if not jitted:
+    call = LOOPS.get(name) or (lambda T, a: T.jit(lambda a: UNJITTED_LOOPS[name](T, a))(a))
+    with pytest.raises(RuntimeError, match=r"^while_loop: .*scan .*jvp.*test_errors\.py:\d+"):
+        call(torchfunc_jax, x[0])
+    if name in UNJITTED_LOOPS:
         refused_as_by_torch_func(lambda T: UNJITTED_LOOPS[name](T, x[0]))
 
 
@@ -322,10 +318,7 @@ def test_what_that_error_says_to_do_helps() -> None:
     double = lambda a: a * 8  # three steps
     same(torchfunc_jax.jit(lambda a: torchfunc_jax.jvp(doubled, (a,), (a,)))(x[0]), torch.func.jvp(double, (x[0],), (x[0],)))
     same(torchfunc_jax.jit(torchfunc_jax.jacfwd(doubled))(x[0]), torch.func.jacfwd(double)(x[0]))
-    derivative = lambda T: T.grad(lambda a: doubled(a).sum())(x[0])
-    with transforms.off():  # operator by operator, the number of steps is known
-        same(derivative(torchfunc_jax), torch.func.grad(lambda a: double(a).sum())(x[0]))
-    refused_as_by_torch_func(derivative)
+    refused_as_by_torch_func(lambda T: T.grad(lambda a: doubled(a).sum())(x[0]))
     steps = lambda a: scan(lambda b, _: (b * 2, b), a, torch.ones(3))[0].sum()
     same(torchfunc_jax.jit(torchfunc_jax.grad(steps))(x[0]), torch.func.grad(lambda a: double(a).sum())(x[0]))
 
@@ -343,13 +336,10 @@ def test_tensor_split_by_a_tensor_whose_values_are_known() -> None:
         lambda T: T.vmap(T.grad(square), in_dims=(0, None))(x, places),
     ]  # fmt: skip
     for call in calls:
-        with transforms.off():
-            same(call(torchfunc_jax), theirs)
         refused_as_by_torch_func(call)
     for wrong, said in ((torch.tensor([1.0]), "dtype of long"), (places[None], "zero-dimensional or one-dimensional")):
-        for how in (contextlib.nullcontext(), transforms.off()):
-            with how, pytest.raises(RuntimeError, match=said):
-                torchfunc_jax.grad(square)(x, wrong)
+        with pytest.raises(RuntimeError, match=said):
+            torchfunc_jax.grad(square)(x, wrong)
 
 
 def test_tensor_split_by_a_captured_tensor_is_not_read_once_and_for_all() -> None:
@@ -439,13 +429,12 @@ def test_a_tensor_inside_a_transform_has_no_address(
         what(a)
         return (a * a).sum()
 
-    jitted = request.node.callspec.id.endswith("-jit")
-    raised = pytest.raises(RuntimeError, match=r"no memory|Cannot access data pointer|invalid python storage")
-    with contextlib.nullcontext() if jitted else transforms.off(), raised:
-        transform(torchfunc_jax)(function)(x)
+    mapped, jitted = transform(torchfunc_jax)(function), request.node.callspec.id.endswith("-jit")
+    with pytest.raises(RuntimeError, match=r"no memory|Cannot access data pointer|invalid python storage"):
+        (mapped if jitted else torchfunc_jax.jit(mapped))(x)
     if "to_dlpack" in request.node.callspec.id:  # no operator of PyTorch's and no method: nothing hands this call to PyTorch
         with pytest.raises(RuntimeError, match=r"^Cannot access data pointer of Tensor"):
-            transform(torchfunc_jax)(function)(x)
+            mapped(x)
     elif not jitted:
         refused_as_by_torch_func(lambda T: transform(T)(function)(x))
 

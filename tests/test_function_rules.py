@@ -11,7 +11,6 @@ import torch
 from agreement import same
 
 import torchfunc_jax
-from bridge.record import transforms
 from torchfunc_jax import jit
 
 _X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -256,20 +255,11 @@ def test_the_backward_pass_of_a_rule_that_is_not_linear(wrap: Callable[..., Any]
         wrap(lambda x: torchfunc_jax.jvp(Squared.apply, (x,), (x,))[1])(x).sum().backward()
 
 
-def _unrecorded(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call(x: torch.Tensor) -> Any:
-        with transforms.off():
-            return f(x)
-
-    return call
-
-
 GIVEN_AS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "grad": lambda f: torchfunc_jax.grad(lambda x: f(x).sum()), "jit": lambda f: jit(torchfunc_jax.grad(lambda x: f(x).sum())),
     "vjp": lambda f: lambda x: torchfunc_jax.vjp(f, x)[1](torch.ones(3))[0],
     "vmap of grad": lambda f: lambda x: torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: f(x).sum()))(x[None])[0],
     "backward": lambda f: lambda x: torch.autograd.grad(torchfunc_jax.vmap(f)(x := x.clone().requires_grad_()).sum(), x)[0],
-    "operator by operator": lambda f: _unrecorded(torchfunc_jax.grad(lambda x: f(x).sum())),
     "in PyTorch": lambda f: torchfunc_jax.grad(lambda x: f(x.as_strided(x.shape, x.stride())).sum()),
 }  # fmt: skip
 

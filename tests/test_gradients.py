@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from agreement import floats, same
 
 import torchfunc_jax
-from bridge.record import transforms
 
 NAN = float("nan")
 
@@ -115,7 +114,7 @@ def test_ctc_loss_twice() -> None:
 
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_product_of_rows_of_their_own(keepdim: bool) -> None:
-    """A NaN in one row leaves the others alone; mapped and differentiated row by row, more than once, as the pieces are compiled."""
+    """A NaN in one row leaves the others alone; mapped and differentiated row by row, more than once, as a program is compiled anew."""
     nan = float("nan")
     x = torch.tensor([[nan, 2.0, 3.0], [4.0, 2.0, 5.0], [1.0, 2.0, 3.0]])
     f = lambda x: x.prod(1, keepdim=keepdim).sum()
@@ -224,7 +223,7 @@ def test_products_scattered_pushed_forward(include_self: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
-@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch.cholesky was removed in torch 2.15")
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch.cholesky was removed in torch 2.14")
 @pytest.mark.parametrize("upper", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_cholesky_pushed_forward(dtype: torch.dtype, upper: bool) -> None:
@@ -244,10 +243,7 @@ def test_cholesky_pushed_forward(dtype: torch.dtype, upper: bool) -> None:
 
 
 def test_as_strided_of_a_view() -> None:
-    """PyTorch runs it: as_strided counts in the memory of the whole tensor, of which the view has the elements from 5 to 14 alone.
-
-    In JAX those elements cross alone (docs/semantics.md).
-    """
+    """PyTorch runs it: as_strided counts in the memory of the whole tensor, of which the view has the elements from 5 to 14 alone."""
     x = torch.arange(20, dtype=torch.float64)[5:15]
     tangent, own = floats(10), x.clone()
     for first in (0, 7):
@@ -256,8 +252,6 @@ def test_as_strided_of_a_view() -> None:
         torch.testing.assert_close(expected[0], function(x))
         for _ in range(2):
             torch.testing.assert_close(torchfunc_jax.jvp(function, (x,), (tangent,)), expected)
-        with transforms.off(), pytest.raises(RuntimeError, match=r"as_strided: it counts from where a tensor's memory begins"):
-            torchfunc_jax.jvp(function, (x,), (tangent,))
     function = lambda x: x.as_strided((2, 2), (1, 2), 0) ** 2
     torch.testing.assert_close(torchfunc_jax.jvp(function, (own,), (tangent,)), (function(own), pushed(function, own, tangent)))
     torch.testing.assert_close(torch.func.jvp(function, (own,), (tangent,))[1], pushed(function, own, tangent))

@@ -11,7 +11,6 @@ from agreement import same
 from torch import nn
 
 import torchfunc_jax
-from bridge.record import transforms
 from torchfunc_jax import jit
 
 Function = Callable[..., torch.Tensor]
@@ -61,7 +60,7 @@ def _repeated(call: Function) -> Function:
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["", "in inference mode"])
-@pytest.mark.parametrize("how", ["recorded", "operator by operator", "jit", "jit inside"])
+@pytest.mark.parametrize("how", ["recorded", "jit", "jit inside"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_in_torch_func(name: str, call: str, how: str, mode: bool) -> None:
@@ -73,9 +72,6 @@ def test_as_in_torch_func(name: str, call: str, how: str, mode: bool) -> None:
                 return _repeated(lambda x: CALLS[call](F, f, x))(x)
             if how == "jit inside":
                 return CALLS[call](F, jit(f), x)
-            if how == "operator by operator":
-                with transforms.off():
-                    return CALLS[call](F, f, x)
             return CALLS[call](F, f, x)
 
     if name == "a module" and call in ("grad", "vmap of grad", "vjp", "jacrev", "hessian") and not mode:
@@ -92,5 +88,5 @@ def test_the_target_of_a_write_is_the_result() -> None:
         assert w.add_(x) is w
         return w * 2
 
-    with transforms.off(), torch.inference_mode():
+    with torch.inference_mode():
         same(torchfunc_jax.functionalize(f)(torch.ones(3)), torch.full((3,), 2.0))

@@ -445,7 +445,7 @@ def _without_a_write(x):
     return torch.autograd.grad((y * y * torch.cat([y[:1], y[1:] * 3]).sin()).sum(), w)[0]
 
 
-@pytest.mark.parametrize("way", ["as it is", "operator by operator"])
+@pytest.mark.parametrize("way", ["as it is", "in PyTorch"])
 def test_allow_mutation_on_saved_tensors(way):
     def with_way(f):
         return f if way == "as it is" else lambda x: f(x.as_strided(x.shape, x.stride()))
@@ -458,7 +458,7 @@ def test_allow_mutation_on_saved_tensors(way):
         torch.testing.assert_close(torchfunc_jax.vmap(value)(lanes), torch.func.vmap(value)(lanes))
         torch.testing.assert_close(torchfunc_jax.jvp(value, (x,), (x,)), torch.func.jvp(value, (x,), (x,)))
         torch.testing.assert_close(jit(trained)(x), _without_a_write(x))
-        torch.testing.assert_close(torchfunc_jax.functionalize(trained)(x), _without_a_write(x))
+        torch.testing.assert_close(torchfunc_jax.functionalize(trained)(x), trained(x))
         for differentiate in (torchfunc_jax.grad, torchfunc_jax.jacrev):
             with pytest.raises(RuntimeError, match="saved tensor hooks"):
                 differentiate(value)(x)

@@ -108,7 +108,7 @@ COPYSIGN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", COPYSIGN)
-def test_unjitted_pieces_take_no_zero_for_another(name: str) -> None:
+def test_unjitted_calls_take_no_zero_for_another(name: str) -> None:
     fn, x = COPYSIGN[name], torch.tensor([1.0, -2.0, 3.0])
     for _ in range(3):
         for s in (0.0, -0.0, NAN, -0.0, 0.0):

@@ -1,6 +1,6 @@
 """What a function keeps elsewhere, in a dict, a list, an attribute, a buffer or a variable, and what is read there after the call.
 
-torch.func gives a tensor its value that no vmap maps, and raises for one that a vmap maps; so do we, recorded or operator by operator.
+torch.func gives a tensor its value that no vmap maps, and raises for one that a vmap maps; so do we, recorded or run by PyTorch.
 """
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import torchfunc_jax
 from bridge.errors import EscapedTensorError
 from bridge.process import process
-from bridge.record import transforms
 
 D = torch.float64
 P = torch.tensor([0.6, 1.1, -0.4], dtype=D)
@@ -129,7 +128,7 @@ CALLS: dict[str, Callable[[Any, Loss, torch.Tensor], Any]] = {
 }
 #: torch.func takes what the last call has kept for a tensor of its own level of the same number.
 WRONG_IN_TORCH = {("hessian", "from the last call"), ("hessian", "in a module")}
-HOW = ("recorded", "operator by operator", "given up")
+HOW = ("recorded", "given up")
 
 
 def _seen(x: Any) -> Any:
@@ -159,8 +158,7 @@ def _run(F: Any, call: str, name: str, how: str, p: torch.Tensor) -> Any:
 
     found = []
     for times in (1.0, 2.5):
-        with transforms.off() if how == "operator by operator" else torch.enable_grad():
-            CALLS[call](F, loss, (p.detach() * times).requires_grad_(p.requires_grad))
+        CALLS[call](F, loss, (p.detach() * times).requires_grad_(p.requires_grad))
         found.append({name: _seen(x) for name, x in vars(kept).items()})
     return found
 
@@ -186,8 +184,7 @@ def test_a_view_of_an_argument_shares_its_memory(how: str) -> None:
     def call(F: Any) -> Any:
         kept, p = types.SimpleNamespace(), P.clone()
         loss = lambda p, x: vars(kept).update(a=p[1:]) or _given_up((p * x).sum(), how)
-        with transforms.off() if how == "operator by operator" else torch.enable_grad():
-            F.vmap(F.grad(loss), (None, 0))(p, ROWS)
+        F.vmap(F.grad(loss), (None, 0))(p, ROWS)
         p.add_(1)
         first = kept.a.clone()
         kept.a.mul_(3)
@@ -273,8 +270,7 @@ def test_garbage_needs_no_programs_of_its_own() -> None:
     assert len(process.programs.records) == before
 
 
-@pytest.mark.parametrize("how", HOW[:2])
-def test_a_variable_of_the_caller(how: str) -> None:
+def test_a_variable_of_the_caller() -> None:
     def call(F: Any) -> Any:
         mean = None
 
@@ -283,9 +279,8 @@ def test_a_variable_of_the_caller(how: str) -> None:
             mean = p[:2] * 1 if mean is None else 0.5 * mean + p[:2]
             return (p * x).sum()
 
-        with transforms.off() if how == "operator by operator" else torch.enable_grad():
-            for lanes in (4, 3, 2, 1):
-                F.vmap(F.grad(loss), (None, 0))(P * lanes, ROWS[:lanes])
+        for lanes in (4, 3, 2, 1):
+            F.vmap(F.grad(loss), (None, 0))(P * lanes, ROWS[:lanes])
         return mean
 
     same(call(torchfunc_jax), call(torch.func))

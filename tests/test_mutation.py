@@ -1,7 +1,6 @@
 """In-place operators, views, assignment, out= and aliasing inside transforms: each program beside plain PyTorch."""
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchfunc_jax
-from bridge.record import transforms
 from torchfunc_jax import functionalize, grad, jit, vmap
 
 PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {}
@@ -389,9 +387,8 @@ def test_resize_of_any_layout(case: str, compiled: bool) -> None:
     wrap = jit if compiled else lambda f: f
     same(wrap(functionalize(f))(x), f(x))
     lanes = torch.stack([x, x + 1])
-    with contextlib.nullcontext() if compiled else transforms.off():
-        same(wrap(vmap(f))(lanes), torch.stack([f(x), f(x + 1)]))
     if compiled:
+        same(jit(vmap(f))(lanes), torch.stack([f(x), f(x + 1)]))
         return
     for _ in range(2):  # torch.func counts the places through the memory of all lanes
         with pytest.raises(RuntimeError, match=r"required rank 4|inside vmap, where PyTorch gives wrong numbers"):
@@ -711,8 +708,7 @@ def test_as_strided_of_a_place_that_only_the_program_knows() -> None:
     fn = lambda x, i: x[i].as_strided((2,), (1,)) * 1
     x, place = torch.arange(12.0).reshape(3, 4), torch.tensor(1)
     same(jit(fn)(x, place), fn(x, place))  # it calls the function itself
-    with transforms.off(), pytest.raises(RuntimeError, match="only the program knows where in memory"):
-        vmap(fn, (0, None))(x[None], place)
+    same(jit(vmap(fn, (0, None)))(x[None], place), fn(x, place)[None])
     same(vmap(fn, (0, None))(x[None], place), torch.func.vmap(fn, (0, None))(x[None], place))  # PyTorch runs it
 
 
@@ -769,9 +765,9 @@ def test_a_tensor_from_outside_gets_other_memory(case: str, compiled: bool) -> N
                 T.grad(loss)(x)
             same(held.values(), before)
     # after torch.func's grad, whoever reads the data of the others may end the process
-    refused = pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad")
-    with transforms.off() if case in ("a new parameter", "load_state_dict", "set_") else contextlib.nullcontext(), refused:
-        grad(loss)(x)
+    run = jit(grad(loss)) if case in ("a new parameter", "load_state_dict", "set_") else grad(loss)
+    with pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad"):
+        run(x)
     same(held.values(), before)
 
 
@@ -788,8 +784,8 @@ def test_a_tensor_from_outside_is_swapped_for_one_of_a_transform_as_in_torch_fun
     for transform in ("grad", "vmap"):
         same(swapped(torchfunc_jax, transform), swapped(torch.func, transform))
     t = torch.ones(3)
-    with transforms.off(), pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
-        grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1])(torch.ones(3))
+    with pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
+        jit(grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1]))(torch.ones(3))
     same(t, torch.ones(3))
 
 
@@ -803,8 +799,7 @@ def test_data_of_another_shape() -> None:
     same(vmap(f)(x), torch.full((4, 2, 3), 9.0))
     same(jit(vmap(f))(x), torch.full((4, 2, 3), 9.0))
     derivative = lambda T: T.grad(lambda x: f(x).sum())(x[0])
-    with transforms.off():
-        same(derivative(torchfunc_jax), torch.full((3,), 2.0))
+    same(jit(lambda: derivative(torchfunc_jax))(), torch.full((3,), 2.0))
     for T in (torchfunc_jax, torch.func):
         with pytest.raises(RuntimeError, match=r"mutating directly with `\.data` inside functorch transform"):
             derivative(T)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import EscapedTensorError
-from bridge.record import transforms
 from torchfunc_jax import jit
 
 X = torch.tensor([0.6, 1.1, -0.4, 0.9], dtype=torch.float64)
@@ -47,12 +46,7 @@ AROUND: dict[str, Callable[[Any, Function], Any]] = {
     "jvp": lambda F, f: F.jvp(f, (X,), (T,)),
     "vmap of vjp": lambda F, f: F.vmap(lambda x: _pulled(F, f, x))(ROWS),
 }
-HOW = {"recorded": lambda call: call(), "operator by operator": lambda call: _unrecorded(call), "jit": lambda call: jit(call)()}
-
-
-def _unrecorded(call: Callable[[], Any]) -> Any:
-    with transforms.off():
-        return call()
+HOW = {"recorded": lambda call: call(), "jit": lambda call: jit(call)()}
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -75,9 +69,7 @@ def test_the_value_of_a_derivative_has_derivatives(name: str, inside: str, how: 
     nested = lambda F: HOW[how](lambda: AROUND["vjp"](F, lambda x: INSIDE[inside](F, function, x)))
     if name not in ("gamma", "dirichlet"):
         return same(nested(torchfunc_jax), AROUND["vjp"](torch.func, function))
-    # PyTorch has gamma's derivative in single precision, and not dirichlet's
-    if how == "operator by operator":
-        return same(nested(torchfunc_jax), _unrecorded(lambda: AROUND["vjp"](torchfunc_jax, function)))
+    # PyTorch has gamma's derivative in single precision, and not dirichlet's;
     # a vjp that draws random numbers is run by PyTorch; and jit calls a function that sets the generator's state
     outcomes = []
     for call in (lambda: nested(torchfunc_jax), lambda: AROUND["vjp"](torch.func, lambda x: INSIDE[inside](torch.func, function, x))):

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import (
 
 import torchfunc_jax
 from bridge.errors import DataDependentError
-from bridge.record import transforms
 from torchfunc_jax import grad, jit, vmap
 
 SORTED, UNSORTED = [5, 3, 3, 1], [2, 5, 1, 4]
@@ -51,19 +50,17 @@ SLOW = {"a list", "there and back"}
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_packing(name):
     x, grads = torch.randn(5, 4, 2), "autograd" not in name
-    in_every_way(CASES[name], x, grads=grads, lanes=name != "unpacked")
+    in_every_way(CASES[name], x, grads=grads, lanes="jit" if name == "unpacked" else True)
     if name == "unpacked":
-        _mapped_by_jax_alone(CASES[name], x)
+        _not_mapped_without_jit(CASES[name], x)
 
 
-def _mapped_by_jax_alone(run, *xs):
-    """torch.func's vmap refuses a function that asks for values, and so does what PyTorch runs; operator by operator JAX maps it."""
+def _not_mapped_without_jit(run, *xs):
+    """torch.func's vmap refuses a function that asks for values, and so does what PyTorch runs."""
     for T in (torch.func, torchfunc_jax, torchfunc_jax):
         with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::|vmap: It looks like you're calling \.item\(\)"):
             T.vmap(run)(*[x[None] for x in xs])
         assert torch._C._functorch.peek_interpreter_stack() is None
-    with transforms.off():
-        in_every_way(run, *xs)
 
 
 LAYERS = {
@@ -106,9 +103,9 @@ def test_an_initial_state_in_the_order_of_the_batch(name):
         return out.data, last
 
     args = torch.randn(5, 4, 2), torch.randn(directions, 4, 3)
-    in_every_way(run, *args, lanes=name == "LSTM")
+    in_every_way(run, *args, lanes="jit" if name == "GRU" else True)
     if name == "GRU":
-        _mapped_by_jax_alone(run, *args)
+        _not_mapped_without_jit(run, *args)
 
 
 def test_an_ensemble_of_layers():
@@ -126,8 +123,6 @@ def test_an_ensemble_of_layers():
         with pytest.raises(RuntimeError, match="Batching rule not implemented for aten::lstm"):
             T.vmap(last, (0, None))(params, x)
     same(jit(vmap(last, (0, None)))(params, x), expected)
-    with transforms.off():
-        same(vmap(last, (0, None))(params, x), expected)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTM", "RNN") else pytest.mark.slow) for n in LAYERS])

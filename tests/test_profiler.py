@@ -14,7 +14,6 @@ from every_way import in_every_way
 from torch.nn.parallel import DistributedDataParallel
 
 import torchfunc_jax
-from bridge.record import transforms
 from bridge.trace.levels import state
 from torchfunc_jax import functional_call, grad, jit, vmap
 
@@ -59,7 +58,7 @@ FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _marked]
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: getattr(f, "__name__", "decorated").strip("_"))
 def test_a_mark_changes_no_value(fn):
-    in_every_way(fn, torch.randn(4), lanes=fn is not _checked)
+    in_every_way(fn, torch.randn(4), lanes="jit" if fn is _checked else True)
 
 
 def _refused_by_vmap(fn, x):
@@ -81,8 +80,6 @@ def test_checks_of_values_in_lanes():
     with pytest.raises(RuntimeError, match="data-dependent control flow"):
         vmap(grad(lambda row: _checked(row).sum()))(x)
     same(jit(vmap(_checked))(x), x * x)
-    with transforms.off():
-        in_every_way(_checked, x[0])
 
 
 def test_a_profile_around_a_transform_shows_the_marks_inside_it():
@@ -207,8 +204,6 @@ def test_collectives_of_one_process(_group):
     in_every_way(total, x[0], grads=False, lanes=False)
     _refused_by_vmap(total, x)
     same(jit(vmap(total))(x), x * x)
-    with transforms.off():
-        in_every_way(total, x[0], grads=False)
 
 
 def test_several_processes_are_refused(_group, monkeypatch):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torchfunc_jax
-from bridge.record import transforms
 
 X = torch.tensor([0.4, -0.7, 1.3], dtype=torch.float64)
 
@@ -120,6 +119,5 @@ def test_beside_torch_func(name: str, way: Any, around: str) -> None:
     if around == "jvp" and name == "a Function":
         pytest.skip("the Function has no forward mode")
     expected = _run(torch.func, name, way, around)
-    with transforms.off():
-        for _ in range(2):
-            same(_run(torchfunc_jax, name, way, around), expected, rtol=1e-6, atol=1e-8)
+    for _ in range(2):
+        same(_run(torchfunc_jax, name, way, around), expected, rtol=1e-6, atol=1e-8)

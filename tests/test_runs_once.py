@@ -68,7 +68,7 @@ TRANSFORMS: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], tor
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "operator by operator"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in PyTorch"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_python_runs_once_with_the_tensors_that_it_takes(name: str, transform: str, recorded: bool) -> None:

@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
-import torchfunc_jax
 from bridge import private
 from bridge.process import Recent, process
 from bridge.record import programs, tiers
-from bridge.trace.levels import state
 from torchfunc_jax import functional_call, grad, hessian, jacrev, jit, jvp, linearize, vjp, vmap
 
 CALLS = 8
@@ -205,14 +203,3 @@ def test_a_number_that_becomes_an_input_leaves_earlier_calls_as_they_were(name: 
         out = compiled(x, *numbers)
         torch.testing.assert_close(out, function(x, *numbers))
         assert torch.equal(out, found.setdefault(numbers, out)), numbers
-
-
-def test_operators_that_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator is compiled by itself at its second call, or at its first if bits are compared."""
-    torch.use_deterministic_algorithms(True)
-    monkeypatch.setattr(state, "unrecorded", True)
-    for name in ("pieces", "operators_met"):
-        monkeypatch.setattr(process, name, type(getattr(process, name))(*[1024] * (name == "pieces")))
-    f = lambda v: (torchfunc_jax.vmap(torch.nn.functional.gelu)(v) * nn.functional.silu(v)).logsumexp(0).sum()
-    found = [grad(f)(X) for _ in range(3)]
-    assert _same(found, found[:1] * 3) and len(process.pieces) > 2

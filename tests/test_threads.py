@@ -120,7 +120,7 @@ class _Key(int):
 
 
 def test_entries_of_a_cache_go_while_other_threads_use_it() -> None:
-    """As the pieces of calls that run operator by operator do, whose keys have hashes in Python."""
+    """As compiled records do, whose keys may have hashes in Python."""
     cache = Recent(2)
 
     def work(n: int) -> None:

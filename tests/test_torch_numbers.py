@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 import torchfunc_jax
-from bridge.record import transforms
 from torchfunc_jax import functional_call, functionalize, grad, jit, random_numbers, stack_module_state, vmap
 
 _attention = nn.MultiheadAttention(6, 2, dropout=0.4).requires_grad_(False)
@@ -176,33 +175,22 @@ def test_numbers_that_depend_on_computed_values(name, requires_grad, compiled):
     assert torch.equal(torch.get_rng_state(), expected[1])
 
 
-def _unrecorded(f):
-    """The function, run operator by operator."""
-
-    def call(*args):
-        with transforms.off():
-            return f(*args)
-
-    return call
-
-
 def _of_rrelu(x):
     return (F.rrelu(x, training=True) * torch.arange(6.0)).sum()
 
 
-@pytest.mark.parametrize("run", [_unrecorded, jit], ids=["operator by operator", "jit"])
-def test_rrelu_under_vmap(run):
+def test_rrelu_under_vmap():
     """torch's vmap has no rule for it: all lanes get the numbers that PyTorch draws for the whole batch."""
     for k in range(2):
         x = (X + k).requires_grad_()
         torch.manual_seed(k)
         expected = torch.autograd.grad(_of_rrelu(x), x)[0], torch.get_rng_state()
         torch.manual_seed(k)
-        assert torch.equal(run(vmap(grad(_of_rrelu), randomness="different"))(x.detach()), expected[0])
+        assert torch.equal(jit(vmap(grad(_of_rrelu), randomness="different"))(x.detach()), expected[0])
         assert torch.equal(torch.get_rng_state(), expected[1])
     for randomness, words in (("error", "called random operation"), ("same", "same randomness with a batched tensor input")):
         with pytest.raises(RuntimeError, match=words):
-            run(vmap(_of_rrelu, randomness=randomness))(X)
+            jit(vmap(_of_rrelu, randomness=randomness))(X)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same", "error"])
@@ -715,12 +703,11 @@ def _of_gamma(a):
     return found.sum(), found
 
 
-@pytest.mark.parametrize("run", [_unrecorded, jit], ids=["operator by operator", "jit"])
-def test_the_gradient_of_gamma_numbers_is_the_implicit_one(run):
+def test_the_gradient_of_gamma_numbers_is_the_implicit_one():
     """The derivative of a number by its shape, at the number itself: torch.func's float32 kernel is off by 1e-4 of it."""
     x = torch.linspace(-2, 3, 12).reshape(3, 4)
     torch.manual_seed(0)
-    found, samples = run(vmap(grad(_of_gamma, has_aux=True), **DIFFERENT))(x)
+    found, samples = jit(vmap(grad(_of_gamma, has_aux=True), **DIFFERENT))(x)
     shape, at, step = x.double().exp(), samples.double(), 1e-5
     below, above = (torch.special.gammainc(shape + k * step, at) for k in (-1, 1))
     density = (shape.sub(1) * at.log() - at - torch.lgamma(shape)).exp()

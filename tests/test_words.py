@@ -100,7 +100,7 @@ FORMATTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "operator by operator"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in PyTorch"])
 @pytest.mark.parametrize("name", FORMATTED)
 def test_formatted_tensors(name: str, recorded: bool) -> None:
     """Without a format, a number that a vmap maps is shown; torch.func has an error for it."""
@@ -196,7 +196,7 @@ def test_many_tensors_are_shown() -> None:
     shown: list[str] = []
     torch.func.vmap(f)(_X)
     expected = list(shown)
-    for _ in range(2):  # at the second call operator by operator
+    for _ in range(2):  # PyTorch runs the second call from its start
         shown.clear()
         vmap(f)(_X)
         assert shown == expected

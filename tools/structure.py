@@ -37,6 +37,7 @@ OPTIONAL = {
     "orbax": "an extra, torchfunc-jax[checkpoints]; importing it takes seconds",
     "safetensors": "an extra, torchfunc-jax[checkpoints]",
     "bridge.private -> a computed name": "functions of PyTorch's that not every version has",
+    "bridge.private_meta -> a computed name": "it is there to spare an import of sympy, which takes half a second",
     "bridge.private_calls -> a computed name": "functions of PyTorch's that not every version has; flex_attention's module takes seconds",
 }
 

@@ -256,7 +256,8 @@ def along_units(
     lane.transforms = func  # type: ignore[attr-defined]  # whether a call can be recorded depends on it (bridge/record/transforms.py)
     count, first = cuts[-1].stop if cuts else 0, primals[0] if primals else None
     device = getattr(first, "device", None)
-    numbers = meshes.beside(jnp.arange(count), primals) if isinstance(first, jax.Array) else torch.arange(count, device=device)
+    in_jax = transforms.has_arrays(primals) and isinstance(first, jax.Array)
+    numbers = meshes.beside(jnp.arange(count), primals) if in_jax else torch.arange(count, device=device)
     return vmap(lane, randomness=randomness, chunk_size=chunk_size)(numbers)
 
 

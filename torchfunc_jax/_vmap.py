@@ -429,7 +429,7 @@ def _in_chunks(
     start = 0
     level = state.level
     alike = sizes.index(sizes[-1]) if sizes[-1] != sizes[0] else len(sizes)
-    if level is not None and level.root.staged and alike > 2:  # one step instead of a program as long as all chunks together
+    if level is not None and alike > 2:  # one step instead of a program as long as all chunks together
         with contextlib.suppress(NotInLoopError):
             pieces.append(looped(run, leaves, dims, out_dims, sizes[0], alike))
             start, sizes = sizes[0] * alike, sizes[alike:]

@@ -8,8 +8,11 @@ import torch
 
 from bridge.boundary import handing_over
 from bridge.boundary.calls import plain
+from bridge.record.functions import called
 from bridge.record.tensor import Recorded, Unrecordable
+from bridge.record.transforms import NOT_RECORDED
 from bridge.trace import tracing
+from bridge.trace.levels import state
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp
@@ -51,7 +54,15 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
             "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
             " replaced with their non-aliasing counterparts, {view}_copy.\n"
         )
-    return plain(func)
+    traced = plain(func)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if state.level is None and state.recorder is not None:
+            return func(*args, **kwargs)  # the record's program is one without mutations
+        done = called("functionalize", func, args, kwargs)
+        return traced(*args, **kwargs) if done is NOT_RECORDED else done
+
+    return run
 
 
 _torchs_debug_unwrap = torch.func.debug_unwrap  # even after ``patch()``

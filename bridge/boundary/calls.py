@@ -4,22 +4,18 @@
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
-from bridge.boundary.results import Computation, Output, Result, SharedOutput, placed, split_arrays, with_twins, without_twins, write_back
+from bridge.boundary.results import Computation, Output, Result, split_arrays, with_twins, without_twins, write_back
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import owned, settle
-from bridge.errors import NeedsTorch, rewording
+from bridge.errors import NeedsJax, NeedsTorch, rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
 from bridge.record.tensor import Unrecordable
@@ -27,15 +23,7 @@ from bridge.trace import tracing
 from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, push, state
 from bridge.trace.storage import Geometry, Node
-from bridge.trace.torch_numbers import AtOnce
 from bridge.trace.tracing import node_of, numbered, value_of, wrap
-
-
-class _MemoryOfTrace(TorchFunctionMode):
-    """Hands torch functions to ``tracing.memory_of_trace``."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return tracing.memory_of_trace(func, args, kwargs or {})
 
 
 class Traceable:
@@ -75,10 +63,9 @@ class Traceable:
             t.node.geometry, t.node.source, nodes[t.node] = geometry, source, k
             if k in self.active:
                 t.requires_grad_()
-            leaves[i] = autograd.computed(t) if k in self.computed else numbered(t) if level.root.staged else t
+            leaves[i] = autograd.computed(t) if k in self.computed else numbered(t)
         args, kwargs = trees.unflatten(self.spec, with_twins(leaves))
-        with contextlib.nullcontext() if level.root.staged or level.parent is not level.root else _MemoryOfTrace():
-            outs, meta = finish(self.fn(*args, **kwargs))
+        outs, meta = finish(self.fn(*args, **kwargs))
         result = Result([value_of(t) for t in outs], meta)
         ways = [views_between(node_of(t)) for t in outs]
         whole = {node: i for i, (node, views) in reversed([*enumerate(ways)]) if not views}
@@ -111,6 +98,8 @@ def apply(
     Returns:
         (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays if one of the leaves is one, else torch tensors.
     """
+    if state.level is None and state.of_arrays:
+        raise NeedsJax
     if state.level is None and state.recorder is not None:
         state.recorder.go_on(Unrecordable(f"{compute}"))
     if state.level is not None:
@@ -137,9 +126,7 @@ def apply(
         made: list[torch.Tensor] = [wrap(v, device) for v in outs]
         _share(result, leaves, made)
         return autograd.attached(apply, made, compute, leaves), result.meta
-    if any(isinstance(x, jax.Array) for x in leaves):
-        return _in_jax(compute, leaves, lasting)
-    return _outermost(compute, leaves, lasting)
+    return _in_jax(compute, leaves, lasting)
 
 
 def _outputs(result: Result) -> list[Any]:
@@ -169,7 +156,7 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
 
     def body(values: list[Any]) -> list[Any]:
         with tracing.root() as root:
-            root.in_jax = torch.is_grad_enabled()  # no_grad around the call does not stop jax.grad
+            root.stops = torch.is_grad_enabled()  # no_grad around the call does not stop jax.grad
             given = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in values]
             result = compute(given)
             _carry_out(result, leaves)
@@ -192,42 +179,6 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
     write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if tensors.is_local(v)])
     compiling.warn_of_jit(outs)
     return outs[:count], result.meta
-
-
-def _outermost(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple[list[Any], Any]:
-    if torch.is_grad_enabled():
-        outs, meta, writes, shared = autograd.differentiable(apply, compute, leaves)
-    else:
-        outs, meta, writes, shared = direct(compute, leaves, lasting)
-    write_back(writes)
-    return placed(outs, shared), meta
-
-
-def direct(
-    compute: Computation, leaves: Sequence[Any], lasting: bool
-) -> tuple[list[Any], Any, list[tuple[torch.Tensor, torch.Tensor]], list[SharedOutput]]:
-    """Run a computation at the border without a node in torch's graph.
-
-    Returns (outputs, meta, tensors to write to with their new values, outputs that share memory).
-    """
-    with tracing.root() as root:
-        root.lasting = lasting
-        AtOnce().draws_in(root)
-        values = tensors.on_one_device([tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in leaves])
-        with rewording():
-            result = compute([jnp.copy(v) if isinstance(v, jax.Array) else v for v in values] if lasting else values)
-        shared_memory.refuse(result, leaves, [*root.captured.values()])
-        shared = shared_memory.outputs(result, leaves, root.captured.values())
-        _carry_out(result, leaves)
-        writes = [(t, node.value) for t, node in root.captured.values() if node.version]
-    # a result whose values are computed never shares memory with an argument, a captured tensor or another result
-    avoid = {v.unsafe_buffer_pointer() for v in values if tensors.is_local(v)} | {t.data_ptr() for t, _ in root.captured.values()}
-    device = tensors.common_device(leaves)
-    given = {i: t for i, t, _ in shared if isinstance(t, torch.Tensor)}
-    outs = [given[i] if i in given else tensors.to_torch(v, device, avoid) for i, v in enumerate(_outputs(result))]
-    if lasting:
-        outs = [t if i in given else t.clone() for i, t in enumerate(outs)]
-    return outs, result.meta, [(t, tensors.to_torch(v, t.device)) for t, v in writes], shared
 
 
 @dataclasses.dataclass(slots=True)
@@ -268,8 +219,6 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @private.opaque
     def run(*args: Any, **kwargs: Any) -> Any:
-        if state.level is None and state.recorder is not None:
-            return func(*args, **kwargs)  # the record's program is one without mutations
         call = Call.of(args, kwargs)
         traceable = call.traceable(func)
         traceable.as_given(call.arrays)

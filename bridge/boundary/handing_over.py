@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,11 +22,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing
 
 from bridge import private, private_jax
-from bridge.convert import sparse, trees
+from bridge.convert import arrays, sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.convert.tensors import refuse_nested
-from bridge.errors import NeedsTorch
-from bridge.process import process
+from bridge.errors import NeedsJax, NeedsTorch
+from bridge.process import having, process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
 
@@ -55,6 +56,27 @@ def has_fake(func: Any, given: Any) -> bool:
     return any(map(private.is_fake, [*leaves, *[t for t, _ in captured]]))
 
 
+class OfArrays(Exception):
+    """Raised by a transform that is called with jax.Arrays: it is one of torch tensors with their values."""
+
+
+def _as_tensors(given: Any) -> Any:
+    """A tree with tensors in the place of the jax.Arrays that torch can have; a write to one does not change the array."""
+    return trees.map_leaves(lambda x: arrays.to_torch(x) if isinstance(x, jax.Array) and tensors.fits_torch(x) else x, given)
+
+
+def _as_arrays(out: Any) -> Any:
+    """A tree with jax.Arrays in the place of tensors, and of functions that give tensors."""
+
+    def converted(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return arrays.to_jax(x)
+        return functools.wraps(x)(lambda *args, **kwargs: _as_arrays(x(*args, **kwargs))) if isinstance(x, types.FunctionType) else x
+
+    with jax.enable_x64(True):
+        return trees.map_leaves(converted, out)
+
+
 def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool = False) -> Callable[..., Any]:
     """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a FakeTensor.
 
@@ -66,6 +88,15 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], n
             return theirs()(*args, **kwargs)
         try:
             return _ours(ours, args, kwargs)
+        except OfArrays:
+            if not any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
+                raise TypeError("a transform inside of the function has jax.Arrays as arguments; convert them by bridge.to_torch") from None
+            try:
+                with having(state, of_arrays=True):
+                    return _as_arrays(run(*_as_tensors(args), **_as_tensors(kwargs)))
+            except NeedsJax:
+                with having(state, in_jax=True):
+                    return _ours(ours, args, kwargs)
         except SparseOperand as refused:
             return _ours(ours, *sparse.enclosed((args, kwargs), refused))
         except NeedsTorch as reason:
@@ -79,7 +110,7 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], n
             raise
         except (AttributeError, IndexError, RuntimeError, ValueError):
             leaves = [] if nested else trees.flatten((args, kwargs))[0]
-            if state.level is None and state.recorder is None and not state.unrecorded and any(map(_is_nested, leaves)):
+            if state.level is None and state.recorder is None and any(map(_is_nested, leaves)):
                 return theirs()(*args, **kwargs)
             refuse_nested(leaves)  # PyTorch's own errors about the shape of a nested tensor do not say what to do
             raise

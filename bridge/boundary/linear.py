@@ -15,29 +15,28 @@ from bridge.trace.levels import state
 class Linear:
     """A pullback or pushforward of JAX's that is called after the computation that makes it; to be made before that computation runs.
 
-    Inside another transform, or where torch's autograd may go back through the computation, the arrays that JAX's function holds are
-    tracers.  Their trace may end before the function is called, and what the function returns has to be differentiable through them.
+    The arrays that JAX's function holds may be tracers.  Their trace may end before the function is called, and what the function returns
+    has to be differentiable through them.
     """
 
     def __init__(self, primals: Sequence[Any]) -> None:
-        self.nested, self.primals = state.level is not None, primals
+        self.primals = primals
         self.tensors: Sequence[Any] = ()
 
     def residuals(self, function: Callable[..., Any]) -> list[jax.Array]:
         """Called in the computation: the arrays that leave it, as its first results."""
-        self.count = 0
-        if not self.nested and not state.level.root.recorded:
-            self.built: Callable[[Sequence[jax.Array]], Callable[..., Any]] = lambda _: function
-            return []
         leaves, treedef = jax.tree.flatten(function)
         places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         arrays = [leaves[i] for i in places]
         kinds = [jax.random.key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None for x in arrays]
         self.count = len(arrays)
         static = replaced(leaves, places, [None] * len(places))
-        self.built = lambda values: jax.tree.unflatten(treedef, replaced(static, places, [
-            v if kind is None else jax.random.wrap_key_data(v, impl=kind) for v, kind in zip(values, kinds, strict=True)
-        ]))  # fmt: skip
+
+        def built(values: Sequence[jax.Array]) -> Callable[..., Any]:
+            made = [v if kind is None else jax.random.wrap_key_data(v, impl=kind) for v, kind in zip(values, kinds, strict=True)]
+            return jax.tree.unflatten(treedef, replaced(static, places, made))
+
+        self.built = built
         return [x if kind is None else jax.random.key_data(x) for x, kind in zip(arrays, kinds, strict=True)]
 
     def left(self, outs: list[Any]) -> list[Any]:

@@ -177,6 +177,13 @@ def is_local(v: Any) -> bool:
     return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
 
 
+def fits_torch(v: Any) -> bool:
+    """Whether torch can compute with an array where it is, and JAX's programs of torch tensors there too."""
+    if not is_local(v) or v.dtype not in dtypes._TO_TORCH:
+        return False
+    return v.device == devices.of(_CPU) or (v.device.platform in ("gpu", "cuda", "rocm") and torch.cuda.is_available())
+
+
 def crosses(t: torch.Tensor) -> bool:
     """Whether a tensor found in a closure or module can be an input of a computation: it must be an ordinary tensor with values."""
     if t.layout is not torch.strided or t.is_nested:

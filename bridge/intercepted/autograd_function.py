@@ -21,7 +21,6 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import private, private_calls, private_jax
-from bridge.boundary import autograd
 from bridge.boundary.autograd import Untransformed
 from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
 from bridge.convert import dtypes, trees
@@ -39,7 +38,7 @@ from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import Place, SeededInside
-from bridge.trace.storage import Node, OutsideOfView
+from bridge.trace.storage import OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
 
 Function = torch.autograd.Function
@@ -229,18 +228,13 @@ class _Call:
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
         self.dirty: dict[int, int] = {}  # by the place of an output that is a dirty input: which of the tensor arguments it is
         self.constant: list[bool] = []
-        self.outer: list[Node] = []
-        self.constants: list[list[Any]] = []  # see ``_Staged``
         self.requires_grad = [bool(args[i].requires_grad) for i in self.where]  # at the innermost transform, as PyTorch says
         self.asked = False  # whether a method has asked which arguments need a gradient
 
-    def _given(self, captured: Any) -> contextlib.AbstractContextManager[None]:
-        return autograd.in_place_of(self.outer, captured[0]) if captured else contextlib.nullcontext()
-
-    def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
+    def forward(self, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
         """The outputs, the residuals (every tensor that the context keeps) and the context without its tensors."""
         args, flags = list(self.args), [False] * len(self.args)
-        with push("function") as level, self._given(captured), torch.no_grad(), private.set_forward_mode_enabled(False):
+        with push("function") as level, torch.no_grad(), private.set_forward_mode_enabled(False):
             for i, v, n in zip(self.where, values, needs, strict=True):
                 args[i], flags[i] = wrap(v, self.args[i].device, level), n
                 if n and inexact_dtype(args[i].dtype):
@@ -262,9 +256,9 @@ class _Call:
             residuals, kept = _Kept.of(ctx, [*outs, *tensors], level)
             return [value_of(o) for o in outs], residuals, kept
 
-    def backward(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[Any]:
+    def backward(self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[Any]:
         """Cotangents of the tensor arguments, with None for an argument without one; the given cotangents may be None too."""
-        with push("plain") as level, self._given(captured):
+        with push("plain") as level:
             ctx = kept.restored(residuals, self.device, level)
             given = iter(cotangents)
             cts = [next(given) if is_tensor else None for is_tensor in self.rest[2]]
@@ -286,9 +280,9 @@ class _Call:
                 out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once and v is not None else v)
             return out
 
-    def jvp(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]) -> list[Any]:
+    def jvp(self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs; like the given ones, they may be None."""
-        with push("plain") as level, self._given(captured):
+        with push("plain") as level:
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
             given = [None if t is None else wrap(t, self.device, level) for t in tangents]
@@ -297,18 +291,15 @@ class _Call:
 
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
-        level = state.level
         differentiating = innermost("grad", "jvp")
         has_jvp = self.cls.jvp is not Function.jvp
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
         if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
             raise no_jvp(self.cls.__name__)
-        self.outer = followed(self.cls, *[a for a in self.args if not isinstance(a, torch.Tensor)])
-        captured: list[Any] = [[read(node, level) for node in self.outer]]
         by_jvp = has_jvp and (forward_mode or not has_backward)
-        rules = _Staged(self, values, by_jvp) if level.root.staged else self
-        captured += rules.constants
+        rules = _Staged(self, values, by_jvp)
+        captured = rules.constants
         f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)  # without a backward, PyTorch's own raises its error
         try:
             outs = f(captured, *values)
@@ -321,7 +312,7 @@ class _Call:
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
 
-    def _with_vjp(self, rules: _Call | _Staged) -> Callable[..., Any]:
+    def _with_vjp(self, rules: _Staged) -> Callable[..., Any]:
         @jax.custom_vjp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
             return rules.forward(captured, values, [False] * len(values))[0]
@@ -346,7 +337,7 @@ class _Call:
         f.defvjp(fwd, bwd, symbolic_zeros=True)
         return f
 
-    def _with_jvp(self, rules: _Call | _Staged) -> Callable[..., Any]:
+    def _with_jvp(self, rules: _Staged) -> Callable[..., Any]:
         @jax.custom_jvp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
             return rules.forward(captured, values, self.requires_grad)[0]
@@ -393,7 +384,7 @@ class _Staged:
     become constants.  So the methods are traced now, and the constants of their jaxprs, values of such tensors among them, are operands.
 
     Attributes:
-        constants: those of the jaxprs, which follow the values of outer nodes in ``captured``.
+        constants: those of the jaxprs.
     """
 
     def __init__(self, call: _Call, values: Sequence[jax.Array], by_jvp: bool) -> None:
@@ -440,12 +431,12 @@ class _Rules:
         self._derivatives: dict[tuple[bool, ...], Any] = {}
 
         def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            outs, residuals, self.kept = call.forward((), values, needs)
+            outs, residuals, self.kept = call.forward(values, needs)
             return outs, residuals
 
         def derivative(pattern: Sequence[bool], residuals: list[Any], given: list[Any]) -> list[Any]:
             source = iter(given)
-            found = (call.jvp if by_jvp else call.backward)((), self.kept, residuals, [next(source) if t else None for t in pattern])
+            found = (call.jvp if by_jvp else call.backward)(self.kept, residuals, [next(source) if t else None for t in pattern])
             return [jnp.zeros(x.shape, x.dtype) if v is None else v for v, x in pick([*zip(found, like, strict=True)], self._gives)]
 
         self._forward = self._closed(forward, *values)
@@ -472,7 +463,7 @@ class _Rules:
         """The function traced on these arguments, and the place of what it captures."""
         found = Closed(function, *args)
         self._constants.append(found.captured)
-        return found, len(self._constants)
+        return found, len(self._constants) - 1
 
     def _patterns(self) -> list[tuple[bool, ...]]:
         """For each way in which the derivative may be asked for, which of its operands are arrays; the others are None.

@@ -31,17 +31,11 @@ class Closed:
 
 
 def followed(*roots: Any) -> list[Node]:
-    """The nodes of tensors from outside that these functions reach and whose values are tracers.
-
-    Tensors that require grad are noted for torch's autograd, which reaches them in a second derivative, when the rules run again.
-    """
+    """The nodes of tensors from outside that these functions reach and whose values are tracers."""
     root, nodes = state.level.root, []
     with torch.no_grad():
         for t, _ in closure_scan.scan(*roots).tensors.values():
-            outside = id(t) in root.overrides or (t.requires_grad and not root.staged)
-            wanted = not t.node.level.closed if type(t) is Traced else outside
+            wanted = not t.node.level.closed if type(t) is Traced else id(t) in root.overrides
             if wanted and isinstance(value_of(t), jax.core.Tracer):
                 nodes.append(node_of(t))
-            if wanted and type(t) is not Traced and t.requires_grad:
-                root.behind.add(id(t))
     return nodes

@@ -22,8 +22,6 @@ from bridge.lowering.common import varying
 from bridge.trace.levels import push, state
 from bridge.trace.tracing import Traced, value_of, wrap
 
-_UNROLLED = 32  # outside of compilation, at most so many steps run one by one, since compiling a loop for one call would take longer
-
 
 def traced(*trees_: Any) -> bool:
     """Whether a transform is in progress, or one of the tensors belongs to a trace."""
@@ -131,14 +129,12 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
     """torch's scan as ``lax.scan`` along dim."""
     if not traced(init, xs):
         return private_calls.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
-    flat_xs, xs_spec = trees.flatten(xs)
+    flat_xs = trees.flatten(xs)[0]
     if not flat_xs or not all(isinstance(x, torch.Tensor) for x in flat_xs):
         raise RuntimeError("scan() operator requires xs leaves: expected at least one tensor, and tensors only")
     lengths = {x.shape[dim] for x in flat_xs}
     if len(lengths) != 1 or 0 in lengths:
         raise RuntimeError(f"scan: expected all xs to have the same size, at least 1, along dim {dim}, got {sorted(lengths)}")
-    if not state.level.root.staged and max(lengths) <= _UNROLLED:
-        return _steps(combine_fn, init, flat_xs, xs_spec, dim, reverse)
     n = len(trees.flatten(init)[0])
     body = _Body(combine_fn, (init, xs), "scan: combine_fn")
 
@@ -155,16 +151,6 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, re
         outs = body.run(compute)
     out = trees.unflatten(body.out_spec, outs)
     return out[0], out[1]
-
-
-def _steps(combine_fn: Callable[..., Any], init: Any, flat_xs: Sequence[Any], xs_spec: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
-    carry, columns, y_spec = init, [], None
-    steps = range(flat_xs[0].shape[dim])
-    for i in reversed(steps) if reverse else steps:
-        carry, y = combine_fn(carry, trees.unflatten(xs_spec, [x.select(dim, i) for x in flat_xs]))
-        leaves, y_spec = trees.flatten(y)
-        columns.append([_tensor(x) for x in leaves])
-    return carry, trees.unflatten(y_spec, [torch.stack(c[::-1] if reverse else c, dim) for c in zip(*columns, strict=True)])
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:

@@ -15,12 +15,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bridge import private, private_calls
-from bridge.boundary.autograd import in_place_of
 from bridge.boundary.results import conj
 from bridge.errors import at_line
-from bridge.intercepted.captured_by_rules import Closed, followed
+from bridge.intercepted.captured_by_rules import Closed
 from bridge.process import having
-from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, innermost, push, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 
@@ -68,20 +66,11 @@ class _TensorHook:
 
     def __init__(self, hook: Callable[..., Any], handle: RemovableHandle, t: torch.Tensor, value: jax.Array) -> None:
         self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
-        # if the program will be compiled, the hook is traced now: the tensors that it captures must become inputs of the program
-        self.closed = Closed(self._call, value) if state.level.root.staged else None
-        self.outer = followed(hook) if self.closed is None else []
-
-    def captured(self) -> Any:
-        return [read(node, state.level) for node in self.outer] if self.closed is None else self.closed.captured
+        # the hook is traced now: the tensors that it captures must become inputs of the program
+        self.closed = Closed(self._call, value)
 
     def __call__(self, captured: Any, cotangent: jax.Array) -> jax.Array:
-        if self.handle.id not in self.hooks:
-            return cotangent
-        if self.closed is not None:
-            return self.closed(captured, cotangent)
-        with _late(), in_place_of(self.outer, captured):
-            return self._call(cotangent)
+        return self.closed(captured, cotangent) if self.handle.id in self.hooks else cotangent
 
     def _call(self, cotangent: jax.Array) -> jax.Array:
         with push("plain") as level, torch.enable_grad():
@@ -115,7 +104,7 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         )
 
     observed.defvjp(forward, backward)
-    return observed(value, [hook.captured() for hook in hooks])
+    return observed(value, [hook.closed.captured for hook in hooks])
 
 
 def refused_in_backward(value: jax.Array, sources: Sequence[jax.Array], refuse: Callable[..., Any]) -> jax.Array:
@@ -240,7 +229,6 @@ def _late() -> Iterator[Level]:
         return
     if state.late is None:
         state.late = Level("plain", None)
-        state.late.staged = True
     level = state.late
     with having(state, level=level), jax.enable_x64(True), HANDED_IN["intercepted"](), traced_python():
         yield level

@@ -86,7 +86,7 @@ class LeafGradients:
 def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
     """The function with which torch.autograd calls its engine: ``backward`` is refused if it would leave dead tensors behind."""
     level, leaves = state.level, list[torch.Tensor]()
-    if level is not None and level.root.staged and state.jitting:
+    if level is not None and state.jitting:
         asked = {t.number for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ())) if type(t) is Traced and not t.requires_grad}
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))

@@ -35,7 +35,7 @@ from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_
 
 def _is_unknown_number(x: Any) -> bool:
     """Whether it is a 0-dim integer tensor that a program reads, and no mask; as an index, PyTorch's C++ would ask for its value."""
-    if type(x) is not Traced and not (isinstance(x, torch.Tensor) and state.level is not None and state.level.root.staged):
+    if type(x) is not Traced and not (isinstance(x, torch.Tensor) and state.level is not None):
         return False
     return x.dim() == 0 and not (x.is_floating_point() or x.is_complex()) and x.dtype not in (torch.bool, torch.uint8)
 
@@ -340,8 +340,7 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     counted = layer.momentum is None and layer.training and layer.track_running_stats and layer.num_batches_tracked is not None
     if counted and state.recorder is not None and state.recorder.mapped():
         state.recorder.go_on(Unrecordable("values inside vmap"))
-    unknown = state.level is not None and (state.level.root.staged or innermost("vmap") is not None)
-    if not (unknown and counted and layer.running_mean is not None):
+    if not (state.level is not None and counted and layer.running_mean is not None):
         return private_calls.original("batch_norm_forward")(layer, input)
     layer._check_input_dim(input)
     layer.num_batches_tracked.add_(1)

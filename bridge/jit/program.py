@@ -285,7 +285,6 @@ def trace(
 
     def staged(arguments: list[Any], captured: list[Any], seeds: Any) -> list[Any]:
         with tracing.root() as root:
-            root.staged = root.recorded = True
             root.leaves = leaves
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
             with jax.ensure_compile_time_eval():

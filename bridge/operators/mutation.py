@@ -21,7 +21,7 @@ from bridge.lowering.tensors.copies import revalue, revalue_at
 from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
-from bridge.trace import pieces, requires_grad
+from bridge.trace import folding, requires_grad
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Node, contiguous
 from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
@@ -81,9 +81,8 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False, alike:
         if not torch.can_cast(source, target.dtype):
             with private.below_python():
                 torch.mul(torch.empty(0, dtype=source), 1, out=torch.empty(0, dtype=target.dtype))  # raises PyTorch's own error
-        value = pieces.run("cast", cast, (value, dtype), {})
-    if state.level.root.staged:
-        value = requires_grad.stopped_integers(value)
+        value = folding.run(cast, (value, dtype), {})
+    value = requires_grad.stopped_integers(value)
     if value.shape != target.shape:
         raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}")
     if 0 in target.stride() and (several := _several(target.shape, target.stride())):
@@ -97,21 +96,21 @@ def store(target: torch.Tensor, value: jax.Array, detached: bool = False, alike:
     root = state.level.root
     if root.strict:  # in forward mode, what was written to keeps a tangent, of zeros
         value = requires_grad.tie_strictly(value, value_of(target), ())
-    keep = _kept if root.recorded or root.in_jax or innermost("grad") is not None else None
+    keep = _kept if root.stops or innermost("grad") is not None else None
     assign(target, value, detached or None, keep=None if detached or torch.is_grad_enabled() else keep)
 
 
 def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
     """new with old's derivative, but in forward mode, which ignores no_grad."""
     if innermost("jvp") is None:
-        return pieces.run("revalue", revalue, (old, new), {})
+        return folding.run(revalue, (old, new), {})
     refuse_in_checkpoint()
     value, inside, root = new, 0, state.level.root
     for level in around():
         if level.kind in ("grad", "jvp") and private_jax.in_trace(level.probe, old, new):
             value = revalue_at(old, value, inside) if level.kind == "grad" else value
             inside += 1
-    return revalue_at(old, value, inside) if root.recorded or root.in_jax else value
+    return revalue_at(old, value, inside) if root.stops else value
 
 
 def _several(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -235,7 +234,7 @@ def _resize(target: torch.Tensor, shape: Sequence[int]) -> None:
         return jnp.pad(flat, (0, max(0, size - flat.size)))[:size].reshape(shape)
 
     outermost_first = tuple(sorted(range(target.dim()), key=target.stride, reverse=True))
-    value = pieces.run("resize", resized, (value_of(target), shape, outermost_first), {})
+    value = folding.run(resized, (value_of(target), shape, outermost_first), {})
     with private.below_python():
         # resize_ on a wrapper checks no bounds, except for a shape without elements, which as_strided_ sets instead
         target.as_strided_(shape, contiguous(shape), 0) if 0 in shape else target.resize_(shape)

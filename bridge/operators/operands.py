@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax import lax
 
-from bridge import devices, private, private_jax
+from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
 from bridge.errors import at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
-from bridge.trace import pieces, requires_grad, saved_tensor_hooks, torch_numbers
+from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Geometry, contiguous, strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
@@ -82,7 +81,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if row.takes_contiguous:
             named = {**named, "contiguous": args[0].is_contiguous()}
         try:
-            out = lower(*values, **named) if checks_only else pieces.run(func, lower, values, named)
+            out = lower(*values, **named) if checks_only else folding.run(lower, values, named)
         except Exception as error:
             found = _explain(func, args, kwargs, error)
             if innermost("vmap") is not None:
@@ -94,11 +93,9 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             out = stop(out)
         else:
             note_use(args)
-            if state.level.root.recorded:
-                saved_tensor_hooks.refuse_hooks()
-                out = requires_grad.tie(out, values, no_grad, backward)
-        if state.level.root.staged:
-            out = requires_grad.stopped_integers(out)
+            saved_tensor_hooks.refuse_hooks()
+            out = requires_grad.tie(out, values) if backward else out
+        out = requires_grad.stopped_integers(out)
         if state.level.root.strict:
             out = requires_grad.tie_strictly(out, values, no_grad)
         if not private.forward_mode_enabled():
@@ -208,9 +205,8 @@ def stop(out: Any) -> Any:
     level, root = state.level, state.level.root
     if level.kind == "function":  # the Function's own rule gives the derivative
         return out
-    probes = [root.probe] if root.recorded else []
-    probes += [each.probe for each in around() if each.kind == "grad"]
-    if not (probes or root.in_jax):
+    probes = [each.probe for each in around() if each.kind == "grad"]
+    if not (probes or root.stops):
         return out
     if innermost("jvp") is None:
         return jax.tree_util.tree_map(constant, out)
@@ -219,7 +215,7 @@ def stop(out: Any) -> Any:
     def stopped(v: Any) -> Any:
         for probe in probes:
             v = private_jax.stop_at(v, probe)
-        return requires_grad.stopped_outside(v) if root.recorded and root.staged and isinstance(v, jax.core.Tracer) else v
+        return requires_grad.stopped_outside(v) if root.stops and isinstance(v, jax.core.Tracer) else v
 
     return jax.tree_util.tree_map(stopped, out)
 
@@ -234,9 +230,7 @@ def stop_tangents(out: Any) -> Any:
 
 def constant(value: jax.Array | None) -> jax.Array | None:
     """The same value as a constant to the transforms of every level."""
-    if not isinstance(value, jax.core.Tracer):
-        return value
-    return requires_grad.stopped_by_torch(value) if state.level.root.staged else lax.stop_gradient(value)
+    return requires_grad.stopped_by_torch(value) if isinstance(value, jax.core.Tracer) else value
 
 
 def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
@@ -256,8 +250,7 @@ def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of PyTorch's kernel for the device meta, which has a geometry and no values."""
-    private.meta_without_dynamo()
-    with private.below_python():
+    with private_meta.of_plain_sizes(), private.below_python():
         return func(*_meta(args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
 
 

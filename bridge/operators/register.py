@@ -12,7 +12,7 @@ from bridge.lowering.common import loops
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 from bridge.process import process
-from bridge.trace import pieces, random_keys, torch_numbers, value_checks
+from bridge.trace import random_keys, torch_numbers, value_checks
 from bridge.trace.levels import state
 
 PROVIDED.update(
@@ -119,7 +119,7 @@ def register_lowering(
             LOWERINGS[op] = fn if isinstance(fn, Operator) else dataclasses.replace(known, lowering=loops.kept_in(fn), **facts)
             OVERRIDDEN.add(op)
         process.plans.clear()  # plans made while these operators had another lowering, or none
-        pieces.forget()
+        process.lowerings_changed += 1
         return fn
 
     return register

@@ -16,7 +16,7 @@ from bridge.errors import at_line
 from bridge.lowering.registry import of_this_torch
 from bridge.trace import tracing
 from bridge.trace.levels import state
-from bridge.trace.tracing import Traced, traced_python
+from bridge.trace.tracing import traced_python
 
 
 def _parts(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,22 +175,18 @@ def _dispatched(refused: Exception, func: Any, args: tuple[Any, ...], kwargs: di
     """Run an ATen operator whose plan has raised that error; it is raised again if the operator has nothing to do with sparse tensors."""
     operands = pytree.tree_leaves((args, kwargs))
     of_sparse = [t for t in operands if is_sparse(t)]
-    made = state.level.root.sparse
-    rule = _OPERATORS.get(func)
+    rule = _OPERATORS.get(func) or _OF_ONE.get(func)
     if func.name() == "aten::_sparse_coo_tensor_with_dims_and_tensors":
         rule = _made
     elif not of_sparse:
         raise refused
-    inside = state.level.root.staged or any(id(t) in made for t in of_sparse) or any(type(t) is Traced for t in operands)
-    if inside and rule is None:
-        rule = _OF_ONE.get(func)
     if rule is not None:
         try:
             with traced_python():
                 return rule(*args, **kwargs)
         except SparseOperand as error:  # PyTorch would take a TypeError of an operator such as * as a sign to ask the other operand
             raise NotImplementedError(str(error)) from None
-    if (inside and func.name() not in _OF_SHAPES) or func._schema.is_mutable:
+    if func.name() not in _OF_SHAPES or func._schema.is_mutable:
         raise NotImplementedError(
             f"{func}: got a tensor of layout {of_sparse[0].layout}; inside a transform a sparse matrix can be made of indices and values, "
             "transposed, multiplied with a number, a vector or a matrix (a @ x, torch.sparse.mm, mv, addmm, linear) and converted with "

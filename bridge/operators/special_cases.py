@@ -16,7 +16,7 @@ from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
 from bridge.operators.operands import note_use, stop, value_in
-from bridge.trace import pieces
+from bridge.trace import folding
 from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
 
 own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
@@ -30,10 +30,10 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_overlap((), [target], [("src", source)])
     value, dtype = value_in(source), dtypes.to_jax(target.dtype)
     if value.dtype != dtype:
-        value = pieces.run("cast", cast, (value, dtype), {})
+        value = folding.run(cast, (value, dtype), {})
     if value.shape != tuple(target.shape):
         try:
-            value = pieces.run("broadcast_to", jnp.broadcast_to, (value, tuple(target.shape)), {})
+            value = folding.run(jnp.broadcast_to, (value, tuple(target.shape)), {})
         except ValueError:
             raise RuntimeError(
                 f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"

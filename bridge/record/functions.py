@@ -16,8 +16,8 @@ from bridge.boundary.results import put_together, take_apart
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
-from bridge.programs.cache_keys import Same
 from bridge.process import having
+from bridge.programs.cache_keys import Same
 from bridge.record.entries import PARTS
 from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
@@ -175,16 +175,21 @@ def _function_again(
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write torch.utils.checkpoint down as a part of the record; its function's values are computed again in the backward pass."""
+    done = called("checkpoint", function, args, kwargs)
+    return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
+
+
+def called(kind: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write down a call that changes no values, or make a record of it and run that; returns what ``transform`` does."""
     leaves, spec = trees.flatten((args, kwargs))
 
     def record(recorder: Recorder) -> Recording:
         avals = list(map(aval_of, _tensors(leaves)))
-        tensors, meta = entered(recorder, function, "checkpoint", (), leaves, spec, avals, (), take_apart)
+        tensors, meta = entered(recorder, function, kind, (), leaves, spec, avals, (), take_apart)
         ended = recorder.end((), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)])
         return ended, lambda outs: put_together(outs, meta)
 
-    done = transform(function, leaves, record)
-    return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
+    return transform(function, leaves, record)
 
 
 def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:
@@ -192,4 +197,6 @@ def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _:
 
 
 PARTS.update(function=_function, checkpoint=_checkpoint)
-TRANSFORMS.update(function=_function_again, checkpoint=_checkpoint_again)
+TRANSFORMS.update(
+    function=_function_again, checkpoint=_checkpoint_again, functionalize=lambda body, operands, *_: (list(body(*operands)), None)
+)

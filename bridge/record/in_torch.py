@@ -31,13 +31,13 @@ def can_repeat(trace: Sequence[tuple[Any, tuple[int, ...]]]) -> bool:
     return all(type(what) is not Begin or what.kind in LEVELS for what, _ in trace)
 
 
-def _checkpoint(operands: Sequence[torch.Tensor], _: Any) -> Level:
-    """A checkpoint, without which the values are the same."""
+def _called(operands: Sequence[torch.Tensor], _: Any) -> Level:
+    """A call that changes no values."""
     results, _ = yield list(operands)
     return results, None
 
 
-LEVELS["checkpoint"] = _checkpoint
+LEVELS.update(checkpoint=_called, functionalize=_called)
 
 
 class InTorch(replay.Run):

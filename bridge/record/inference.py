@@ -11,7 +11,7 @@ import jax
 import torch
 from torch.utils import _pytree as pytree
 
-from bridge import compiling, devices, private
+from bridge import compiling, devices, private, private_meta
 from bridge.boundary.autograd import computed
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
@@ -155,11 +155,11 @@ def _cast(op: Op, autocast: tuple[Any, ...], traced: Op) -> Op:
     return dataclasses.replace(op, outs=typed(op.outs, traced.outs), autocast=autocast)
 
 
+@private_meta.of_plain_sizes()
 def _on_meta(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[float], avals: Sequence[Aval]
 ) -> Op:
     """The entry for an operator that runs on the meta device."""
-    private.meta_without_dynamo()
     metas = [a.meta() for a in avals]
     positional, named = filled(args, metas, numbers), filled(kwargs, metas, numbers)
     where = named.get("device")
@@ -244,7 +244,6 @@ def _traced(
 
     def run(*values: jax.Array) -> list[Any]:
         with tracing.root() as root:
-            root.staged = True
             with push("plain"), _Draws() as draws:
                 traced = [_operand(v, a) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -32,7 +34,7 @@ from bridge.record.entries import Begin
 from bridge.record.in_torch import can_repeat
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Unrecordable
-from bridge.trace import pieces, python_numbers
+from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
@@ -40,6 +42,8 @@ from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
 
 _ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
+PATIENCE = 2.0  # the seconds that PyTorch may take for the runs of a record before a thread compiles its program
+_WAITING = 1024  # how many records are remembered that PyTorch has run
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
 
 
@@ -164,7 +168,8 @@ class _Kept:
         used = {id(what) for key in self.records for what, _ in key[0]}  # type: ignore[index]
         process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
         process.alike = {k: op for k, op in list(process.alike.items()) if id(op) in used}
-        pieces.trim()
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)  # of what XLA's compiler has freed, glibc keeps 60 MB after 200 shapes
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
@@ -206,18 +211,28 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 with contextlib.suppress(OSError):
                     path.unlink()
     if final and cold_by() == "torch" and can_repeat(recorder.trace) and not private.bits_are_compared():
-        if key not in process.compiling:
-            process.compiling[key] = True
+        seconds = process.compiling.get(key, 0.0)
+        if PATIENCE <= seconds < math.inf:
+            process.compiling[key] = -math.inf
             process.compiler.later(_compiling(recorder.alike(), refs, key, path))
-        if process.compiling.get(key):
-            raise NotCompiled
+        if seconds < math.inf:
+            raise NotCompiled(key)
     program = _program(recorder, refs, path)
     process.programs.add(key, program)
     return _called(program, recorder, final)
 
 
 class NotCompiled(Exception):
-    """PyTorch is to run a record, because a thread compiles its program meanwhile."""
+    """PyTorch is to run a record, whose program is not compiled yet."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def ran(self, seconds: float) -> None:
+        """Note how long PyTorch took."""
+        if self.key not in process.compiling and len(process.compiling) >= _WAITING:
+            process.compiling.clear()
+        process.compiling[self.key] = process.compiling.get(self.key, 0.0) + seconds
 
 
 def _program(recorder: Recorder, refs: Sequence[int], path: Path | None) -> _Program:
@@ -245,7 +260,7 @@ def _compiling(recorder: Recorder, refs: Sequence[int], key: Any, path: Path | N
         except Unrecordable:
             pass
         finally:  # if it could not, the next call compiles it, and waits or raises
-            process.compiling[key] = False
+            process.compiling[key] = math.inf
             if done:
                 del process.compiling[key]
 
@@ -259,8 +274,9 @@ def cold(by: str) -> Iterator[None]:
     The environment variable ``TORCHFUNC_JAX_COLD`` and ``patch(cold=...)`` choose for the whole process.
 
     Args:
-        by: "jax": XLA compiles the program first; "torch": PyTorch runs the call, and XLA compiles the program in a thread meanwhile, with
-            all optimizations; the results of first calls differ from those of later ones by rounding.
+        by: "jax": XLA compiles the program first; "torch": PyTorch runs the call. If its runs of the program have taken two seconds, XLA
+            compiles the program in a thread, with all optimizations; the results of first
+            calls differ from those of later ones by rounding.
 
     Raises:
         ValueError: by is something else.

@@ -59,7 +59,7 @@ class Aval:
             else:
                 t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
             if self.requires_grad:  # such a tensor must be no leaf, or it could not be written to
-                t.mul_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
+                t.copy_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
         return t
 
     def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
@@ -135,7 +135,7 @@ class Recorded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        levels = [x.level for x in args if type(x) is Recorded]
+        levels = [x.level for x in (*args, *(kwargs or {}).values()) if type(x) is Recorded]
         if not any(level.owner is state.recorder for level in levels):
             raise escaped(*levels[:1])
         raise Unrecordable(str(func))

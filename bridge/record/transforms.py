@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.results import split_arrays, with_twins
-from bridge.convert import trees
+from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, escaped
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
@@ -50,19 +51,21 @@ def transform(
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
-        The results; NOT_RECORDED in a trace, and for jax.Arrays: JAX has to run the function operator by operator.
+        The results; NOT_RECORDED in a trace, and for jax.Arrays that torch cannot have, such as those of a trace of JAX's own.
+
+    Raises:
+        OfArrays: the leaves are other jax.Arrays; the call is one of tensors then.
     """
-    if state.level is not None or state.unrecorded:
+    if state.level is not None or state.in_jax:
         return NOT_RECORDED
-    in_jax = any(isinstance(x, jax.Array) for x in leaves)
+    if has_arrays(leaves):
+        return NOT_RECORDED
     recorder = state.recorder
     if recorder is None:
-        return NOT_RECORDED if in_jax else _outermost(func, leaves, record, lasting)
+        return _outermost(func, leaves, record, lasting)
     level = recorder.level
     with recorder.unwatched() as watched:  # only the transform's function is recorded, not its checks
         try:
-            if in_jax:
-                raise Unrecordable("a jax.Array")
             if not watched:
                 raise Unrecordable("a transform inside of an operator")
             found, build = record(recorder)
@@ -70,10 +73,19 @@ def transform(
             if recorder.level is not level:
                 raise
             recorder.go_on(reason)
-            if in_jax:
-                return NOT_RECORDED
             found, build = record(recorder)
         return build(found)
+
+
+def has_arrays(leaves: Sequence[Any]) -> bool:
+    """Whether there are jax.Arrays among the leaves of an un-jitted call, and JAX has to run it; raises OfArrays if torch can have them."""
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    if arrays and state.level is None and not state.in_jax:
+        if state.recorder is not None:
+            state.recorder.go_on(Unrecordable("a jax.Array"))
+        if all(map(tensors.fits_torch, arrays)):
+            raise handing_over.OfArrays
+    return bool(arrays)
 
 
 def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
@@ -163,10 +175,11 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
 
 def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
     """Run a record that has ended, in PyTorch if no program can, or if it is not compiled yet; the values with these numbers."""
+    cold = None
     try:
         return run(recorder, refs, True)
-    except NotCompiled:
-        pass
+    except NotCompiled as found:
+        cold, start = found, time.perf_counter()
     except Unrecordable as reason:
         if recorder.broken is not None:  # the user's code has caught an Unrecordable
             raise
@@ -177,9 +190,11 @@ def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
         in_torch.whole(recorder.trace, recorder.inputs)
     except Unrecordable as error:
         raise (recorder.refused or error) from None
-    found = [in_torch.outside(in_torch.env[ref]) for ref in refs]
+    outs = [in_torch.outside(in_torch.env[ref]) for ref in refs]
     in_torch.env.clear()
-    return found
+    if cold is not None:
+        cold.ran(time.perf_counter() - start)
+    return outs
 
 
 def _code_of(fn: Callable[..., Any]) -> Any:
@@ -215,11 +230,6 @@ def _function_modes() -> tuple[list[torch.device], list[TorchFunctionMode]]:
 def unwatched() -> contextlib.AbstractContextManager[Any]:
     """While entered, torch functions are not written down in the record in progress, and no mode of the user's sees them."""
     return contextlib.nullcontext() if state.recorder is None else state.recorder.unwatched()
-
-
-def off() -> contextlib.AbstractContextManager[None]:
-    """While entered, nothing is recorded on this thread."""
-    return having(state, unrecorded=True)
 
 
 def entered(
@@ -301,7 +311,7 @@ class Kept:
             operands: the cotangents or tangents.
             avals: those of its results.
             build: builds the results from tensors.
-            again: does all of it unrecorded, if JAX has to run the call.
+            again: does all of it in the trace in progress.
         """
 
         def record(recorder: Recorder) -> Recording:
@@ -322,7 +332,7 @@ class Kept:
         done = transform(self.func, operands, record)
         if done is not NOT_RECORDED:
             return done
-        with off():
+        with having(state, in_jax=True):
             return again()
 
 

@@ -1,1 +1,1 @@
-"""Runs torch code on JAX values: the traced tensor, its memory and levels, random keys, checks of values, compiled pieces."""
+"""Runs torch code on JAX values: the traced tensor, its memory and levels, random keys, checks of values, constants."""

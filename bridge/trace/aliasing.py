@@ -18,7 +18,7 @@ from bridge import private
 from bridge.lowering.common.in_place import overwrite, read_first
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
-from bridge.trace import pieces
+from bridge.trace import folding
 from bridge.trace.levels import Level
 from bridge.trace.storage import Node
 
@@ -47,7 +47,7 @@ class View:
         return self.func(t, *self.args, **self.kwargs)
 
     def forward(self, base: jax.Array) -> jax.Array:
-        return pieces.run(self.func, self.lowering, (base, *self.args), self.kwargs)
+        return folding.run(self.lowering, (base, *self.args), self.kwargs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, View) and self.func is other.func and self.args == other.args and self.kwargs == other.kwargs
@@ -57,7 +57,7 @@ class View:
 
     def inverse(self, base: jax.Array, value: jax.Array) -> jax.Array:
         rule = LOWERINGS[self.func].view_inverse or self._scattered
-        return pieces.run(("inverse", self.func), rule, (base, value, *self.args), self.kwargs)
+        return folding.run(rule, (base, value, *self.args), self.kwargs)
 
     def _scattered(self, base: jax.Array, value: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """The inverse of any view that only selects elements: each element goes back to the index that it came from."""

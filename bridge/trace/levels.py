@@ -47,26 +47,18 @@ class Level:
     probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
     strict: bool = False  # of a jvp: whether it asks which outputs depend on the primals; of the root: whether a jvp inside does
     # -- in the root alone ----------------------------------------------------------------------------------------------------------------
-    staged: bool = False  # whether the trace is of a whole program that will be compiled
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them
     captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
     overrides: dict[int, Any] = field(default_factory=dict)
-    #: an input of the derivative of the call, which makes inputs of captured tensors when they are met, and these tensors (late_inputs.py)
-    token: Any = None
-    late_inputs: list[torch.Tensor] = field(default_factory=list)
     #: sparse tensors that stand for those made in the trace, by id, with their indices and values (bridge/operators/sparse.py)
     sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     constant: frozenset[int] = frozenset()  # by id, captured tensors whose values the function may ask for
     #: by a torch generator's identity, or None for the default one: the generator, and the JAX key that came from it
     keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
-    once: Any = None  # keeps the keys of a call that is not compiled, for all its roots (torch_numbers.AtOnce)
     drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
-    live: set[int] = field(default_factory=set)  # the captured tensors that were used while torch's grad mode was on
     with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
-    behind: set[int] = field(default_factory=set)  # the captured tensors that derivative rules use, perhaps without any other use
-    recorded: bool = False  # whether torch's autograd may go back through the traced values
-    in_jax: bool = False  # whether JAX's own transforms around the call may differentiate them
+    stops: bool = True  # whether what is computed under no_grad is a constant to transforms around the trace
     made: int = 0  # in a program: how many arguments and results the user's functions have got, and
     leaves: frozenset[int] = frozenset()  # the numbers of those that require grad, because the function asks for gradients by them
     grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
@@ -74,7 +66,6 @@ class Level:
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
     changes: Any = ()  # the jit.effects.Changes of Python objects that it makes
     device: Any = None  # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None: they are on the CPU
-    lasting: bool = False  # whether values are used after the call has returned; such values share no memory with torch tensors
 
     def __post_init__(self) -> None:
         self.root = self if self.parent is None else self.parent.root
@@ -95,17 +86,15 @@ class _State(threading.local):
     level: Level | None = None  # the innermost level of the trace in progress
     late: Level | None = None  # the level of Python that runs after its trace has closed
     recorder: Any = None  # the record.recorder.Recorder of the un-jitted call in progress
-    unrecorded = False  # whether un-jitted calls currently run without a record
+    of_arrays = False  # whether the un-jitted call in progress is one of tensors in the place of jax.Arrays
+    in_jax = False  # whether un-jitted calls belong to a trace of JAX's own, also those without jax.Arrays
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
-    checks = 0  # how many checks of values have been met, so that a trace shows whether it has any
     arguments: Any = ()  # the leaves of the arguments of the compiled program that is called
     given: Any = ((), {})  # and the arguments themselves, the positional and the named ones
     replaying = False  # a record's program is being traced; calls from other lines will run it too
-    compiling = False  # a piece is being compiled
     jitting = False  # a jitted function is being traced
     any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
     first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
-    cotangents: Any = None  # of captured tensors, by number, while a pullback runs (bridge/trace/late_inputs.py)
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
     from_jax = 0  # how many programs JAX has loaded from its own cache folder on this thread

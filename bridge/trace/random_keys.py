@@ -15,7 +15,6 @@ import torch
 
 from bridge import private
 from bridge.process import having
-from bridge.trace import pieces
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.torch_numbers import ERROR
 
@@ -29,8 +28,6 @@ def seed_from(generator: torch.Generator | None) -> int:
 
 def next_key(generator: torch.Generator | None = None) -> jax.Array:
     """The next JAX key of the trace in progress, for an operator that was given this generator; None: torch's default one."""
-    if state.compiling:
-        raise pieces.NotPure
     level = state.level
     if level is None:
         return jax.random.key(seed_from(generator))
@@ -161,7 +158,7 @@ def source(level: Level) -> Level:
 class Place:
     """A point of a program, from which on random operators can draw the same numbers again."""
 
-    once: Any
+    keys: Any
     drawn: Any
     at: int
     draws: int
@@ -171,16 +168,16 @@ class Place:
         """Where the program is now."""
         level = state.level
         if level is None:  # JAX calls a rule when its trace has closed
-            return cls(None, None, 0, 0)
+            return cls({}, None, 0, 0)
         drawn = level.root.drawn
-        return cls(level.root.once, drawn, 0 if drawn is None else drawn.at, source(level).draws)
+        return cls(level.root.keys, drawn, 0 if drawn is None else drawn.at, source(level).draws)
 
     def go(self) -> None:
         """Let random operators draw the numbers again that they have drawn from here on."""
         if state.level is None:
             return
         source(state.level).draws = self.draws
-        state.level.root.once, state.level.root.drawn = self.once, self.drawn
+        state.level.root.keys, state.level.root.drawn = self.keys, self.drawn
         if self.drawn is not None:
             self.drawn.at = self.at
 
@@ -217,9 +214,8 @@ def key_of_lane(parent: Level, lane: jax.Array, first: list[int] | None = None) 
 def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
     if root.seeds is not None:
         return root.seeds(generator)
-    keys = (root.once or root).keys  # one seed per call, even if a transform has to start again
     which = None if generator is None else private.which_generator(generator)
-    if which not in keys:
+    if which not in root.keys:
         with jax.ensure_compile_time_eval():  # a trace of JAX's in progress, as that of jet, may end before the next draw
-            keys[which] = generator, jax.random.key(seed_from(generator))
-    return keys[which][1]
+            root.keys[which] = generator, jax.random.key(seed_from(generator))
+    return root.keys[which][1]

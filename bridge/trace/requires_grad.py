@@ -1,7 +1,7 @@
 """Decides whether an output requires grad as in PyTorch, even if its derivative is always zero.
 
-PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  Outside of compilation, outputs are
-checked after the run for a dependence on inputs that require grad, so the outputs of such an operator are tied to its inputs again.
+PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  A program's outputs are checked for a
+dependence on inputs that require grad; what PyTorch goes back to and no formula reads is tied to the output by a derivative of zero.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge import private_jax
-from bridge.trace.levels import Level, around, state
+from bridge.trace.levels import Level, around
 
 _stopped_p = Primitive("stopped_by_torch")
 _stopped_p.def_impl(lambda value: value)
@@ -56,16 +56,11 @@ def depends(value: jax.Array) -> bool:
     return private_jax.compiled_later([value]) and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def tie(out: Any, values: Any, no_grad: Sequence[int], backward: bool = False) -> Any:
-    """The outputs of an operator, each tied to the inputs that torch would go back to; a missing derivative becomes zero.
+def tie(out: Any, values: Any) -> Any:
+    """The outputs of a backward operator, tied to its inputs; a missing derivative becomes zero.
 
-    no_grad: the positions of the outputs that never require grad.  backward: the operator is a backward operator, whose result in PyTorch
-    depends on the forward operator's input even if the formula does not read it, as that of a pooling or of a padding.
+    In PyTorch, its result depends on the operands of the forward operator even if the formula does not read them, as that of a pooling.
     """
-    if not state.level.root.staged:
-        return _linked(out, values, no_grad, depends)
-    if not backward:  # a whole program is checked later, and these formulas read their inputs
-        return out
     inputs = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.core.Tracer) and _inexact(v)]
     return jax.tree_util.tree_map(lambda v: _tied(v, inputs) if _inexact(v) else v, out) if inputs else out
 
@@ -95,11 +90,9 @@ def _linked(out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[ja
 
 def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[jax.Array]:
     """The tangents of outputs; as in PyTorch, each requires grad if its primal does, even a constant one."""
-    if not (state.level.root.recorded and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return tangents
-    staged = state.level.root.staged
-    pairs = zip(tangents, primals, strict=True)
-    return [_tied(t, [p]) if depends(p) and _inexact(t) and (staged or not depends(t)) else t for t, p in pairs]
+    return [_tied(t, [p]) if depends(p) and _inexact(t) else t for t, p in zip(tangents, primals, strict=True)]
 
 
 def inputs_of(fn: Callable[[Any], list[jax.Array]], values: list[jax.Array]) -> list[int]:

@@ -24,10 +24,10 @@ from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.lowering.registry import overload
 from bridge.process import having, process
-from bridge.trace import pieces, python_numbers
+from bridge.trace import folding, python_numbers
 from bridge.trace.levels import Level, around, innermost, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Node, contiguous, span
-from bridge.trace.tracing import Traced, beside
+from bridge.trace.tracing import Traced
 
 ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' randomness flags "
@@ -258,47 +258,6 @@ def made(draws: Sequence[Draw | ByValue | Rewind], inputs: Sequence[Any], number
     return found
 
 
-class AtOnce:
-    """The draws of a call that is not compiled: they are made when their operators run.
-
-    Attributes:
-        at: how many draws the function has asked for; if it is set back, the same numbers come again.
-    """
-
-    def __init__(self) -> None:
-        self.drawn: dict[int, Any] = {}
-        self.keys: dict[int | None, Any] = {}  # as in a Level
-        self.at, self.runs = 0, 0
-        self.by_torch = by_torch()
-
-    def draws_in(self, root: Level) -> None:
-        """Make the draws of a root; one that runs the same function again gets the same numbers."""
-        self.at = 0
-        self.runs += 1
-        root.once, root.drawn = self, self if self.by_torch else None
-
-    def __call__(self, draw: Draw) -> tuple[jax.Array, tuple[bool, ...]]:
-        at = self.place()
-        if at not in self.drawn:
-            numbers, mapped = draw.made()
-            self.drawn[at] = beside(tensors.to_jax(numbers), numbers), mapped
-        return self.drawn[at]
-
-    def place(self, draw: Any = None) -> int:
-        """The place of the next draw in the program."""
-        self.at += 1
-        return self.at
-
-    def mark(self) -> list[torch.Tensor]:
-        """A point of the program, for ``rewind``."""
-        return _states()
-
-    def rewind(self, mark: Sequence[torch.Tensor]) -> None:
-        """Let torch's default generators draw the same numbers again as from that point on."""
-        if self.runs == 1:
-            _set_states(mark)
-
-
 class AtEachCall:
     """The draws of a program: they are made before it runs, in the order of the program, and are inputs of it.
 
@@ -415,8 +374,6 @@ def of_arrays(
     """Implements ``bridge.lowering.common.provided.torch_numbers``."""
     if _drawing() is None:
         return None
-    if state.compiling:
-        raise pieces.NotPure
     vmaps = _vmaps()
     if rules is not None and vmaps:
         _refuse(vmaps, *rules, generator)
@@ -433,24 +390,24 @@ def by_value(
 ) -> jax.Array | None:
     """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
     drawn = _drawing()
-    if not isinstance(drawn, AtOnce | AtEachCall):
+    if type(drawn) is not AtEachCall:
         return None
-    if state.compiling or (state.level.root.staged and private_jax.folds_constants()):
-        raise pieces.NotPure
+    if private_jax.folds_constants():
+        raise folding.NotConstant
     vmaps, draw = _vmaps(), ByValue(name, tuple(args), generator)
 
     def bound() -> jax.Array | None:
-        if type(drawn) is AtEachCall and not private_jax.only_transforms_inside(drawn.trace):  # a loop's values are not known
+        if not private_jax.only_transforms_inside(drawn.trace):  # a loop's values are not known
             return None
         if vmaps and name == "aten.rrelu":  # torch's vmap has no rule for it: that of another operator on one tensor stands in
             _refuse(vmaps, "aten.poisson", operands, generator)
         elif vmaps:
             _refuse(vmaps, name, [*operands, *args], generator)
         lanes = [each.lane for each in vmaps if each.randomness == "different"]
-        params = {"of": draw, "lanes": len(lanes), "drawn": drawn, "draw": drawn.place(draw)}
+        params = {"of": draw, "lanes": len(lanes), "draw": drawn.place(draw)}
         return _by_value_p.bind(*map(lax.stop_gradient, operands), *lanes, **params)
 
-    return drawn.next(draw, bound) if type(drawn) is AtEachCall else bound()
+    return drawn.next(draw, bound)
 
 
 def _vmaps() -> list[Level]:
@@ -621,14 +578,6 @@ def _at_lanes(args: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[ja
 
 _by_value_p = Primitive("drawn_by_value")
 _by_value_p.def_abstract_eval(lambda first, *_, **__: first)
-
-
-@_by_value_p.def_impl
-def _by_value(*operands: jax.Array, of: ByValue, lanes: int, drawn: AtOnce, draw: int) -> jax.Array:
-    """Draw, or return what an earlier run of the same function has drawn."""
-    if draw not in drawn.drawn:
-        drawn.drawn[draw] = tensors.to_jax(of.made(operands))
-    return drawn.drawn[draw]
 
 
 def _values_of_lanes(given: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:

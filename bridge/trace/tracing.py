@@ -23,7 +23,7 @@ from bridge.errors import DataDependentError, EscapedTensorError, NeedsTorch, No
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
-from bridge.trace import late_inputs, python_numbers, saved_tensor_hooks
+from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
@@ -353,18 +353,11 @@ def note_outer(t: torch.Tensor, node: Node) -> None:
 def lift(t: torch.Tensor) -> Node:
     """The node that stands for a torch tensor from outside the trace; each tensor has one per trace."""
     root = state.level.root
-    if torch.is_grad_enabled():
-        root.live.add(id(t))
     entry = root.captured.get(id(t))
     if entry is None:
         value = root.overrides.get(id(t))
         if value is None:
             value = beside(tensors.to_jax(t), t)
-            if root.lasting:
-                with jax.ensure_compile_time_eval():  # even if a checkpoint or a rule meets the tensor first
-                    value = jax.numpy.copy(value)
-            if root.token is not None and t.requires_grad:
-                value = late_inputs.met(root, t, value)
         if t.requires_grad:
             root.with_history.add(id(t))
         node = Node(value, root)
@@ -493,16 +486,6 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
         f"{said}{what} {needs}, and under {where} only its shape and dtype are known; {instead}, or do it outside the transformed "
         f"function{at_line()}"
     )
-
-
-def memory_of_trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function; one that reads a tensor from outside without an operator is given the values that the tensor has in the trace.
-
-    PyTorch's C++ would read the memory, to which the trace writes only at its end.
-    """
-    if func not in AT_MEMORY or type(args[0]) is Traced or state.level is None:
-        return func(*args, **kwargs)
-    return at_memory(func, args, kwargs, read_memory)
 
 
 class _Mode(private.DispatchMode):

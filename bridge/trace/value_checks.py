@@ -6,8 +6,7 @@ costs nothing by itself: the checked operands become outputs of the program, and
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.tree_util import Partial
 
 from bridge.errors import HERE, at_line
 from bridge.lowering.common.provided import Range
@@ -39,45 +37,10 @@ def _look(x: jax.Array, *, where: Range) -> jax.Array:
 def check(x: jax.Array, where: Range) -> jax.Array:
     """Implements ``bridge.lowering.common.provided.check``."""
     refuse_in_loop("a check of values")
-    state.checks += 1
-    if state.level is not None and state.level.root.staged:
+    if state.level is not None:
         line = HERE if state.replaying else at_line().replace("{", "{{").replace("}", "}}")
         where = dataclasses.replace(where, error=where.error + line)
     return _check_p.bind(x, where=where)
-
-
-def _verify(where: Range, x: jax.Array) -> None:
-    """Raise if an operand is outside of its range; inside of a transform, pass the check on to the transform."""
-    (check if isinstance(x, jax.core.Tracer) else _look)(x, where=where)
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit(fn)`` that makes fn's checks after each call."""
-
-    @jax.jit
-    def run(*arrays: Any) -> tuple[Any, list[Partial]]:
-        before = state.checks
-        out = fn(*arrays)
-        return (out, []) if state.checks == before else _with_operands(fn, arrays)
-
-    def call(*arrays: Any) -> Any:
-        out, found = run(*arrays)
-        for verify in found:
-            verify()
-        return out
-
-    call.clear_cache = run.clear_cache  # type: ignore[attr-defined]
-    return call
-
-
-def _with_operands(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, list[Partial]]:
-    """What fn returns, and a function of each operand that it checks."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-    jaxpr, ranges = _taken(closed.jaxpr)
-    values = jax.core.eval_jaxpr(jaxpr, closed.consts, *arrays)
-    tree: Any = jax.tree_util.tree_structure(shapes)
-    found = [Partial(functools.partial(_verify, where), x) for where, x in zip(ranges, values[tree.num_leaves :], strict=True)]
-    return tree.unflatten(values[: tree.num_leaves]), found
 
 
 def is_check(eqn: JaxprEqn) -> bool:

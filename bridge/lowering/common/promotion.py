@@ -107,12 +107,6 @@ def promote(*operands: Any) -> list[Array]:
     return [None if x is None else cast(x, dtype) for x in operands]
 
 
-def promote_float(*operands: Any) -> list[Array]:
-    """Like promote, but integers and bools become the default float dtype (true division, sin, mean …)."""
-    dtype = float_dtype(result_dtype(*operands))
-    return [None if x is None else cast(x, dtype) for x in operands]
-
-
 def float_dtype(dtype: np.dtype) -> np.dtype:
     """dtype itself if it is floating or complex, else the default float dtype."""
     dtype = np.dtype(dtype)

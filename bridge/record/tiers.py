@@ -37,7 +37,7 @@ _FAST = {
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
-_WORTH = 1.0  # a function is compiled well when its runs, times this, have taken longer than its first compilation
+_WORTH = 0.3  # a function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second
 _SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
@@ -176,7 +176,7 @@ class Tiers:
         return self._next or self.now
 
     def ran(self, seconds: float) -> None:
-        """Note a call in which nothing was compiled; what has run for as long as compiling it took is compiled well."""
+        """Note a call in which nothing was compiled; what has run for as long as compiling it well would take is compiled well."""
         self._ran += seconds
         took = max([f.took for f in self.now if f.fast], default=0.0)
         if not self._asked and 0.0 < took < self._ran * _WORTH:

@@ -231,8 +231,12 @@ def call(
     except NoKeyError as error:
         raise error.reason from None
     for name, value in after.items():
-        wide = buffers[name].dtype if name in buffers else jax.dtypes.canonicalize_dtype(value.dtype)
-        after[name] = value if value.dtype == wide else value.astype(wide)
+        if isinstance(value, torch.Tensor):  # inside of a transform
+            wide = buffers[name].dtype if name in buffers else value.dtype
+            after[name] = value.to(wide if isinstance(wide, torch.dtype) else dtypes.to_torch(wide))
+        else:
+            wide = buffers[name].dtype if name in buffers else jax.dtypes.canonicalize_dtype(value.dtype)
+            after[name] = value if value.dtype == wide else value.astype(wide)
     return out, after
 
 

@@ -226,3 +226,21 @@ def test_a_program_that_comes_again_is_compiled_well(compilations: list[str], mo
     small = jit(lambda x: x.sin() * 2)
     assert torch.equal(small(X), small(X)) and compilations == ["fast", "well", "well"]
     assert vmap(lambda row: row * 2)(X).shape == X.shape
+
+
+@pytest.mark.parametrize("rows, operations, level", [(4, 20, 0), (128, 20, 1), (128, 400, 0)])
+def test_few_operations_on_large_arrays_are_vectorized_at_once(
+    rows: int, operations: int, level: int, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[Any] = []
+    compiled = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, given=None: (options.append(given), compiled(self, given))[1])
+
+    def steps(x: torch.Tensor) -> torch.Tensor:
+        for k in range(operations):
+            x = (x if k % 2 else x.roll(1)).sin()
+        return x
+
+    x = torch.rand(rows, 128)
+    torch.testing.assert_close(jit(steps)(x), steps(x))
+    assert compilations == ["fast"] and options[-1]["xla_backend_optimization_level"] == level

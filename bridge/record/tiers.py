@@ -37,6 +37,8 @@ _FAST = {
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
+#: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many operations at most, on so many elements, gain.
+_VECTORIZED = 300, 1 << 14
 _WORTH = 0.3  # a function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second
 _SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
@@ -97,16 +99,17 @@ class Once:
                         self._again = _lowering(traced, args)
                         self.executable, self.storable = executables.found(self._name, True, self._stored)
                     if self.executable is None:
-                        self._compile(lowered, lambda: _longest_sum(traced.jaxpr.jaxpr))
+                        self._compile(lowered, traced.jaxpr.jaxpr)
                 self.took = time.perf_counter() - start
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
-    def _compile(self, lowered: Any, longest_sum: Callable[[], int]) -> None:
+    def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> None:
+        """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
         before = state.from_jax
         if self._device.platform == "cpu":
             fusions.limited(lowered)
-        self.executable = _fast(lowered, longest_sum()) if self.fast else _well(lowered)
+        self.executable = _fast(lowered, jaxpr) if self.fast and jaxpr is not None else _well(lowered)
         self.storable = state.from_jax == before
         executables.keep(self._name, self.fast, self.executable, self.storable)
 
@@ -129,7 +132,7 @@ class Once:
             found.executable, found.storable = executables.found(self._name, False, self._stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 if found.executable is None:
-                    found._compile(self._again(), lambda: 0)
+                    found._compile(self._again())
             process.compiler.idle.append(found._stores())  # this is its thread
         return found
 
@@ -211,9 +214,18 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
     return max([*counts, *map(_longest_sum, subjaxprs(jaxpr))], default=0)
 
 
-def _fast(lowered: Any, longest_sum: int) -> jax.stages.Compiled:
+def _sizes(jaxpr: Jaxpr) -> list[int]:
+    """The number of elements of each result of each operation."""
+    own = [math.prod(getattr(v.aval, "shape", ())) for eqn in jaxpr.eqns for v in eqn.outvars]
+    return own + [size for inner in subjaxprs(jaxpr) for size in _sizes(inner)]
+
+
+def _fast(lowered: Any, jaxpr: Jaxpr) -> jax.stages.Compiled:
     vector_products.as_sums(lowered, _FEW)
-    options = _FAST | (_ONE_KERNEL if longest_sum <= _FEW else {})
+    sizes = _sizes(jaxpr)
+    options = _FAST | (_ONE_KERNEL if _longest_sum(jaxpr) <= _FEW else {})
+    if len(sizes) <= _VECTORIZED[0] and max(sizes, default=0) >= _VECTORIZED[1]:
+        options["xla_backend_optimization_level"] = 1
     while True:
         try:
             fast = {option: value for option, value in options.items() if option not in process.unknown_options}

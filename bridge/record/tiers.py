@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import torch
 from jax import lax
-from jax.extend.core import Jaxpr, jaxpr_as_fun, subjaxprs
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling, private
 from bridge.process import log_once, process, without_collections
@@ -214,17 +214,23 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
     return max([*counts, *map(_longest_sum, subjaxprs(jaxpr))], default=0)
 
 
-def _sizes(jaxpr: Jaxpr) -> list[int]:
-    """The number of elements of each result of each operation."""
-    own = [math.prod(getattr(v.aval, "shape", ())) for eqn in jaxpr.eqns for v in eqn.outvars]
-    return own + [size for inner in subjaxprs(jaxpr) for size in _sizes(inner)]
+def _operations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Every operation, also those inside of others."""
+    return [*jaxpr.eqns, *[eqn for inner in subjaxprs(jaxpr) for eqn in _operations(inner)]]
+
+
+def _gains(jaxpr: Jaxpr) -> bool:
+    """Whether vectorized code pays from the first run on; the time of a loop is that of its steps, which are small."""
+    every = _operations(jaxpr)
+    if len(every) > _VECTORIZED[0] or any(eqn.primitive.name in ("scan", "while") for eqn in every):
+        return False
+    return max([math.prod(getattr(v.aval, "shape", ())) for eqn in every for v in eqn.outvars], default=0) >= _VECTORIZED[1]
 
 
 def _fast(lowered: Any, jaxpr: Jaxpr) -> jax.stages.Compiled:
     vector_products.as_sums(lowered, _FEW)
-    sizes = _sizes(jaxpr)
     options = _FAST | (_ONE_KERNEL if _longest_sum(jaxpr) <= _FEW else {})
-    if len(sizes) <= _VECTORIZED[0] and max(sizes, default=0) >= _VECTORIZED[1]:
+    if _gains(jaxpr):
         options["xla_backend_optimization_level"] = 1
     while True:
         try:

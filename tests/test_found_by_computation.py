@@ -216,6 +216,7 @@ def test_threads_that_compile_the_same(compilations: list[str]) -> None:
 
 def test_a_program_that_comes_again_is_compiled_well(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
+    monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
     monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else work())
     net = _network(0)
     f = jit(lambda x: torchfunc_jax.vmap(torchfunc_jax.jacrev(net))(x))

@@ -32,6 +32,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         compiled = getattr(tiers, f"_{name}")
         monkeypatch.setattr(tiers, f"_{name}", lambda *given, name=name, compiled=compiled: (found.append(name), compiled(*given))[1])
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
+    monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
     monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else work())
     monkeypatch.setattr(process, "programs", programs._Kept())
     monkeypatch.setattr(process, "executables", Recent(128))

@@ -144,6 +144,7 @@ def test_second_compilations_that_fail(calls: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(process, "logged", {})
     monkeypatch.setattr(tiers, "_well", _refuse)
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
+    monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
     w = torch.linspace(0.5, 1.5, 4, requires_grad=True)
 
     def work(n: int) -> None:

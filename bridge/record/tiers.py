@@ -39,7 +39,9 @@ _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
 #: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many operations at most, on so many elements, gain.
 _VECTORIZED = 300, 1 << 14
-_WORTH = 0.3  # a function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second
+#: A function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second one, which
+#: must not hold up short scripts.  Who jits a function means to call it often.
+_WORTH, _WORTH_OF_JITTED = 0.3, 1.0
 _SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
@@ -48,8 +50,8 @@ class Once:
     """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of XLA's optimizations."""
 
     __slots__ = (
-        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_stored", "_traced", "executable", "fast", "storable",
-        "took",
+        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_traced", "executable", "fast", "storable",
+        "stored", "took",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +65,7 @@ class Once:
         for a record is stored with the record.
         """
         default = jax.devices()[0]
-        self._stored = stored
+        self.stored = stored
         self._name: str | None = None  # of what it computes
         self.storable = True  # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
         self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
@@ -92,12 +94,12 @@ class Once:
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     self._name = executables.name_of(lowered, self._device)
-                    self.executable, self.storable = executables.found(self._name, False, self._stored)
-                    if self.executable is not None or (self._stored and len(traced.jaxpr.eqns) <= _SMALL):
+                    self.executable, self.storable = executables.found(self._name, False, self.stored)
+                    if self.executable is not None or (self.stored and len(traced.jaxpr.eqns) <= _SMALL):
                         self.fast = False
                     elif self.fast:
                         self._again = _lowering(traced, args)
-                        self.executable, self.storable = executables.found(self._name, True, self._stored)
+                        self.executable, self.storable = executables.found(self._name, True, self.stored)
                     if self.executable is None:
                         self._compile(lowered, traced.jaxpr.jaxpr)
                 self.took = time.perf_counter() - start
@@ -126,10 +128,10 @@ class Once:
         """The same function compiled with all optimizations: now if this one is compiled, else when it is first called."""
         if not self.fast:
             return self
-        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self._stored)
+        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self.stored)
         if self._again is not None:
             found._name = self._name
-            found.executable, found.storable = executables.found(self._name, False, self._stored)
+            found.executable, found.storable = executables.found(self._name, False, self.stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 if found.executable is None:
                     found._compile(self._again())
@@ -139,7 +141,7 @@ class Once:
     def _stores(self) -> Callable[[], None]:
         """A function that stores what has been compiled, and does not keep alive the user's function, which this object does."""
         name, fast, executable, changed = self._name, self.fast, self.executable, self._changed
-        stored = self._stored and self.storable
+        stored = self.stored and self.storable
 
         def store() -> None:
             if stored:
@@ -182,7 +184,7 @@ class Tiers:
         """Note a call in which nothing was compiled; what has run for as long as compiling it well would take is compiled well."""
         self._ran += seconds
         took = max([f.took for f in self.now if f.fast], default=0.0)
-        if not self._asked and 0.0 < took < self._ran * _WORTH:
+        if not self._asked and 0.0 < took < self._ran * (_WORTH_OF_JITTED if self.now[0].stored else _WORTH):
             self._asked = True
             process.compiler.later(self._improve)
 

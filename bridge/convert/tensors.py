@@ -57,7 +57,7 @@ def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Arr
             return array
     waited = [] if waited is None else waited
     if _is_plain(t):
-        return _shared(t, waited)
+        return _shared(t, waited) if t.is_cuda else _in_place(t, t.detach())
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
         return _cross(t, waited)
@@ -68,22 +68,31 @@ def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
     device = devices.jax_device(t.device)
     if source.device.type != "cpu":
         return _from_accelerator(source, waited)
-    array = jax.device_put(as_numpy(source), device)
+    return _in_place(t, source, device)
+
+
+def _in_place(t: torch.Tensor, source: torch.Tensor, device: jax.Device | None = None) -> jax.Array:
+    """The array with the memory of a plain tensor on the CPU; it is remembered as that of t, if it is t's memory."""
+    put = None if device is not None else private_jax.takes_numpy()
+    values = as_numpy(source)
+    array = jax.device_put(values, device) if put is None else put(values)
     address = t.data_ptr()
-    if device is None and t.numel() and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
-        forget = functools.partial(process.arrays.pop, id(t))
-        process.arrays[id(t)] = (weakref.ref(t, forget), array, address, [t._version, _signature(t)])
+    if device is None and values.size and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
+        forget = functools.partial(process.arrays.pop, key := id(t))
+        process.arrays[key] = (weakref.ref(t, forget), array, address, [t._version, _signature(t)])
     elif device is None:
         array.block_until_ready()
     return array
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """Whether an array can share the memory of a CUDA tensor as it is."""
+    """Whether an array can share the memory of a tensor as it is: at once, without what ``plain`` and JAX's device_put look at."""
     return (
-        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.is_cuda and t.layout is torch.strided and not t.is_nested
+        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
+        and (t.is_cuda or (t.is_cpu and process.default_device is None and private_jax.takes_numpy() is not None))
         and not private.without_memory(t) and not private.count_of_dispatch_modes() and t.is_contiguous() and not t.is_conj()
-        and not t.is_neg() and t.numel() > 0 and not t.data_ptr() % _ALIGNMENT and t.dtype not in _BY_BITS and not t.is_quantized
+        and not t.is_neg() and not t.is_quantized
+        and (t.is_cpu or (t.numel() > 0 and not t.data_ptr() % _ALIGNMENT and t.dtype not in _BY_BITS))
     )
 
 
@@ -123,22 +132,12 @@ def _ready(device: torch.device) -> tuple[jax.Device, int, torch.cuda.ExternalSt
     return found, pointer, torch.cuda.ExternalStream(pointer, device=device)
 
 
-def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array | np.ndarray, int]:
-    """An array to pass to a compiled function in the tensor's place, and a number that stands for its shape, strides, dtype and device.
-
-    The array is what ``to_jax`` returns; for a small tensor that is met for the first time it is numpy's view of the tensor.
-    """
-    key = id(t)
-    entry = process.arrays.get(key)
+def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array, int]:
+    """The array that stands for a tensor, and a number that stands for its shape, strides, dtype and device."""
+    entry = process.arrays.get(id(t))
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
         return entry[1], entry[3][1]
-    signature = _signature(t)
-    if t.numel() <= 4096 and t.device.type == "cpu" and devices.jax_device(t.device) is None:
-        met = process.met.get(key)
-        if met is None or met() is not t:
-            process.met[key] = weakref.ref(t, functools.partial(process.met.pop, key))
-            return as_numpy(plain(t)), signature
-    return to_jax(t, waited), signature
+    return to_jax(t, waited), _signature(t)
 
 
 def _signature(t: torch.Tensor) -> int:

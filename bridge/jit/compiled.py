@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import compiling, devices
+from bridge import compiling, devices, private_jax
 from bridge.boundary import meshes
 from bridge.boundary.calls import Call
 from bridge.boundary.results import inexact_dtype, put_together, write_back
@@ -129,6 +129,8 @@ class Compiled:
             passes = {k: Tiers(*[Once(self.checked.run, run=run) for run in runs]) for k, runs in executables.made.items()}
             self.forward = passes.pop(None, Tiers(Once(self.checked.run)))
             self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k], []) for k, found in passes.items()}
+        self.run = self.forward  # the forward pass; when it changes no more, its executable itself
+        self.asks = bool(program.written or program.strided or program.graded)  # whether ``unfit`` is to be asked before each call
         self.active: dict[Any, Any] = {}
         self.backward: dict[tuple[int, ...], Compiled] = {}  # by the inputs that are differentiated: the backward pass as a program
         # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
@@ -263,6 +265,8 @@ class Compiled:
             for tiers in found:
                 tiers.ran(seconds)
         self.changes = any(tiers.changes for tiers in found)
+        if not self.forward.changes:
+            self.run = private_jax.without_wrapper(self.forward.now[0].executable)
         return out
 
     def _executables(self) -> list[Any]:
@@ -285,7 +289,7 @@ class Compiled:
             values = donation.values
         if self.torch_out and compiling.options_suffice():
             with jax.enable_x64(True):
-                outs = self.forward(values, random)
+                outs = self.run(values, random)
         else:
             with jax.enable_x64(True), compiling.correctly():
                 if not self.torch_out:

@@ -186,7 +186,7 @@ class Jitted:
             except TypeError as error:
                 raise _unhashable(error) from None
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
-        if len({*map(id, leaves)}) < len(leaves):
+        if len(leaves) > 1 and len({*map(id, leaves)}) < len(leaves):
             leaves = without_twins(leaves)
         inputs: list[Any] = []
         numbers: list[Any] = []
@@ -266,7 +266,7 @@ class Jitted:
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
         found, arrays = captured
-        if entry.program.written or entry.program.strided or entry.program.graded:
+        if entry.asks:
             reason = entry.unfit(leaves, found)
             if reason:
                 return self._unjitted(reason, entry.torch_out, args, kwargs)

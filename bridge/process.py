@@ -59,7 +59,7 @@ class Process:
     #: the logs that ``explain`` is filling, and the files it prints to
     explanations: list[tuple[list[str], TextIO | None]] = field(default_factory=list)
     #: the JAX array that stands for a torch tensor, by the tensor's id, with what says that the tensor is unchanged
-    arrays: dict[int, tuple[weakref.ref[torch.Tensor], Any, int, list[int]]] = field(default_factory=dict)
+    arrays: dict[int, tuple[weakref.ref[torch.Tensor], Any, int, list[Any]]] = field(default_factory=dict)
     #: the JAX array whose memory a tensor is, for the results of programs that write into the memory of arguments, by the tensor's id
     owners: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = field(default_factory=dict)
     #: by the id of an array that was donated: the array that has its memory now, and keeps it for tensors that are views of it

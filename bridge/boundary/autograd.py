@@ -65,7 +65,7 @@ def computed(t: tracing.Traced) -> torch.Tensor:
 
 
 def returned(
-    ctx: Any, outs: Sequence[Any], rest: Sequence[Any], kinds: Sequence[bool], device: torch.device | None, avoid: set[int]
+    ctx: Any, outs: Sequence[Any], rest: Sequence[Any], kinds: Sequence[bool], device: torch.device | None, avoid: set[int | None]
 ) -> tuple[torch.Tensor, ...]:
     """The tensors that a node returns, of the values with derivatives, and of the rest; kinds: which of them have derivatives."""
     floats, others = iter(outs), iter(rest)
@@ -91,7 +91,7 @@ def versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     return [(t, t._version) for t in leaves if isinstance(t, torch.Tensor) and not t.is_inference()]
 
 
-def kept_by(held: set[int], leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+def kept_by(held: set[int | None], leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     """``versions`` of the tensors whose memory a pullback reads; held: its ``addresses``."""
     return versions([t for t in leaves if isinstance(t, torch.Tensor) and t.data_ptr() in held])
 
@@ -106,9 +106,9 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
             )
 
 
-def addresses(pull: Callable[..., Any]) -> set[int]:
-    """The addresses, in this process's memory, of the arrays that a pullback reads."""
-    return {a.unsafe_buffer_pointer() for a in jax.tree_util.tree_leaves(pull) if tensors.is_local(a)}
+def addresses(arrays: Any) -> set[int | None]:
+    """The addresses, in this process's memory, of the arrays in a tree, such as those that a pullback reads."""
+    return {tensors.address(a) for a in jax.tree_util.tree_leaves(arrays)}
 
 
 # -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------

@@ -48,19 +48,26 @@ def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Arr
         TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
 
     """
+    return crossing(t, waited)[0]
+
+
+def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array, int]:
+    """``to_jax``, and a number that stands for the tensor's shape, strides, dtype and device."""
     entry = process.arrays.get(id(t))
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
         _, array, _, seen = entry
-        # resize_ and similar methods change the version and the shape, but not the address
-        if seen[0] == t._version or (array.shape == t.shape and t.is_contiguous()):
+        version, signature, shape = seen
+        if version == t._version:
+            return array, signature
+        if shape == t.shape and t.is_contiguous():  # resize_ and similar methods change the version and the shape, but not the address
             seen[0] = t._version
-            return array
+            return array, signature
     waited = [] if waited is None else waited
     if _is_plain(t):
-        return _shared(t, waited) if t.is_cuda else _in_place(t, t.detach())
+        return _shared(t, waited) if t.is_cuda else _in_place(t, t.detach()), _signature(t)
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
-        return _cross(t, waited)
+        return _cross(t, waited), _signature(t)
 
 
 def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
@@ -79,7 +86,7 @@ def _in_place(t: torch.Tensor, source: torch.Tensor, device: jax.Device | None =
     address = t.data_ptr()
     if device is None and values.size and source.data_ptr() == address == array.unsafe_buffer_pointer() and not t.is_inference():
         forget = functools.partial(process.arrays.pop, key := id(t))
-        process.arrays[key] = (weakref.ref(t, forget), array, address, [t._version, _signature(t)])
+        process.arrays[key] = (weakref.ref(t, forget), array, address, [t._version, _signature(t), t.shape])
     elif device is None:
         array.block_until_ready()
     return array
@@ -132,14 +139,6 @@ def _ready(device: torch.device) -> tuple[jax.Device, int, torch.cuda.ExternalSt
     return found, pointer, torch.cuda.ExternalStream(pointer, device=device)
 
 
-def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array, int]:
-    """The array that stands for a tensor, and a number that stands for its shape, strides, dtype and device."""
-    entry = process.arrays.get(id(t))
-    if entry is not None and entry[0]() is t and entry[2] == t.data_ptr() and entry[3][0] == t._version:
-        return entry[1], entry[3][1]
-    return to_jax(t, waited), _signature(t)
-
-
 def _signature(t: torch.Tensor) -> int:
     if t.is_nested:  # a nested tensor has no single shape: plain raises its TypeError
         plain(t)
@@ -174,6 +173,14 @@ def is_local(v: Any) -> bool:
         return False
     sharding = v.sharding
     return sharding.is_fully_addressable and (type(sharding) is _ONE_DEVICE or len(sharding.device_set) == 1)
+
+
+def address(v: Any) -> int | None:
+    """Where the memory of an array in this process begins; None for anything else.  Waits until the array is computed."""
+    try:
+        return int(v.unsafe_buffer_pointer())
+    except (AttributeError, ValueError, jax.errors.JaxRuntimeError):  # no array, or one on several devices
+        return None
 
 
 def fits_torch(v: Any) -> bool:

@@ -26,27 +26,28 @@ class ProgramNode(torch.autograd.Function):
 
     @staticmethod
     @opaque
-    def forward(ctx: Any, compiled: Any, inputs: list[Any], active: tuple[int, ...], *diff: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, compiled: Any, inputs: list[Any], values: list[Any], active: tuple[int, ...], *diff: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """values: the arrays of the inputs."""
         passes, kinds, copied, _ = compiled.pair(active)
         run, back = passes.now  # the node keeps both: the backward pass is of the tier of its forward pass, and each time the same
-        waited: list[torch.device] = []
-        values = [tensors.to_jax(x, waited) if isinstance(x, torch.Tensor) else x for x in inputs]
         values = tensors.on_one_device(values) if compiled.mixed else values
         random = compiled.program.random(values)
         with jax.enable_x64(True), compiling.at_call():
             outs, rest, pull = run(values, random)
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
-        held = autograd.addresses(pull)
-        avoid = held | {a.unsafe_buffer_pointer() for a in values if tensors.is_local(a)}
+        avoid = autograd.addresses(values)
         ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.kinds = compiled, inputs, active, random, kinds
         ctx.back = functools.partial(back, pull)
         written = {id(inputs[i]) for i in compiled.program.written}
         read = [t for t in inputs if id(t) not in written]
+        held = autograd.addresses(pull)  # they are computed by now, at the latest
         ctx.versions = autograd.kept_by(held, read) + autograd.versions([inputs[k] for k in copied if id(inputs[k]) not in written])
         ctx.every_version = autograd.versions(read)
         ctx.save_for_backward(*[t.detach().clone() if t.is_inference() else t for t in diff])  # PyTorch saves no inference tensor
-        return autograd.returned(ctx, outs, rest, kinds, compiled.device, avoid)
+        return autograd.returned(ctx, outs, rest, kinds, compiled.device, avoid | held)
 
     @staticmethod
     @opaque
@@ -70,10 +71,12 @@ class ProgramNode(torch.autograd.Function):
             with rewording(), jax.enable_x64(True), compiling.at_call():
                 waited: list[torch.device] = []
                 found = ctx.back([tensors.to_jax(c, waited) for c in cts])
-            need = [n and d for n, d in zip(ctx.needs_input_grad[3:], direct, strict=True)]
-            made = unpacked(found, need)
-            grads = [made[k].to(t.device) if n else None for k, (t, n) in enumerate(zip(diff, need, strict=True))]
-        return (None, None, None, *grads)
+            need = [n and d for n, d in zip(ctx.needs_input_grad[4:], direct, strict=True)]
+            made = unpacked(found, need, ctx.compiled.runs_on)
+            grads = [made.get(k) for k in range(len(need))]
+            if ctx.compiled.mixed:
+                grads = [g if g is None else g.to(t.device) for g, t in zip(grads, diff, strict=True)]
+        return (None, None, None, None, *grads)
 
 
 def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 from bridge import compiling, devices, private_jax
 from bridge.boundary import meshes
 from bridge.boundary.calls import Call
-from bridge.boundary.results import inexact_dtype, put_together, write_back
+from bridge.boundary.results import put_together, write_back
 from bridge.boundary.shared_memory import Sharing
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import settle
@@ -276,11 +276,11 @@ class Compiled:
         program = self.program
         if self.idle():
             return self._finish([], leaves, captured)
-        if self.torch_out and torch.is_grad_enabled() and (grads or [t for t in captured if t.requires_grad]):
+        if self.torch_out and torch.is_grad_enabled() and (grads or any(t.requires_grad for t in captured)):
             every = self.inputs(leaves, captured)
             active = self._active(every)
             if any(self.pair(active).kinds):
-                return self._recorded(leaves, captured, every, active)
+                return self._recorded(leaves, captured, every, values, active)
         values = tensors.on_one_device(values) if self.mixed else values
         random = program.random(values)
         donation = None
@@ -365,16 +365,18 @@ class Compiled:
 
     def _active(self, inputs: list[Any]) -> tuple[int, ...]:
         """The inputs that torch's autograd goes back to."""
-        wanted = tuple([isinstance(x, torch.Tensor) and x.requires_grad and inexact_dtype(x.dtype) for x in inputs])
+        wanted = tuple([isinstance(x, torch.Tensor) and x.requires_grad for x in inputs])
         if wanted not in self.active:
             self.active[wanted] = self.program.reached([i for i, w in enumerate(wanted) if w])
         return self.active[wanted]
 
-    def _recorded(self, leaves: list[Any], captured: list[torch.Tensor], inputs: list[Any], active: tuple[int, ...]) -> Any:
+    def _recorded(
+        self, leaves: list[Any], captured: list[torch.Tensor], inputs: list[Any], values: list[Any], active: tuple[int, ...]
+    ) -> Any:
         # the backward pass needs the earlier values of the written tensors, so these are cloned
         written = {id(inputs[i]) for i in self.program.written}
         diff = [inputs[i].clone() if id(inputs[i]) in written else inputs[i] for i in active]
-        return self._finish(list(ProgramNode.apply(self, inputs, active, *diff)), leaves, captured)
+        return self._finish(list(ProgramNode.apply(self, inputs, values, active, *diff)), leaves, captured)
 
     def gradients(self, inputs: list[Any], active: tuple[int, ...], random: Any, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The backward pass for these inputs as a node of torch's graph; random: the seeds and numbers of the forward pass."""

@@ -609,11 +609,18 @@ def pull_back_packed(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) 
     return dict(zip([*[(i,) for i in singles], *map(tuple, stacks.values())], outs, strict=True))
 
 
-def unpacked(found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array], needed: Sequence[bool]) -> dict[int, torch.Tensor]:
-    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places."""
+def unpacked(
+    found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array], needed: Sequence[bool], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places; device: where they are."""
+    every = found.items() if isinstance(found, Mapping) else [((i,), array) for i, array in enumerate(found)]
+    wanted = [(places, array) for places, array in every if any(needed[i] for i in places)]
+    if device.type == "cpu":
+        for _, array in wanted:
+            array.block_until_ready()
+    arrays = [array for _, array in wanted]
+    made = tensors.views(arrays, [tensors.layout(a.shape, a.dtype) for a in arrays], device)
     out: dict[int, torch.Tensor] = {}
-    for places, array in found.items() if isinstance(found, Mapping) else zip([(i,) for i in range(len(found))], found, strict=True):
-        if any(needed[i] for i in places):
-            t = tensors.to_torch(array)
-            out.update(zip(places, [t] if len(places) == 1 else t.unbind(0), strict=True))
-    return out
+    for (places, _), t in zip(wanted, made, strict=True):
+        out.update(zip(places, [t] if len(places) == 1 else t.unbind(0), strict=True))
+    return {i: t for i, t in out.items() if needed[i]}

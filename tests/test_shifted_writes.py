@@ -170,6 +170,16 @@ PROGRAMS: dict[str, Program] = {
     "rolled, reshaped": _rows("y[1:].copy_(y.reshape(2, 3, 1, 2).roll(1, 1).reshape(-1)[:8].reshape(2, 1, 4))", shape="3, 1, 4"),
     "slice_scatter": _rows("y = y.slice_scatter(y[:-1], 0, 1)"),
     "into a copy of a tensor that lies as its operand": _rows("y = y.T.flip(1)", "z = y.flatten()", "z[1:] = z[:-1].clone()"),
+    "into a copy with the gaps of its operand": _rows(
+        "y = y[:, 1:].select_scatter(y[:, 0] * 2, 1, 0)", "y.reshape(-1).add_(1)", size=96, shape="2, 2, 24",
+    ),
+    "into a diagonal's copy with gaps": _rows(
+        "y = y[:, 1:].diagonal_scatter(y[:1, 0].T * 2)", "y.reshape(-1).add_(1)", size=96, shape="2, 2, 24",
+    ),
+    "read by two names": _rows(
+        "y = y * 2", "z = y[:18]", "z[1:] = z[:-1].clone().roll(1, 0)", "z.sub_(y.flip(0)[:18].clone())", size=24, shape="24",
+        returned="z.reshape(-1)",
+    ),
     "narrow at an index": _rows("y.narrow(0, i, 3).copy_(y.narrow(0, i - 1, 3).clone())"),
 }
 

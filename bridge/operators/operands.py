@@ -16,7 +16,7 @@ from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
 from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
-from bridge.trace.storage import Geometry, contiguous, strides_of
+from bridge.trace.storage import Geometry, contiguous, span, strides_of
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")
@@ -64,7 +64,8 @@ def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any 
     strides, between, places = (strides, (), ()) if lying is None else next(lying)
     t = wrap(out, device, strides=strides)
     if layout is not PLAIN or lying is not None:
-        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), True, None, between, places, known)
+        dense = strides is None or span(out.shape, strides) == out.size
+        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), dense, None, between, places, known)
     t.node.lanes = lanes
     return t
 
@@ -119,7 +120,10 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
     if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
         return PLAIN
-    like_first = name in _LIKE_THE_FIRST
+    if name in _STRIDES_OF_THE_FIRST and all(step or n < 2 for n, step in zip(args[0].shape, args[0].stride(), strict=True)):
+        kept = name not in _CONTIGUOUS_IN_VMAP or innermost("vmap") is None
+        return strides_of(args[0]) if kept else None, not _unknown(args[0])
+    like_first = name in _LIKE_THE_FIRST or name in _STRIDES_OF_THE_FIRST
     if not (chosen or like_first or torch.Tag.pointwise in func.tags or name in _COPIES):  # others do not keep the operands' memory order
         return None, False
     try:
@@ -178,7 +182,10 @@ def _named(names: str) -> frozenset[str]:
 #: Operators that keep the memory order of their first operand, besides the elementwise ones.
 _COPIES = _named("clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
 #: Other operators whose results keep the memory order of the first operand.
-_LIKE_THE_FIRST = _named("flip slice_scatter select_scatter diagonal_scatter index_fill index_put _prelu_kernel")
+_LIKE_THE_FIRST = _named("flip index_fill index_put _prelu_kernel")
+#: Operators whose results have the strides of the first operand, also those that leave gaps in memory.
+_STRIDES_OF_THE_FIRST = _named("slice_scatter select_scatter diagonal_scatter as_strided_scatter")
+_CONTIGUOUS_IN_VMAP = _named("slice_scatter select_scatter")  # of these, those that have a rule of their own in PyTorch's vmap
 #: Operators whose results are contiguous even if an operand is not.
 _CONTIGUOUS = _named(
     "_cdist_forward _log_softmax _safe_softmax _softmax _trilinear addbmm addmm addmv all amax amin aminmax any argmax argmin baddbmm "

@@ -3,7 +3,8 @@
 XLA fuses a write with the computation of its values. It should not if they are read elsewhere in the same memory, but it does not notice if
 there is a reshape between the two (https://github.com/openxla/xla/issues/49176, every jaxlib so far): y[1:] = y[:-1] then copies the first
 row into all others. Such a read has to be over before the write begins. ``lax.optimization_barrier`` does not ensure that, because XLA
-removes it before it fuses. A call that is not inlined stays; it returns its operand and takes less than a microsecond.
+removes it before it fuses. A call that is not inlined stays. It returns a copy: if it returned its operand, a later fusion might read the
+one value by both names and write its result into their memory, and XLA looks at one name only.
 
 The call stands behind the read (a slice, a sum, ...), where XLA itself ends a fusion if it does notice, so that it makes no program slower.
 """
@@ -13,10 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import func
+from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import ad, batching, mlir
 
 
@@ -100,7 +102,7 @@ class _Reads:
 
     def before(self, values: ir.Value) -> ir.Value:
         """The values, behind calls that are not inlined where they, or what they are computed of, read the memory."""
-        return once(self.module, values) if values in self.memory else self._cut(values, True) or values
+        return once(self.module, values, True) if values in self.memory else self._cut(values, True) or values
 
     def _cut(self, v: ir.Value, in_place: bool) -> ir.Value | None:
         """in_place: all between v and the write is element by element.  Returns what takes v's place, if anything does."""
@@ -111,7 +113,7 @@ class _Reads:
             op = op.operands[0].owner  # XLA computes less twice if the call is behind the reshape
         sources = [o for o in op.operands if o in self.readers]
         if op.regions or any(o in self.memory or size(o) > size(v) for o in sources):
-            return None if in_place and self._reads_there(op) else once(self.module, v)
+            return None if in_place and self._reads_there(op) else once(self.module, v, True)
         for o in sources:
             self._cut(o, in_place and op.name in ELEMENTWISE)
         return None
@@ -123,14 +125,19 @@ class _Reads:
         return op.operands[0] == self.x and starts == self.at and set(strides) <= {1}
 
 
-def once(module: ir.Module, v: ir.Value) -> ir.Value:
-    """The value behind a call that is not inlined, with which all that XLA fuses for it ends; it takes the value's place."""
-    name, owner = f"read_first_{v.type}", v.owner
+def once(module: ir.Module, v: ir.Value, copied: bool = False) -> ir.Value:
+    """The value behind a call that is not inlined, with which all that XLA fuses for it ends; it takes the value's place.
+
+    copied: the call returns a copy, because later operations may still name the value itself.
+    """
+    copied = copied and size(v) > 0
+    name, owner = f"{'read_first' if copied else 'computed_once'}_{v.type}", v.owner
     if name not in ir.SymbolTable(module.operation):
         with ir.InsertionPoint(module.body):
             same = _function(name, ([v.type], [v.type]), visibility="private")
         with ir.InsertionPoint(same.add_entry_block()) as body:
-            func.ReturnOp(body.block.arguments)
+            (given,) = body.block.arguments
+            func.ReturnOp([_copy(given) if copied else given])
     call: Any = func.CallOp([v.type], ir.FlatSymbolRefAttr.get(name), [v])
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"inlineable": ir.StringAttr.get("false")})
     v.replace_all_uses_except(call.result, call.operation)
@@ -139,6 +146,15 @@ def once(module: ir.Module, v: ir.Value) -> ir.Value:
     else:
         call.operation.move_after(owner)
     return call.result
+
+
+def _copy(v: ir.Value) -> ir.Value:
+    """A copy that XLA does not take for the value itself: it does not know that a number is zero or another one."""
+    scalar, start = ir.RankedTensorType.get([], v.type.element_type), [0] * v.type.rank
+    first = stablehlo.reshape(scalar, stablehlo.slice(v, start, [1] * v.type.rank, [1] * v.type.rank))
+    zero = stablehlo.convert(scalar, mlir.ir_constant(np.bool_(False)))
+    is_zero, is_other = [stablehlo.compare(first, zero, stablehlo.ComparisonDirectionAttr.get(how)) for how in ("EQ", "NE")]
+    return stablehlo.select(stablehlo.or_(is_zero, is_other), v, stablehlo.broadcast_in_dim(v.type, zero, []))
 
 
 def _closure(values: Any, then: Any) -> set[ir.Value]:

@@ -77,6 +77,17 @@ def _module(t: torch.Tensor) -> nn.Module:
     return module
 
 
+class _Keeps(nn.Module):
+    """A module that returns a tensor that it keeps, as it is."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        super().__init__()
+        self.kept = t
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, self.kept
+
+
 _T = torchfunc_jax
 #: a tensor becomes an array
 _ARRAYS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -96,6 +107,7 @@ _ARRAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "an argument beside arrays, by grad": lambda t: _T.grad(lambda x, w: ((x * 2).sum(), w), has_aux=True)(_array(), t),
     "in jax.jit": lambda t: jax.jit(_T.vmap(lambda x: (x, t), out_dims=(0, None)))(_array()),
     "of a JAX function": lambda t: jax.jit(lambda a: bridge.from_jax(lambda a, t: (a, t))(a, t))(_array()),
+    "kept by a module, by functional_call": lambda t: _T.functional_call(_Keeps(t), {}, (_array(),)),
     "call": lambda t: bridge.call(_module(t), {}, {}, _array(), strict=False),
 }  # fmt: skip
 

@@ -304,6 +304,22 @@ def test_a_training_step_is_compiled_once_and_its_optimizer_may_go_on_outside():
     assert len(fast.programs()) == 1
 
 
+@pytest.mark.parametrize("argument", [True, False], ids=["an argument", "a captured tensor"])
+def test_a_gradient_that_is_removed_is_gone_after_each_call(argument):
+    w = torch.ones(3, requires_grad=True)
+
+    def step(x):
+        (x if argument else w).grad = None
+        return (x * w).sum()
+
+    fast = jit(step)
+    for k in range(3):
+        x = torch.full((3,), float(k), requires_grad=True)
+        x.grad, w.grad = torch.ones(3), torch.ones(3)
+        fast(x)
+        assert ((x.grad is None), (w.grad is None)) == (argument, not argument)
+
+
 def _of_argument(wrap):
     f = wrap(lambda x: ((x**2).sum().backward(), x.grad)[1])
     for k in range(2):

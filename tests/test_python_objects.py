@@ -1,7 +1,9 @@
 """What a function does to Python objects, it does at each call, under jit as without: beside PyTorch and torch.func."""
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
 import gc
 import io
 import itertools
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.func
-from python_objects import KINDS, REACHED, WAYS, outcome, same
+from python_objects import KINDS, REACHED, WAYS, content, outcome, same
 
 import torchfunc_jax
 from torchfunc_jax import explain, jit
@@ -88,6 +90,89 @@ def test_what_is_kept_twice_is_one_object() -> None:
         assert kept.a[0] is out and kept.b["y"] is out  # type: ignore[index]
 
 
+def _appends(c: collections.deque[torch.Tensor] | list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    c.append(x)
+    c.extend([x * 2, x * 3])
+    return x + 1
+
+
+def _moves_to_the_end(c: collections.OrderedDict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    key = next(iter(c))
+    c.move_to_end(key)
+    return c[key] * x
+
+
+def _takes_out_and_puts_back(c: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    key = next(iter(c))
+    c[key] = c.pop(key) + x
+    return c[key] * x
+
+
+#: What a function does to what it holds; what it holds.
+ORDERED: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], object]]] = {
+    "a list that gets three elements": (_appends, list),
+    "a deque that gets three elements": (_appends, lambda: collections.deque([torch.zeros(2)], 5)),
+    "the first key moves to the end": (_moves_to_the_end, lambda: collections.OrderedDict(a=torch.ones(2), b=torch.zeros(2))),
+    "the first key is taken out and put back": (_takes_out_and_puts_back, lambda: {"a": torch.ones(2), "b": torch.zeros(2)}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_elements_and_keys_have_the_order_that_the_function_gives_them(name: str) -> None:
+    change, make = ORDERED[name]
+    mine, theirs = make(), make()
+    compiled = jit(lambda x: change(mine, x))
+    for x in INPUTS:
+        assert same(compiled(x), change(theirs, x)) and same(content(mine), content(theirs))
+
+
+def test_a_context_variable_that_is_set() -> None:
+    state: contextvars.ContextVar[torch.Tensor] = contextvars.ContextVar("state")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state.set(state.get() * 0.5 + x)
+        return state.get() * 2
+
+    for run in (fn, jit(fn)):
+        state.set(torch.zeros(2))
+        h = torch.zeros(2)
+        for x in INPUTS:
+            h = h * 0.5 + x
+            assert same(run(x), h * 2) and same(state.get(), h)
+
+
+def test_a_set_that_is_emptied_gets_its_members_again() -> None:
+    names = set[str]()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        names.add("x")
+        return x * len(names)
+
+    compiled = jit(fn)
+    for x in INPUTS:
+        names.clear()
+        assert same(compiled(x), x) and names == {"x"}
+
+
+def test_a_new_container_is_of_the_kind_that_the_function_makes() -> None:
+    """A deque keeps its largest length, a defaultdict its function, a named tuple its names."""
+    kept, Pair = Kept(), collections.namedtuple("Pair", "first second")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.a = collections.deque([x], 2), collections.defaultdict(list, x=[x])
+        kept.b = Pair(x, x * 2)
+        return x + 1
+
+    compiled = jit(fn)
+    for x in INPUTS:
+        compiled(x)
+        last, found = kept.a  # type: ignore[misc]
+        last.extend([1, 2])
+        found["y"].append(3)
+        assert last.maxlen == 2 and [*last] == [1, 2] and found["y"] == [3] and same(found["x"], [x])
+        assert type(kept.b) is Pair and same(kept.b.second, x * 2)  # type: ignore[attr-defined]
+
+
 def test_each_call_makes_what_is_new_anew() -> None:
     kept = Kept()
 
@@ -144,6 +229,9 @@ NOT_REPEATED = {
     "a Random": (lambda r: lambda x: x * r.random(), lambda: random.Random(0), "draws from Python's or NumPy's"),
     "NumPy's random numbers": (lambda _: lambda x: x * np.random.rand(), lambda: np.random.seed(0), "draws from Python's or NumPy's"),
     "a NumPy generator": (lambda r: lambda x: x * r.random(), lambda: np.random.default_rng(0), "draws from Python's or NumPy's"),
+    "a hook": (
+        lambda layer: lambda x: layer.register_forward_hook(lambda m, args, out: out * 2) and layer(x), lambda: torch.nn.Linear(2, 2),
+        "adds or removes hooks of a module"),
     "a new module": (
         lambda kept: lambda x: setattr(kept, "a", _layer(x)) or kept.a(x), Kept, "keeps a Linear that holds tensors"),
 }  # fmt: skip

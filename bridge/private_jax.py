@@ -44,7 +44,8 @@ def without_wrapper(executable: jax.stages.Compiled) -> Callable[..., Any]:
     return getattr(executable, "_call", None) or executable
 
 
-# What ``jax.device_put`` ends in, where there is one device to choose from: the checks of the public one take eight times as long.
+# What ``jax.device_put`` ends in, where there is one device to choose from: the checks of the public one take eight times as long.  DLPack
+# is as fast, but XLA's thread may free what a capsule holds; it waits for Python's lock, with which JAX may be waiting for that thread.
 @functools.cache
 def takes_numpy() -> Callable[[Any], jax.Array] | None:
     """A function that gives the array with the memory of a NumPy array, which begins where XLA's arrays do; None if JAX has none."""

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import calculus
+import crossings
 import overhead
 import random_numbers
 import readme
@@ -80,6 +81,17 @@ def test_overhead_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert all(f"| `{row['transform']}` | {row['operators']} |" in text for row in results["rows"])
+
+
+def test_crossings_and_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- crossings:start -->\nold\n<!-- crossings:end -->\n")
+    monkeypatch.setattr(crossings, "PAGE", page)
+    found = crossings.main(["--tensors", "1,3", "--seconds", "0.01", "--page", "--output", str(tmp_path)])
+    assert found == json.loads(next(tmp_path.glob("crossings-*.json")).read_text())
+    assert [(row["kind"], row["tensors"]) for row in found["rows"]] == [(kind, n) for kind in crossings.KINDS for n in (1, 3)]
+    assert all(set(row["ms"]) == set(crossings.SYSTEMS) for row in found["rows"])
+    assert all(f"| {row['kind']} | {row['tensors']} |" in page.read_text() for row in found["rows"])
 
 
 def test_random_numbers_and_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

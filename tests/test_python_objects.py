@@ -141,6 +141,17 @@ def test_a_context_variable_that_is_set() -> None:
             assert same(run(x), h * 2) and same(state.get(), h)
 
 
+def test_a_dict_that_is_an_argument_gets_new_keys() -> None:
+    def fn(x: torch.Tensor, c: dict[str, torch.Tensor]) -> torch.Tensor:
+        c["new"] = x * 2
+        return x + c["old"]
+
+    compiled = jit(fn)
+    for x in INPUTS:
+        mine, theirs = {"old": torch.ones(2)}, {"old": torch.ones(2)}
+        assert same(compiled(x, mine), fn(x, theirs)) and same(content(mine), content(theirs))
+
+
 def test_a_set_that_is_emptied_gets_its_members_again() -> None:
     names = set[str]()
 

@@ -48,7 +48,8 @@ _ASKED_BY = 32  # how often it is traced to find what it asks for gradients by
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(SEEDS, np.int64)
-_PACK_FROM, PACK_SIZE = 4, 4096  # at least so many outputs of one shape, each of at most this size, are packed into one array
+#: At least so many outputs of one shape, each of at most this size, are packed into one array: the stack takes the time of thirty views.
+_PACK_FROM, PACK_SIZE = 32, 4096
 
 
 @dataclasses.dataclass(slots=True)
@@ -453,7 +454,7 @@ class Packing:
                 by_shape.setdefault((a.shape, a.dtype), []).append(i)
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
         done.update(i for g in groups for i in g)
-        return cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks) if stacks or len(jaxpr.outvars) >= 8 else None
+        return cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks) if stacks or groups else None
 
     def unpacking(self) -> Packing:
         """The same for ``unpack`` alone: without variables of a jaxpr, which cannot be pickled."""

@@ -30,6 +30,7 @@ _BY_BITS = frozenset(_AS_INT) - {torch.bfloat16}  # DLPack has no such types
 _ONE_DEVICE = jax.sharding.SingleDeviceSharding
 _CPU = torch.device("cpu")
 _DLPACK_CUDA, _DLPACK_ROCM = 2, 10  # DLPack's numbers for the kinds of devices
+_MOST_DIMENSIONS = 64  # of NumPy's arrays
 _ALIGNMENT = 16  # bytes: XLA's programs for accelerators take no input that begins elsewhere
 
 
@@ -98,7 +99,7 @@ def _is_plain(t: torch.Tensor) -> bool:
         (type(t) is torch.Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
         and (t.is_cuda or (t.is_cpu and process.default_device is None and private_jax.takes_numpy() is not None))
         and not private.without_memory(t) and not private.count_of_dispatch_modes() and t.is_contiguous() and not t.is_conj()
-        and not t.is_neg() and not t.is_quantized
+        and not t.is_neg() and not t.is_quantized and t.dim() <= _MOST_DIMENSIONS
         and (t.is_cpu or (t.numel() > 0 and not t.data_ptr() % _ALIGNMENT and t.dtype not in _BY_BITS))
     )
 
@@ -216,8 +217,8 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     strange = private.without_memory(t)
     if strange:
         raise TypeError(f"tensor: expected a tensor with data, got {strange}")
-    if t.dim() > 64:
-        raise RuntimeError(f"only tensors with up to 64 dims are supported, got {t.dim()}")
+    if t.dim() > _MOST_DIMENSIONS:
+        raise RuntimeError(f"only tensors with up to {_MOST_DIMENSIONS} dims are supported, got {t.dim()}")
     t = t.detach()
     if t.is_conj():
         t = t.resolve_conj()

@@ -11,9 +11,7 @@ PyTorch's, and are written to benchmarks/results/, a file per machine.
 """
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from readme import describe, update
+from readme import describe, keep
 from run import milliseconds, parser_of, say, slug
 
 import torchfunc_jax
@@ -124,15 +122,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for count in counts:
             say(f"{kind}, {count} tensors ...")
             results["rows"].append({"kind": kind, "tensors": count, "ms": measure(kind, count, options.seconds)})
-    options.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        update("crossings", table(results), PAGE)
-    if options.json:
-        json.dump(results, sys.stdout)
-    else:
-        print(table(results))
-    return results
+    return keep("crossings", results, table(results), path, options, PAGE)
 
 
 if __name__ == "__main__":

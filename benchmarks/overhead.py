@@ -11,17 +11,15 @@ per machine.
 """
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from readme import describe, update
+from readme import describe, keep
 from run import milliseconds, parser_of, say, slug
 
 import torchfunc_jax
@@ -132,15 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             row = measure(name, count, options.seconds)
             results["rows"].append({"transform": name, "operators": count, "systems": row})
             say("  " + "  ".join(f"{s} {milliseconds(one['ms'])} ms" for s, one in row.items()))
-    options.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        update("overhead", table(results), PAGE)
-    if options.json:
-        json.dump(results, sys.stdout)
-    else:
-        print(table(results))
-    return results
+    return keep("overhead", results, table(results), path, options, PAGE)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ written to benchmarks/results/, a file per machine.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from readme import describe, update
+from readme import describe, keep
 from run import milliseconds, parser_of, say, slug
 
 import torchfunc_jax
@@ -133,15 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         systems = measure(place, options.members, options.seconds)
         results["rows"].append({"dropout": place, "numbers": PLACES[place][2] * BATCH * options.members, "systems": systems})
         say("  " + "  ".join(f"{name} {milliseconds(one['ms'])} ms" for name, one in systems.items()))
-    options.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        update("random-numbers", table(results), PAGE)
-    if options.json:
-        json.dump(results, sys.stdout)
-    else:
-        print(table(results))
-    return results
+    return keep("random-numbers", results, table(results), path, options, PAGE)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,19 @@ def update(name: str, table: str, page: Path | None = None) -> None:
     page.write_text(f"{before}{start}\n{table}\n{end}{after}")
 
 
+def keep(name: str, results: dict[str, Any], table: str, path: Path, options: Any, page: Path) -> dict[str, Any]:
+    """Write the results of a benchmark to its file, print them, and put the table into the page if the options ask for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.page:
+        update(name, table, page)
+    if options.json:
+        json.dump(results, sys.stdout)
+    else:
+        print(table)
+    return results
+
+
 def describe(where: dict[str, Any]) -> str:
     """The machine, in a line."""
     device = "" if where["device"] == "cpu" else f", {where['device']}"

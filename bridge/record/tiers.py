@@ -293,7 +293,8 @@ class _Worker:
 
     def do(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            with private.set_forward_mode_enabled(False):  # all threads see the level of forward_ad's that another one is in
+                work()
         except Exception:  # calls go on with what there is, and the thread with what waits
             log_once("a program could not be compiled with all optimizations, or not be stored: it goes on as it was compiled first")
 

@@ -39,12 +39,7 @@ UNMAPPED_RANDOMNESS = (
 )
 
 
-_CPU = torch.device("cpu")
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """torch's default generator of a device."""
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def _states() -> list[torch.Tensor]:
@@ -163,6 +158,8 @@ class Draw:
     def made(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a dimension in front, as in Blank."""
         kwargs = dict(self.kwargs) if self.generator is None else {**dict(self.kwargs), "generator": self.generator}
+        if "device" in kwargs:
+            kwargs["device"] = self.device
         run = _in_vmaps(overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], self.device)
 
         def numbers(levels: Sequence[int]) -> torch.Tensor:
@@ -173,14 +170,11 @@ class Draw:
             return private.vmapped_by_torch(numbers, self.vmaps)
 
     def tried(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """What ``made`` gives, for its shapes and its errors: the generator keeps its state."""
-        generator = default_generator(self.device) if self.generator is None else self.generator
-        with private.below_python():
-            before = generator.get_state()
-            try:
-                return self.made()
-            finally:
-                generator.set_state(before)
+        """What ``made`` gives, for its shapes and its errors: no generator advances, from which another thread may draw meanwhile."""
+        try:
+            return dataclasses.replace(self, device=_META).made()
+        except NotImplementedError:  # binomial, and Dirichlet's numbers
+            return dataclasses.replace(self, generator=torch.Generator(self.device)).made()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ _MM = (((1,), (0,)), ((), ()))
 _BMM = (((2,), (1,)), ((0,), (0,)))
 _SUM_BMM = (((0, 2), (0, 1)), ((), ()))
 _DOT = (((0,), (0,)), ((), ()))
+_VM = (((0,), (1,)), ((), ()))  # a vector is first: then a vmap of vectors is rows times the transposed matrix, without a transpose behind
 
 # "highest" requires true float32 products; the other two allow TF32 on a GPU and bfloat16 passes on a TPU
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
@@ -126,7 +127,7 @@ def aten_bmm_dtype(self: Array, mat2: Array, out_dtype: torch.dtype) -> Array:
 @lowering("aten.mv")
 def aten_mv(self: Array, vec: Array) -> Array:
     """mv(Tensor self, Tensor vec) -> Tensor"""
-    return _product(self, vec, _MM, (2, 1))
+    return _product(vec, self, _VM, (1, 2))
 
 
 @lowering("aten.dot")
@@ -162,7 +163,7 @@ def aten_addbmm(self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alp
 @lowering("aten.addmv")
 def aten_addmv(self: Array, mat: Array, vec: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _added(self, mat, vec, _MM, (2, 1), beta, alpha)
+    return _added(self, vec, mat, _VM, (1, 2), beta, alpha)
 
 
 @lowering("aten.addr", apart=())

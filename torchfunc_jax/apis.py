@@ -57,8 +57,6 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
     traced = plain(func)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if state.level is None and state.recorder is not None:
-            return func(*args, **kwargs)  # the record's program is one without mutations
         done = called("functionalize", func, args, kwargs)
         return traced(*args, **kwargs) if done is NOT_RECORDED else done
 

@@ -19,11 +19,13 @@ from bridge.intercepted.checkpointing import rematerialized
 from bridge.process import having
 from bridge.programs.cache_keys import Same
 from bridge.record.entries import PARTS
+from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
 from bridge.record.replay import TRANSFORMS
 from bridge.record.tensor import Unrecordable, aval_of
 from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
 from bridge.trace.levels import state
+from bridge.trace.tracing import node_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,26 @@ def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _:
     return list(torch.utils.checkpoint.checkpoint(body, *operands, use_reentrant=False)), None
 
 
+def _functionalized(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:
+    """torch.func writes to an argument when the function has ended: results that have the argument's memory are no longer it."""
+    before = [node_of(t).root.version for t in operands]
+    outs = body(*operands)
+    written = {node_of(t).root for t, version in zip(operands, before, strict=True) if node_of(t).root.version != version}
+    return [t.clone() if node_of(t).root in written else t for t in outs], None
+
+
+def _functionalized_in_torch(operands: Sequence[torch.Tensor], _: Any) -> Level:
+    before = [t._version for t in operands]
+    results, _ = yield list(operands)
+    written = {id(_whole(t)) for t, version in zip(operands, before, strict=True) if t._version != version}
+    return [t.clone() if id(_whole(t)) in written else t for t in results], None
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this one is a view, or itself."""
+    return t if t._base is None else t._base
+
+
 PARTS.update(function=_function, checkpoint=_checkpoint)
-TRANSFORMS.update(
-    function=_function_again, checkpoint=_checkpoint_again, functionalize=lambda body, operands, *_: (list(body(*operands)), None)
-)
+TRANSFORMS.update(function=_function_again, checkpoint=_checkpoint_again, functionalize=_functionalized)
+LEVELS["functionalize"] = _functionalized_in_torch

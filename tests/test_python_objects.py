@@ -452,3 +452,51 @@ def test_an_rnn_whose_parameters_are_replaced_is_compiled(kind: type[torch.nn.RN
     assert len(f.programs()) == 1
     assert sum(p.calls for p in f.programs()) == 3
     assert all(a is b for a, b in zip(net._flat_weights, weights, strict=True))
+
+
+def _refused_at_two(seen: dict[str, object]) -> Callable[..., torch.Tensor]:
+    def f(x: torch.Tensor, shapes: list[object], scale: float) -> torch.Tensor:
+        seen["calls"] = seen["calls"] + 1  # type: ignore[operator]
+        shapes.append(tuple(x.shape))
+        random.random()
+        if len(x) == 2:
+            raise ValueError("two")
+        seen["last"] = x * scale
+        return seen["last"] + 1  # type: ignore[operator]
+
+    return f
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jit], ids=["plain", "jit"])
+def test_what_is_done_before_an_exception_stays_done(way: Callable[..., Callable[..., torch.Tensor]]) -> None:
+    seen: dict[str, object] = {"calls": 0}
+    shapes: list[object] = []
+    f = way(_refused_at_two(seen))
+    random.seed(0)
+    for size in (3, 2, 3, 2, 2, 4):
+        if size == 2:
+            with pytest.raises(ValueError, match="two"):
+                f(torch.ones(2), shapes, 2.0)
+        else:
+            f(torch.ones(size), shapes, 2.0)
+            assert torch.equal(seen["last"], 2 * torch.ones(size))  # type: ignore[arg-type]
+    assert seen["calls"] == 6
+    assert shapes == [(3,), (2,), (3,), (2,), (2,), (4,)]
+    drawn = random.random()
+    random.seed(0)
+    assert drawn == [random.random() for _ in range(7)][-1]
+
+
+def test_a_tensor_of_a_trace_that_raises_is_put_nowhere() -> None:
+    kept: dict[str, object] = {}
+
+    @jit
+    def f(x: torch.Tensor) -> None:
+        kept["list"] = [x * 2]
+        kept["count"] = 1
+        raise KeyError("always")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="always"):
+            f(torch.ones(2))
+        assert kept == {"count": 1}

@@ -7,6 +7,7 @@ is an output too.  If a program cannot do a change again, jit calls the function
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -109,15 +110,20 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
         with having(state, given=(args, kwargs)):
             owners = [(h, h.owner()) for h in (*holders(found), *in_arguments((args, kwargs)))]
             watched = [(h, owner, h.read(owner)) for h, owner in owners]
+            state.undone, raised = None, True
             try:
                 out = fn(*args, **kwargs)
+                raised = False
             finally:
                 changed = [(h, old, differences) for h, owner, old in watched if (differences := _undone(h, owner, old))]
                 kept = [(place_of(t), value) for t, value in grads.changed()]
                 root.graded = [place for place, _ in kept]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
                 root.read = [(p, grad) for p, grad in read if grad is None or type(places.get(id(grad))) is not GradOf]
-            recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]})
+                recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]})
+                if raised:  # whoever catches the exception sees what was done before it, as far as no tensor of the trace is in it
+                    with contextlib.suppress(CalledItself):
+                        state.undone = Effects(None, [(c, v) for c, v in recipes.changes(changed, once=True) if not _of_trace(v)])
             changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
         root.changes = [change for change, _ in changes]
         changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
@@ -194,12 +200,15 @@ class _Recipes:
         self.known, self.made = known, dict[int, int]()
         self.alive: list[Any] = []
 
-    def changes(self, changed: Sequence[tuple[Holder, Any, list[Difference]]]) -> list[Any]:
-        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no program can make."""
+    def changes(self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False) -> list[Any]:
+        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no program can make.
+
+        once: no program makes them.
+        """
         found = []
         for holder, old, differences in changed:
             holder.counts = _any  # it holds on to nothing else that was found
-            if holder.refused:
+            if holder.refused and not once:
                 raise CalledItself(f"it {holder.refused}")
             for what, key, value in differences:
                 if key in REBUILT or holder.place.key in REBUILT:
@@ -247,6 +256,14 @@ class _Recipes:
             return False
         (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
         return shape == other and all(map(self._alike, parts, more))
+
+
+def _of_trace(recipe: Any) -> bool:
+    """Whether a tensor or a number of the trace is in what a recipe makes."""
+    if type(recipe) is _New:
+        return any(map(_of_trace, recipe.parts))
+    value = recipe.value if type(recipe) is _Known else recipe
+    return type(value) is Traced or python_numbers.is_input(value)
 
 
 def _any(_: Any) -> bool:

@@ -243,6 +243,13 @@ class Jitted:
             if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
                 family.itself = str(error)
             return self._unjitted(str(error), torch_out, args, kwargs)
+        except Exception:
+            if state.undone is not None:
+                with having(state, arguments=leaves, given=(args, kwargs)):
+                    state.undone.done()
+            raise
+        finally:
+            state.undone = None
         captured = entry.captured(leaves)
         assert captured is not None
         out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)

@@ -235,10 +235,13 @@ class Draws(Holder):
         return MISSING
 
     def differences(self, old: bytes, new: bytes) -> list[Difference]:
-        return [] if old == new else [("replace", None, None)]
+        return [] if old == new else [("replace", None, new)]
+
+    def put(self, owner: Any, what: str, key: Any, value: bytes) -> None:
+        _set_state(owner, pickle.loads(value))
 
     def undo(self, owner: Any, old: bytes, differences: Sequence[Difference]) -> None:
-        _set_state(owner, pickle.loads(old))
+        self.put(owner, "replace", None, old)
 
 
 def _state_of(generator: Any) -> Any:

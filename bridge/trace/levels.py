@@ -93,6 +93,7 @@ class _State(threading.local):
     given: Any = ((), {})  # and the arguments themselves, the positional and the named ones
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     jitting = False  # a jitted function is being traced
+    undone: Any = None  # the effects.Effects of a jitted function that has raised in a trace
     any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
     first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++

@@ -305,7 +305,9 @@ def test_layers_of_torch_with_few_rows(layer, way):
             torch.testing.assert_close(gradients, tuple(sum(g) for g in zip(*wanted, strict=True)))
 
 
-@pytest.mark.parametrize("product", [torch.mv, lambda m, v: torch.addmv(torch.ones(3), m, v), lambda m, v: torch.nn.functional.linear(v, m)])
+@pytest.mark.parametrize(
+    "product", [torch.mv, lambda m, v: torch.addmv(torch.ones(3), m, v), lambda m, v: torch.nn.functional.linear(v, m)],
+)
 def test_a_matrix_times_mapped_vectors_is_their_rows_times_its_transpose(product):
     m, rows = torch.arange(12.0).reshape(3, 4), torch.arange(40.0).reshape(5, 2, 4)
     f = torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.vmap(product, (None, 0)), (None, 0)))

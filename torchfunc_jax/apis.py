@@ -12,7 +12,6 @@ from bridge.record.functions import called
 from bridge.record.tensor import Recorded, Unrecordable
 from bridge.record.transforms import NOT_RECORDED
 from bridge.trace import tracing
-from bridge.trace.levels import state
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp

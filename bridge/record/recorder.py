@@ -388,10 +388,7 @@ class Recorder(TorchFunctionMode):
         """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""
         if by_value and by_torch():
             raise Unrecordable("random numbers that depend on values")
-        if self.watch is None:
-            self.watch = Watch([])
-        elif self._set_back() is not None:
-            raise Unrecordable("a generator whose state is set back")
+        self.watch = self.watch or Watch([])
         self.watch.draw(None)
 
     def draw_again(self) -> None:

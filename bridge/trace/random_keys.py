@@ -46,6 +46,8 @@ class SeededInside(RuntimeError):
 class Watch:
     """Notices if the Python of a function that is being compiled changes torch's generators, because the program would not repeat that.
 
+    Each draw of the program advances the generator by one number, and at the end it must be where so many numbers lead.
+
     Args:
         generators: the generators that the function reaches besides the default one.
     """
@@ -53,7 +55,7 @@ class Watch:
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         every = [torch.default_generator, *generators]
         self.before = {private.which_generator(g): (g, _state_of(g)) for g in every}
-        self.now = dict(self.before)
+        self.drawn = dict.fromkeys(self.before, 0)
 
     def draw(self, generator: torch.Generator | None) -> None:
         """Called before the program takes a seed from a generator; it advances the generator, so that a later reset is noticed."""
@@ -61,21 +63,27 @@ class Watch:
         which = private.which_generator(g)
         if which not in self.before:
             raise SeededInside(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
-        self.check()
-        seed_from(generator)
-        self.now[which] = g, _state_of(g)
+        _advance(g, 1)
+        self.drawn[which] += 1
 
     def check(self) -> None:
-        for g, expected in self.now.values():
-            if _state_of(g) != expected:
-                raise SeededInside(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+        now = self._now()
+        self.restore()
+        for which, (g, _) in self.before.items():
+            _advance(g, self.drawn[which])
+        expected = self._now()
+        if now != expected:
+            _set_states(now)
+            raise SeededInside(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+
+    def _now(self) -> dict[Any, tuple[torch.Generator, bytes]]:
+        return {which: (g, _state_of(g)) for which, (g, _) in self.before.items()}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
         """Watch while entered; on exit, the generators get their earlier states back."""
-        for which, (g, _) in self.before.items():  # advanced, so that setting a generator to the state that it had is noticed too
-            seed_from(g)
-            self.now[which] = g, _state_of(g)
+        for g, _ in self.before.values():  # advanced, so that setting a generator to the state that it had is noticed too
+            self.draw(g)
         try:
             yield self
             self.check()
@@ -89,17 +97,27 @@ class Watch:
         Args:
             start: the state of torch's default generator from which it draws, if it does not begin with the first number.
         """
+        now = self._now()
         self.restore()
         try:
             if start is not None:
                 torch.default_generator.set_state(start)
             yield
         finally:
-            _set_states(self.now)
+            _set_states(now)
 
     def restore(self) -> None:
         """Give the generators their earlier states back."""
         _set_states(self.before)
+
+
+def _advance(generator: torch.Generator, count: int) -> None:
+    """Draw so many numbers from a generator."""
+    together = count if generator.device.type == "cpu" else 1  # on a GPU, two draws of one number are not one of two
+    with private.below_python():
+        numbers = torch.empty(together, dtype=torch.int64, device=generator.device)
+        for _ in range(count // max(together, 1)):
+            numbers.random_(generator=generator)
 
 
 def _set_states(states: dict[Any, tuple[torch.Generator, bytes]]) -> None:

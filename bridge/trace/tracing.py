@@ -522,8 +522,13 @@ def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device") if kwargs else args[1] if len(args) > 1 and type(args[1]) in (str, torch.device) else None
     if device is not None:
         return str(device).partition(":")[0] == "meta"
-    given = [x for x in args if isinstance(x, torch.Tensor)]
-    return bool(given) and all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta for x in given)  # a subclass may have rules
+    found = False
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if type(x) not in (torch.Tensor, torch.nn.Parameter) or not x.is_meta:  # a subclass may have rules
+                return False
+            found = True
+    return found
 
 
 def _without_data(args: tuple[Any, ...]) -> list[Any]:

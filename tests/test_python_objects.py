@@ -1,15 +1,18 @@
 """What a function does to Python objects, it does at each call, under jit as without: beside PyTorch and torch.func."""
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import contextvars
+import copy
+import dataclasses
 import gc
 import io
 import itertools
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -500,3 +503,77 @@ def test_a_tensor_of_a_trace_that_raises_is_put_nowhere() -> None:
         with pytest.raises(KeyError, match="always"):
             f(torch.ones(2))
         assert kept == {"count": 1}
+
+
+class _Pair:
+    def __init__(self, first: object, second: object) -> None:
+        self.first, self.second = first, second
+
+
+@dataclasses.dataclass
+class _Record:
+    value: torch.Tensor
+    step: int = 0
+
+
+def _suspended(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield x * 2
+    yield x * 3
+
+
+async def _awaited(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+#: A function, and the tensors in what it has returned.
+RETURNED: dict[str, tuple[Callable[..., object], Callable[..., list[torch.Tensor]]]] = {
+    "a dataclass": (lambda x: _Record(x * 2, 3), lambda out: [out.value * out.step]),
+    "one in a list": (lambda x: [x, _Record(x + 1)], lambda out: [out[0], out[1].value]),
+    "objects in objects": (lambda x: _Pair(_Pair(x, x * 2), {"k": x + 1}), lambda out: [out.first.first, out.first.second, out.second["k"]]),
+    "one object twice": (lambda x: [_Pair(x * 2, None)] * 2, lambda out: [out[0].first, torch.tensor(float(out[0] is out[1]))]),
+    "a function": (lambda x: lambda y: x * y, lambda out: [out(torch.ones(3))]),
+    "a generator": (_suspended, lambda out: [*out]),
+    "a coroutine": (_awaited, lambda out: [asyncio.run(out)]),
+    "a distribution": (lambda x: torch.distributions.Normal(x, 2.0), lambda out: [out.mean, out.variance]),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_an_object_that_is_returned_has_the_tensors_of_its_call(kind: str) -> None:
+    function, tensors = RETURNED[kind]
+    jitted = jit(function)
+    results = [(jitted(torch.arange(3.0) + k), function(torch.arange(3.0) + k)) for k in range(3)]
+    for mine, theirs in results:
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(tensors(mine), tensors(theirs))
+
+
+def test_an_object_that_is_returned_and_kept_is_one_object_and_has_gradients() -> None:
+    kept, w = [], torch.ones(3, requires_grad=True)
+
+    @jit
+    def f(x: torch.Tensor, n: int) -> _Record:
+        found = _Record((x * w).sum(), n)
+        kept.append(found)
+        return found
+
+    for n in range(4):
+        out = f(torch.arange(3.0), n)
+        assert out is kept[-1]
+        assert out.step == n
+        out.value.backward()
+    torch.testing.assert_close(w.grad, 4 * torch.arange(3.0))
+    assert len(kept) == 4
+    assert len({*map(id, kept)}) == 4
+
+
+def test_a_jitted_module_has_the_attributes_of_the_module() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout())
+    fast = jit(net)
+    assert [*fast.parameters()] == [*net.parameters()]
+    fast.eval()
+    assert not net.training
+    assert fast.state_dict().keys() == net.state_dict().keys()
+    with pytest.raises(AttributeError, match="no attribute 'layers'"):
+        fast.layers  # noqa: B018
+    torch.testing.assert_close(copy.deepcopy(fast)(torch.ones(2)), net(torch.ones(2)))

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,11 +86,12 @@ class Effects(NamedTuple):
         made: dict[int, Any] = {}
         for owner, (change, value) in zip(owners, self.changes, strict=True):
             change.put(owner, _built(value, made))
-        return self.out
+        leaves, spec = trees.flatten(self.out, is_leaf=_is_recipe)
+        return trees.unflatten(spec, [_built(x, made) for x in leaves])
 
 
 def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int, Place]) -> Callable[..., Any]:
-    """The function for a trace: it leaves what it changes as it was, and returns Effects if it has changed something.
+    """The function for a trace: it leaves what it changes as it was, and returns Effects if it has changed or returns an object.
 
     found: what the function reaches.  places: by id, where captured tensors were found.
     """
@@ -127,7 +129,8 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
             changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
         root.changes = [change for change, _ in changes]
         changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
-        return Effects(out, changes) if changes else out
+        result = recipes.result(out)
+        return Effects(result, changes) if changes or result is not out else out
 
     return run
 
@@ -191,6 +194,7 @@ class _Again(NamedTuple):
 
 _ELEMENTS = (list, tuple, set, frozenset, collections.deque)
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)  # Python that has not run yet
 
 
 class _Recipes:
@@ -220,10 +224,20 @@ class _Recipes:
                     raise exchanged(f"the parameter {key}")
                 counts = what == "set" and not holder.of_argument and _is_number(before) and (
                     _is_number(value) or python_numbers.is_input(value))
-                found.append((Change(holder, holder.identity, what, key, counts), self._of(value, holder, key)))
+                recipe = self._of(value, functools.partial(holder.named, key))
+                found.append((Change(holder, holder.identity, what, key, counts), recipe))
         return found
 
-    def _of(self, x: Any, holder: Holder, key: Any) -> Any:
+    def result(self, out: Any) -> Any:
+        """What the function returns, with recipes in the place of the objects that it has made; itself if there are none."""
+        leaves, spec = trees.flatten(out)
+        if all(isinstance(x, (torch.Tensor, jax.Array, *_CONSTANT)) or python_numbers.is_input(x) for x in leaves):
+            return out
+        made = [x if isinstance(x, torch.Tensor | jax.Array) else self._of(x, lambda: "its result") for x in leaves]
+        made = [x if type(recipe) is _Known else recipe for x, recipe in zip(leaves, made, strict=True)]
+        return trees.unflatten(spec, made) if any(map(_is_recipe, made)) else out
+
+    def _of(self, x: Any, where: Callable[[], str]) -> Any:
         if type(x) is Traced:
             outside = _outside(x)
             return _Known(x) if outside is None else outside
@@ -236,13 +250,15 @@ class _Recipes:
         if id(x) in self.made:
             return _Again(self.made[id(x)])
         if not (isinstance(x, (dict, *_ELEMENTS)) or is_plain(x)):
-            if any(type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()):
-                raise CalledItself(f"it keeps a {type(x).__name__} that holds tensors: {holder.named(key)}{at_line()}")
+            if isinstance(x, types.CoroutineType):
+                x.close()  # it would warn that nobody waits for it
+            if isinstance(x, _SUSPENDED) or any(type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()):
+                raise CalledItself(f"it keeps a {type(x).__name__} that holds tensors: {where()}{at_line()}")
             return _Known(x)
         self.made[id(x)] = number = len(self.made)
         self.alive.append(x)
         shape, parts = _taken_apart(x)
-        return _New(number, shape, [self._of(part, holder, key) for part in parts])
+        return _New(number, shape, [self._of(part, where) for part in parts])
 
     def _alike(self, before: Any, after: Any) -> bool:
         """Whether another object with the same content has taken the place of one, so that nothing but its identity has changed."""
@@ -256,6 +272,10 @@ class _Recipes:
             return False
         (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
         return shape == other and all(map(self._alike, parts, more))
+
+
+def _is_recipe(x: Any) -> bool:
+    return type(x) is _New or type(x) is _Again
 
 
 def _of_trace(recipe: Any) -> bool:

@@ -145,6 +145,12 @@ class Jitted:
         self._warned = False
         self._lock = threading.RLock()
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the function, such as ``parameters`` of a module; it is asked for if this object has none of that name."""
+        if name.startswith("__") or "_func" not in vars(self):  # the latter while a pickle is read
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._func, name)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 

@@ -529,7 +529,9 @@ async def _awaited(x: torch.Tensor) -> torch.Tensor:
 RETURNED: dict[str, tuple[Callable[..., object], Callable[..., list[torch.Tensor]]]] = {
     "a dataclass": (lambda x: _Record(x * 2, 3), lambda out: [out.value * out.step]),
     "one in a list": (lambda x: [x, _Record(x + 1)], lambda out: [out[0], out[1].value]),
-    "objects in objects": (lambda x: _Pair(_Pair(x, x * 2), {"k": x + 1}), lambda out: [out.first.first, out.first.second, out.second["k"]]),
+    "objects in objects": (
+        lambda x: _Pair(_Pair(x, x * 2), {"k": x + 1}), lambda out: [out.first.first, out.first.second, out.second["k"]],
+    ),
     "one object twice": (lambda x: [_Pair(x * 2, None)] * 2, lambda out: [out[0].first, torch.tensor(float(out[0] is out[1]))]),
     "a function": (lambda x: lambda y: x * y, lambda out: [out(torch.ones(3))]),
     "a generator": (_suspended, lambda out: [*out]),

@@ -64,6 +64,18 @@ def _make(kind: Any, context: Any, children: tuple[Spec | None, ...]) -> Spec:
     return spec
 
 
+class Opened:
+    """Stands for an object in a tree: a node, whose children are the values of the object's attributes.
+
+    What is built from its spec is another object of the class.
+    """
+
+    __slots__ = ("names", "of", "values")
+
+    def __init__(self, of: Any, values: Sequence[Any]) -> None:
+        self.of, self.names, self.values = of, tuple(vars(of)), values
+
+
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
 
 
@@ -119,6 +131,8 @@ def _open(tree: Any) -> tuple[Any, Any] | None:
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return tree, None
+    if type(tree) is Opened:
+        return tree.values, (type(tree.of), tree.names)
     opened = private.torch_node(tree)
     if opened is not None:
         return opened
@@ -171,6 +185,11 @@ def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
         return kind(zip(context, items, strict=True))
     if isinstance(context, jax.tree_util.PyTreeDef):
         return jax.tree_util.tree_unflatten(context, items)
+    if kind is Opened:
+        cls, names = context
+        made = cls.__new__(cls)
+        vars(made).update(zip(names, items, strict=True))
+        return made
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*items)
     return private.torch_node_build(items, context)
@@ -198,6 +217,8 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
     steps: Any = range(len(children))
     if spec.kind in _DICTS:
         steps = spec.context
+    elif spec.kind is Opened:
+        steps = map(Field, spec.context[1])
     elif children and len(getattr(spec.kind, "_fields", ())) == len(children):
         steps = map(Field, spec.kind._fields)
     return [(step, *below) for step, child in zip(steps, children, strict=True) for below in paths(child)]

@@ -110,7 +110,8 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
             return places.get(id(t)) or Place(t, None)
 
         with having(state, given=(args, kwargs)):
-            owners = [(h, h.owner()) for h in (*holders(found), *in_arguments((args, kwargs)))]
+            nodes = list(in_arguments((args, kwargs), call.spec))
+            owners = [(h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])]
             watched = [(h, owner, h.read(owner)) for h, owner in owners]
             state.undone, raised = None, True
             try:
@@ -122,7 +123,10 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
                 root.graded = [place for place, _ in kept]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
                 root.read = [(p, grad) for p, grad in read if grad is None or type(places.get(id(grad))) is not GradOf]
-                recipes = _Recipes({*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]})
+                recipes = _Recipes(
+                    {*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]},
+                    {id(node): place for node, place, _ in nodes if trees.children(node) is None},
+                )
                 if raised:  # whoever catches the exception sees what was done before it, as far as no tensor of the trace is in it
                     with contextlib.suppress(CalledItself):
                         state.undone = Effects(None, [(c, v) for c, v in recipes.changes(changed, once=True) if not _of_trace(v)])
@@ -192,16 +196,28 @@ class _Again(NamedTuple):
     number: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """An object that is an argument of the call."""
+
+    place: Place
+
+
 _ELEMENTS = (list, tuple, set, frozenset, collections.deque)
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)  # Python that has not run yet
 
 
 class _Recipes:
-    """How the values that a function has put somewhere are made at a call; known: ids of the objects that were there before."""
+    """How the values that a function has put somewhere are made at a call.
 
-    def __init__(self, known: set[int]) -> None:
-        self.known, self.made = known, dict[int, int]()
+    Args:
+        known: ids of the objects that were there before.
+        arguments: by id, the places of objects that stand for arguments.
+    """
+
+    def __init__(self, known: set[int], arguments: Mapping[int, Place]) -> None:
+        self.known, self.arguments, self.made = known, arguments, dict[int, int]()
         self.alive: list[Any] = []
 
     def changes(self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False) -> list[Any]:
@@ -245,6 +261,8 @@ class _Recipes:
             return x if tensors.crosses(x) else _Known(x)
         if isinstance(x, _CONSTANT) or python_numbers.is_input(x):
             return x
+        if id(x) in self.arguments:
+            return _Argument(self.arguments[id(x)])
         if id(x) in self.known:
             return _Known(x)
         if id(x) in self.made:
@@ -275,7 +293,7 @@ class _Recipes:
 
 
 def _is_recipe(x: Any) -> bool:
-    return type(x) is _New or type(x) is _Again
+    return type(x) in (_New, _Again, _Argument)
 
 
 def _of_trace(recipe: Any) -> bool:
@@ -310,6 +328,8 @@ def _built(recipe: Any, made: dict[int, Any]) -> Any:
         return recipe.value
     if type(recipe) is _Again:
         return made[recipe.number]
+    if type(recipe) is _Argument:
+        return recipe.place.get()
     if type(recipe) is not _New:
         return recipe
     kind, keys, extra = recipe.shape.kind, recipe.shape.keys, recipe.shape.extra

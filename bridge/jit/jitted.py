@@ -36,7 +36,7 @@ from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.process import having
-from bridge.programs import guards
+from bridge.programs import guards, objects
 from bridge.programs.cache_keys import Same, by_identity, identical, weak
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
@@ -141,6 +141,7 @@ class Jitted:
 
     def _start(self) -> None:
         self._families: dict[Any, _Family] = {}
+        self._objects: dict[type, Any] = {}  # by class: whether its objects are taken apart, or a reference to the first one
         self._clock = itertools.count()
         self._warned = False
         self._lock = threading.RLock()
@@ -216,6 +217,8 @@ class Jitted:
             elif type(x) is float or type(x) is int:
                 numbers.append(x)
                 key.append(type(x))
+            elif self._opens(x) and self._once(x, leaves):
+                return self._called(*objects.opened((args, kwargs), lambda x: self._opens(x) and self._once(x, leaves)))
             else:
                 try:
                     key.append(identical(x))
@@ -299,7 +302,30 @@ class Jitted:
             )
         explaining.say(self, f"the function itself was called, and no program: {reason}")
         with random_numbers(self._random):
+            args, kwargs = objects.closed((args, kwargs)) if self._objects else (args, kwargs)
             return self._unwrapped(*args, **kwargs)
+
+    def _opens(self, x: Any) -> bool:
+        """Whether an object among the arguments is taken apart, so that another one of its structure runs by the same program.
+
+        It is if it holds nothing but tensors and constants, is no object of which this is a method, and another one of its class has been
+        here before: the first one may be one that the function knows from elsewhere too.
+        """
+        kind = type(x)
+        first = self._objects.get(kind)
+        if first is None:
+            if not objects.can_be_opened(kind, x) or any(v is self for cls in kind.__mro__ for v in vars(cls).values()):
+                self._objects[kind] = False
+            elif objects.is_data(x):
+                self._objects[kind] = weakref.ref(x) if by_identity(x) else True
+        elif first is not False and first is not True and first() is not x and objects.is_data(x):
+            self._objects[kind] = True
+        return self._objects.get(kind) is True and objects.is_data(x)
+
+    @staticmethod
+    def _once(x: Any, leaves: Sequence[Any]) -> bool:
+        """Whether an object is one leaf only."""
+        return sum(leaf is x for leaf in leaves) == 1
 
     def _compile(
         self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]

@@ -328,15 +328,21 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
 _ALWAYS = frozenset(["training"])
 
 
-def in_arguments(given: Any, path: tuple[int, ...] = ()) -> Iterator[Holder]:
-    """The holders among the arguments, a tuple of the positional and the named ones: lists, dicts and other nodes that can be changed."""
-    place = InArguments(None, path)
+def in_arguments(given: Any, spec: trees.Spec | None, path: tuple[int, ...] = ()) -> Iterator[tuple[Any, InArguments, Holder | None]]:
+    """The nodes among the arguments, a tuple of the positional and the named ones: their places, and a Holder of what can be changed.
+
+    spec: that of the arguments.
+    """
+    if spec is None:
+        return
+    place, opened = InArguments(None, path), spec.kind is trees.Opened
     if len(path) > 1:
         container = _of_container(given, place)
-        if container is None and type(getattr(given, "__dict__", None)) is dict and trees.children(given) is not None:
+        if container is None and type(getattr(given, "__dict__", None)) is dict:
             container = Holder(DictOf(place, None), type(given).__name__)
         if container is not None:
             container.of_argument = True
-            yield container
-    for i, child in enumerate(trees.children(given) or ()):
-        yield from in_arguments(child, (*path, i))
+        yield given, place, container
+    children = [getattr(given, name) for name in spec.context[1]] if opened else trees.children(given) or ()
+    for i, (child, inner) in enumerate(zip(children, spec.children, strict=True)):
+        yield from in_arguments(child, inner, (*path, i))

@@ -107,13 +107,21 @@ class OfArgument(Place):
         return "an argument"
 
 
+def _child(node: Any, i: int) -> Any:
+    """A child of a node; those of an object that is taken apart are its attributes."""
+    node = node.of if type(node) is trees.Opened else node
+    children = trees.children(node)
+    return [*vars(node).values()][i] if children is None else children[i]
+
+
 class InArguments(Place):
     """A node among the arguments of the call in progress; key: the path to it, by numbers."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        return functools.reduce(lambda tree, i: trees.children(tree)[i], self.key, state.given)
+        found = functools.reduce(_child, self.key, state.given)
+        return found.of if type(found) is trees.Opened else found
 
     @property
     def identity(self) -> Any:

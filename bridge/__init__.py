@@ -16,6 +16,7 @@ from bridge.modules import buffers, call, load, params
 from bridge.operators import plan as _operators  # noqa: F401
 from bridge.operators.register import register_lowering
 from bridge.sharding import load_sharded, shard, shardings
+from bridge.version import __version__ as __version__  # for type checkers, a name of ours
 
 __all__ = [
     "buffers", "call", "from_jax", "load", "load_sharded", "params", "register_lowering", "scan_blocks", "shard", "shardings", "to_jax",

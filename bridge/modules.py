@@ -165,7 +165,7 @@ def call(
     rng: jax.Array | Callable[[], jax.Array] | None = None,
     strict: bool = True,
     tie_weights: bool = True,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, State]:
     """A module as a pure function of its state, for JAX's own transforms: jax.jit, jax.grad, jax.vmap.
 
     Args:

@@ -77,10 +77,11 @@ def test_the_bounds_are_what_is_tested() -> None:
     assert (OLD.torch, NEW.torch) == doctor.TESTED["torch"] and (OLD.jax, NEW.jax) == doctor.TESTED["jax"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = {re.match(r"[\w-]+", d)[0]: d for d in project["dependencies"]}  # type: ignore[index]
-    assert project["requires-python"] == f">={OLD.python}"
+    assert project["requires-python"] == f">={OLD.python},<3.{int(NEW.python.removeprefix('3.')) + 1}"
     assert f">={OLD.torch.removesuffix('.0')}," in needs["torch"]
     for name in ("jax", "jaxlib"):
         assert f">={OLD.jax}," in needs[name] and "!=0.11.0," in needs[name]
+    assert f"Python {OLD.python} to {NEW.python}," in (ROOT / "README.md").read_text()
     pythons = {c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)}
     assert pythons == {c.python for c in versions.ALL}
     assert f"jax=={OLD.jax}\n" in (ROOT / "constraints.txt").read_text()

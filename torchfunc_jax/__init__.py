@@ -1,10 +1,14 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
+from torchfunc_jax import _own_bridge  # noqa: F401  before anything is imported from bridge
+
+# isort: split
 from bridge.blocks import scan_blocks
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 from bridge.record import functions as _functions  # noqa: F401  lets records contain autograd.Function and torch.utils.checkpoint
 from bridge.record.programs import cold
 from bridge.trace.torch_numbers import random_numbers
+from bridge.version import __version__ as __version__  # for type checkers, a name of ours
 from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian
 from torchfunc_jax.apis import (

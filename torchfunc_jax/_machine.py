@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
+
+from bridge.version import __version__
 
 
 def machine(device: jax.Device | None = None) -> dict[str, Any]:
@@ -24,12 +25,5 @@ def machine(device: jax.Device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "jax": jax.__version__,
-        "torchfunc_jax": _version(),
+        "torchfunc_jax": __version__,
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("torchfunc-jax")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "not installed"

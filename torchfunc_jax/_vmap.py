@@ -29,7 +29,7 @@ from bridge.trace.torch_numbers import UNMAPPED_RANDOMNESS
 from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]
-out_dims_t = int | tuple[int, ...] | None
+out_dims_t = int | tuple[Any, ...] | None
 
 
 def name_of(func: Callable[..., Any]) -> str:

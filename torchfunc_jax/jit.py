@@ -3,13 +3,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from torch.compiler import is_dynamo_compiling
 
 from bridge.jit.compiled import ProgramInfo
 from bridge.jit.jitted import Jitted
 from bridge.trace.torch_numbers import checked
+
+
+@overload
+def jit(
+    func: Callable[..., Any], *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (), max_programs: int = 64,
+    random_numbers: str | None = None,
+) -> Jitted: ...
+
+
+@overload
+def jit(
+    func: None = None, *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (), max_programs: int = 64,
+    random_numbers: str | None = None,
+) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
 def jit(

@@ -102,11 +102,11 @@ class Process:
 process = Process()
 
 
-def log_once(message: str, *given: Any) -> None:
-    """Log a warning about the exception that is being handled, once for each message: what goes on without it must not be silent."""
+def log_once(message: str, *given: Any, exc_info: bool | None = True) -> None:
+    """Log a warning, with the exception that is being handled, once for each message: what goes on without it must not be silent."""
     mine = object()
     if process.logged.setdefault(message, mine) is mine:  # one step: another thread may come here too
-        logging.getLogger("torchfunc_jax").warning(message, *given, exc_info=True)
+        logging.getLogger("torchfunc_jax").warning(message, *given, exc_info=exc_info)
 
 
 @contextlib.contextmanager

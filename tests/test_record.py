@@ -1157,6 +1157,27 @@ def test_a_damaged_program_is_not_loaded(tmp_path: Any) -> None:
         assert disk.load(path) is None
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows keeps others out of a user's folders itself")
+def test_what_others_can_write_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A stored program is a pickle, which could run their code."""
+    monkeypatch.setattr(process, "logged", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = disk._folder()
+    assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o600, 0o644, 0o660, 0o602, 0o666):
+        path = folder / f"{mode:o}"
+        disk.save(path, {"code": 1})
+        path.chmod(mode)
+        assert disk.load(path) == ({"code": 1} if mode in (0o600, 0o644) else None)
+        assert path.exists() == (mode in (0o600, 0o644))  # what is not loaded is removed, so that a program can be stored there again
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        assert disk._folder() is None
+    assert ["could run that user's code" in m or "chmod go-w" in m for m in caplog.messages] == [True, True]  # each is said once
+    owners = {0: True, os.geteuid(): True, os.geteuid() + 1: False}
+    assert {owner: disk._is_private(os.stat_result((0o100600, 0, 0, 0, owner, *[0] * 5))) for owner in owners} == owners
+
+
 def test_a_stored_program_that_does_not_run_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def broken(_: Any) -> Any:
         def run(*_: Any) -> Any:

@@ -22,7 +22,7 @@ def test_every_page_and_notebook_is_in_the_menu() -> None:
     menu = set(re.findall(r": ([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "coverage/" not in path.as_posix()} - {"README.md"}
     notebooks = {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert menu == pages | notebooks | {"index.md", "contributing.md"}
+    assert menu == pages | notebooks | {"index.md", "contributing.md", "security.md"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -43,7 +43,7 @@ def test_the_reference_has_every_public_name(module: str) -> None:
 def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
     for name in ("docs", "tools", "notebooks", "bridge", "torchfunc_jax"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs" / "errors.md").open("a") as page:
         page.write("\n[nowhere](jit.md#no-such-heading)\n")

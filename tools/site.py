@@ -1,7 +1,7 @@
 """What mkdocs is told beyond mkdocs.yml: pages and files from outside of docs/, and where the examples of docstrings are.
 
 The pages are written to be read in the repository, where a link names a file beside the page.  On the site, files outside of docs/ that a
-page links to get an address of their own: README, CONTRIBUTING and notebooks become pages, everything else a file under source/.
+page links to get an address of their own: README, CONTRIBUTING, SECURITY and notebooks become pages, everything else a file under source/.
 """
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Examples(griffe.Extension):
 
 ROOT = Path(__file__).resolve().parent.parent
 #: where pages of the top of the repository are on the site
-PAGES = {"README.md": "index.md", "docs/README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md", "docs/README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+_TOPS = {address: path for path, address in PAGES.items() if "/" not in path}
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#\s]+)")
 
 
@@ -47,8 +48,8 @@ def linked(page: Path) -> list[str]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and files that are outside of docs/."""
-    written = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    wanted = {*PAGES, *(path for page in written for path in linked(page))} - {"docs/README.md"}
+    written = [*(ROOT / path for path in _TOPS.values()), *sorted((ROOT / "docs").rglob("*.md"))]
+    wanted = {*_TOPS.values(), *(path for page in written for path in linked(page))} - {"docs/README.md"}
     for path in sorted(wanted):
         address = address_of(path)
         if files.get_file_from_path(address) is None:
@@ -62,8 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to files of the repository into links to their addresses on the site."""
     here = page.file.src_uri
-    tops = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
-    in_repository = tops.get(here, here if here.startswith("notebooks/") else f"docs/{here}")
+    in_repository = _TOPS.get(here, here if here.startswith("notebooks/") else f"docs/{here}")
 
     def link(match: re.Match[str]) -> str:
         path = os.path.relpath(((ROOT / in_repository).parent / match[2]).resolve(), ROOT)

@@ -2,6 +2,9 @@
 
 A file's name is a hash of the record in words and of everything else that its program depends on: the versions, our own files, the
 processor.  A record is not stored if it holds an object for which no words mean the same in another process.
+
+The files are pickles of compiled programs: who can write one can run code in the process that loads it.  So a folder or a file that
+another user owns, or can write to, is not used (see SECURITY.md).
 """
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import hashlib
 import os
 import pickle
 import platform
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +27,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from bridge.lowering.registry import OVERRIDDEN
+from bridge.process import log_once
 from bridge.record.entries import Begin, End, Input, Left, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
 
@@ -83,12 +88,31 @@ def place() -> tuple[Path, str] | None:
         torch.__version__, jax.__version__, jaxlib.__version__, sys.version, platform.machine(), flags, ours,
         os.environ.get("XLA_FLAGS", ""), os.cpu_count(),
     )
+    folder = _folder()
+    return None if folder is None else (folder, repr(said))
+
+
+def _folder() -> Path | None:
+    """The folder, which is made if there is none; None if it cannot be written to, or not by this user alone."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfunc_jax" / "programs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private = _is_private(folder.stat())
     except (OSError, RuntimeError):
         return None
-    return folder, repr(said)
+    if not private:
+        log_once(
+            "%s: expected a folder that you own and nobody else can write to, because programs that are loaded from it can run code; it is "
+            "not used, and programs are not kept for the next process. chmod go-w, or set XDG_CACHE_HOME to a folder of your own",
+            folder, exc_info=None,
+        )
+        return None
+    return folder
+
+
+def _is_private(of: os.stat_result) -> bool:
+    """Whether nobody but this user and root can write to a file or folder; Windows keeps others out of a user's folders itself."""
+    return not hasattr(os, "geteuid") or (of.st_uid in (0, os.geteuid()) and not of.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], ambient: tuple[Any, ...]) -> Path | None:
@@ -107,7 +131,16 @@ def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], a
 def load(path: Path) -> dict[str, Any] | None:
     """The data that were saved there; None if there are none that can be used."""
     try:
-        stored = path.read_bytes()
+        with path.open("rb") as file:
+            private = _is_private(os.fstat(file.fileno()))  # of what is open: another file may get this name meanwhile
+            stored = file.read() if private else b""
+        if not private:
+            log_once(
+                "%s: a stored program that another user owns or can write to could run that user's code: it and others like it are not "
+                "read, but removed and compiled anew", path, exc_info=None,
+            )
+            os.unlink(path)
+            return None
         os.utime(path)
     except OSError:  # there is none
         return None

@@ -8,6 +8,7 @@
 #   make docs                    the documentation as a site, in build/site; a broken link is an error
 #   make notebooks               run the notebooks and keep their output in them
 #   make lint                    ruff, mypy, and which file may import which
+#   make release-check           build a release, install it in empty environments, run what a stranger runs first
 #   make demo PYTHON=python3.12  another interpreter
 #   make demo ARGS="--members 8 --epochs 5 --json"
 #
@@ -24,7 +25,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions bench docs notebooks lint clean
+.PHONY: help demo test test-all test-versions bench docs notebooks lint release-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -57,6 +58,9 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy --config-file= --strict --disallow-any-unimported --follow-imports=silent tests/typed_usage.py
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/structure.py
+
+release-check: $(VENV)/.release
+	$(BIN)/python tools/release_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-versions .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs

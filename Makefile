@@ -4,6 +4,7 @@
 #   make test                    the tests, without the slow ones
 #   make test-all                all of them: 22,500 random programs, the full demo, every workload
 #   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
+#   make test-nightly            the core of the tests on the nightly builds of PyTorch and JAX, in .venv-nightly
 #   make bench                   the benchmarks; their table goes into README.md
 #   make docs                    the documentation as a site, in build/site; a broken link is an error
 #   make notebooks               run the notebooks and keep their output in them
@@ -25,7 +26,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions bench docs notebooks lint release-check clean
+.PHONY: help demo test test-all test-versions test-nightly bench docs notebooks lint release-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -41,6 +42,16 @@ test-all: $(VENV)/.test
 
 test-versions: $(VENV)/.test
 	$(BIN)/python docs/versions.py --jobs $(JOBS) $(ARGS)
+
+# The nightly builds are newer than pyproject.toml allows, so pip warns of them.
+test-nightly:
+	test -x .venv-nightly/bin/python || $(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet -e '.[test]' --extra-index-url https://download.pytorch.org/whl/cpu
+	.venv-nightly/bin/python -m pip install --quiet --upgrade --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
+	.venv-nightly/bin/python -m pip install --quiet --upgrade --pre jax jaxlib \
+		--extra-index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
+	.venv-nightly/bin/torchfunc-jax doctor --no-check
+	.venv-nightly/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not sweep" $(ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)
@@ -63,7 +74,7 @@ release-check: $(VENV)/.release
 	$(BIN)/python tools/release_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-versions .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs
+	rm -rf $(VENV) .venv-versions .venv-nightly .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info runs
 
 # One stamp per extra: .venv/.demo, .venv/.test, .venv/.lint
 $(VENV)/.%: pyproject.toml constraints.txt

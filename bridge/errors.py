@@ -2,17 +2,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
 
+import jax
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "torchfunc_jax"))
-_LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
+_OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("bridge", "torchfunc_jax"))
+_INSTALLED, _STANDARD = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
+_TORCH, _JAX = (os.path.join(os.path.dirname(package.__file__), "") for package in (torch, jax))
+_LIBRARIES = (_INSTALLED, _STANDARD, _TORCH, _JAX)
 
 
 class DataDependentError(RuntimeError):
@@ -65,6 +72,81 @@ def at_line() -> str:
     """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
     frame = _of_user(sys._getframe(1))
     return "" if frame is None else f" (at {shown_line(frame.f_code.co_filename, frame.f_lineno)})"
+
+
+#: Words of PyTorch's and JAX's that do not say what to do -> what to do; it becomes a note of the error.
+_ADVICE = {
+    "data-dependent control flow": "Each lane of a vmap has a value of its own, and Python takes one branch: compute both branches and "
+        "choose by torch.where(condition, a, b), or use torch.cond.",
+    "calling .item() on a Tensor": "Keep it a tensor: x * x.sum() in the place of x * x.sum().item(), torch.sin in the place of math.sin.",
+    "dynamic shape": "Keep the shape and choose by the mask: torch.where(mask, x, 0.0).sum() in the place of x[mask].sum().",
+    "Cannot access data pointer of Tensor": "NumPy cannot see the values of a tensor inside of a transform: call PyTorch's function of "
+        "that name, or NumPy's outside of the transform.",
+    "as an abstract array": "If a function of JAX's was called with a torch tensor: bridge.from_jax(f) makes a torch function of it, and "
+        "bridge.to_jax(x) an array of a tensor outside of transforms.",
+    "must be Tensor, not DynamicJaxprTracer": "bridge.from_jax takes functions of jax.Arrays; call a function of torch tensors as it is.",
+}  # fmt: skip
+
+
+def for_user(error: BaseException) -> None:
+    """Prepare an error that leaves a public function: a note says what to do where the words of others do not, and tracebacks are short.
+
+    The frames of this library, and of what it has called, go from the tracebacks of the error and of its causes. What is left are those of
+    the user's code and of what that calls: the last line is the user's. A bare ``raise`` after this adds no frame. With
+    TORCHFUNC_JAX_TRACEBACK=full in the environment all frames stay.
+    """
+    if type(error).__module__ != __name__:  # our own errors say it themselves
+        text = str(error)
+        if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("bridge."):  # to the user it is a Tensor
+            error.args = (text.replace(f"'{type(error.obj).__name__}' object", "'Tensor' object"),)
+        for words, advice in _ADVICE.items():
+            if words in text and advice not in getattr(error, "__notes__", ()):
+                error.add_note(advice)
+    if os.environ.get("TORCHFUNC_JAX_TRACEBACK") == "full":
+        return
+    met: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in met:
+        met.add(id(following))
+        following.__traceback__ = _without_ours(following.__traceback__)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    left: list[TracebackType] = []
+    inside = False  # in what this library has called
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        inside = filename.startswith(_OURS) or (inside and _is_called_by_us(filename))
+        if not inside:
+            left.append(traceback)
+        traceback = traceback.tb_next
+    short = None
+    for each in reversed(left):
+        short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return short
+
+
+def _is_called_by_us(filename: str) -> bool:
+    """Whether a file is of torch, JAX or the standard library; not torch.nn's modules and functions, which are the user's to call."""
+    if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
+        return True
+    part = filename.removeprefix(_TORCH).replace(os.sep, "/")
+    return filename.startswith(("<frozen", _JAX, _TORCH)) and not part.startswith(("nn/modules/", "nn/functional.py"))
+
+
+def public(func: _Function) -> _Function:
+    """Decorator of a function that users call: its errors go through ``for_user``."""
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            for_user(error)
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 #: Ends the message of an error in a program that calls from several lines run; ``at_this_line`` puts the line there.

@@ -26,6 +26,7 @@ from bridge.boundary import autograd
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
 from bridge.convert import dtypes, tensors, trees
+from bridge.errors import for_user
 from bridge.jit.jitted import Jitted
 from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
@@ -460,7 +461,11 @@ def from_jax(
 
     @private.opaque
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function.call(args, kwargs)
+        try:
+            return function.call(args, kwargs)
+        except Exception as error:
+            for_user(error)
+            raise
 
     functools.update_wrapper(call, fn, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     del call.__wrapped__  # type: ignore[attr-defined]  # it would be searched for tensors

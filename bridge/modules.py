@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from bridge.boundary.calls import plain
 from bridge.convert import dtypes, tensors, trees
 from bridge.convert.arrays import owned
+from bridge.errors import public
 from bridge.private import opaque
 from bridge.trace.random_keys import NoKeyError, drawing_from
 
@@ -28,6 +29,7 @@ State = dict[str, jax.Array]
 SWAPPING = threading.RLock()
 
 
+@public
 def params(module: nn.Module) -> State:
     """Copies of a module's parameters as jax.Arrays; a parameter with several names appears once.
 
@@ -52,9 +54,10 @@ def params(module: nn.Module) -> State:
         >>> {name: array.shape for name, array in bridge.params(torch.nn.Linear(3, 2)).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
-    return _state(module.named_parameters)
+    return _state(_checked(module).named_parameters)
 
 
+@public
 def buffers(module: nn.Module) -> State:
     """Copies of a module's buffers as jax.Arrays; a buffer with several names appears once.
 
@@ -74,7 +77,14 @@ def buffers(module: nn.Module) -> State:
         >>> list(bridge.buffers(torch.nn.BatchNorm1d(2)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    return _state(module.named_buffers)
+    return _state(_checked(module).named_buffers)
+
+
+def _checked(module: nn.Module) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        kind = f"the class {module.__name__}; make a module of it" if isinstance(module, type) else str(type(module))
+        raise TypeError(f"module: expected an nn.Module, got {kind}")
+    return module
 
 
 def _state(members: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> State:
@@ -82,6 +92,7 @@ def _state(members: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> State:
         return {name: as_array(t) for name, t in members()}
 
 
+@public
 def load(
     module: nn.Module, params: Mapping[str, Any] | None = None, buffers: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> nn.Module:
@@ -154,6 +165,7 @@ def write(writes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @opaque
+@public
 def call(
     module: nn.Module,
     params: Mapping[str, Any],

@@ -24,6 +24,7 @@ _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(_CACHE)))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+os.environ.setdefault("TORCHFUNC_JAX_TRACEBACK", "full")  # who develops this library wants its own frames too
 disk.place = lambda: None  # the user's cache folder stays as it is; tests that start a process give it a folder of its own
 torch.set_num_threads(1)  # the tests run in several processes
 

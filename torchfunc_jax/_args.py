@@ -1,11 +1,13 @@
 """Checks that several transforms share: argnums, tuples of tensors, outputs."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import torch
+from torch import nn
 
 from bridge.boundary.results import is_array
 from bridge.convert import dtypes, trees
@@ -33,14 +35,19 @@ def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, .
 def check(argnums: Any) -> None:
     """Refuse an argnums of another type."""
     if not isinstance(argnums, int | tuple):
-        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}")
+        call = "the inputs are arguments of what the transform returns: grad(f)(x), not grad(f, x)"
+        instead = call if is_array(argnums) else "for example (0, 1)"
+        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}; {instead}")
 
 
 def _position(argnum: Any, count: int) -> int:
     if not isinstance(argnum, int):
         raise RuntimeError(f"argnum must be int, got: {type(argnum)}")
     if not -count <= argnum < count:
-        raise RuntimeError(f"Got argnum={argnum}, but only {count} positional inputs")
+        raise RuntimeError(
+            f"Got argnum={argnum}, but only {count} positional inputs; argnums counts them from 0, and what is differentiated is given by "
+            "its position, not by its name"
+        )
     return argnum % count
 
 
@@ -57,7 +64,7 @@ def differentiable(leaves: list[Any], api: str) -> None:
                 x.tensor(), f" among what {api} differentiates; make it inside the function, of indices and of values that are an argument"
             )
         if not is_array(x):
-            raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
+            raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}; {api}: {_instead_of(x)}")
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
             if api.startswith(_FORWARD):
                 raise ValueError(f"{api}: Expected primal to be floating point or complex, but got: {x.dtype}; convert it with .float()")
@@ -65,6 +72,15 @@ def differentiable(leaves: list[Any], api: str) -> None:
                 f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; "
                 "convert it with .float()"
             )
+
+
+def _instead_of(x: Any) -> str:
+    """What to give in the place of an argument that cannot be differentiated."""
+    if isinstance(x, nn.Module | Iterator):  # a module, or what its parameters() and named_parameters() return
+        return "give the parameters as a dict, dict(module.named_parameters()), and call the module by functional_call(module, params, x)"
+    if isinstance(x, np.ndarray | np.number | float | int | complex):
+        return "make a tensor of it by torch.as_tensor, or choose by argnums which arguments are differentiated"
+    return "choose by argnums which arguments are differentiated; all of their leaves are tensors"
 
 
 def non_empty_tensors(output: list[Any], api: str) -> None:

@@ -158,11 +158,12 @@ def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
     if has_aux:
         out, aux = _args.pair(out, api)
     if not isinstance(out, torch.Tensor):
-        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}")
+        instead = "; return (loss, aux) with has_aux=True" if isinstance(out, tuple) else "; return the tensor itself, without .item()"
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}{instead}")
     if out.dim() != 0:
         raise RuntimeError(
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
-            "jacrev APIs instead?"
+            "jacrev APIs instead? A loss is a scalar after .sum() or .mean()."
         )
     if out.is_complex():
         raise RuntimeError(

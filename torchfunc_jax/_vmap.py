@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -94,6 +95,8 @@ def vmap(
     _check_randomness(randomness)
     if isinstance(chunk_size, str) and chunk_size != "auto":
         raise ValueError(f'vmap: chunk_size should be None, greater than 0, or "auto". (got {chunk_size})')
+    if not isinstance(chunk_size, int | str | None):
+        raise TypeError(f'vmap: chunk_size should be None, an integer, or "auto". (got {chunk_size!r})')
     if not (chunk_size is None or isinstance(chunk_size, str) or chunk_size > 0):
         raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
     if memory_limit is not None and (chunk_size != "auto" or memory_limit < 1):
@@ -189,7 +192,8 @@ def _check_inputs(
     where = f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): "
     if not isinstance(in_dims, int | tuple):
         raise ValueError(
-            f"{where}expected `in_dims` to be int or a (potentially nested) tuple matching the structure of inputs, got: {type(in_dims)}."
+            f"{where}expected `in_dims` to be int or a (potentially nested) tuple matching the structure of inputs, got: {type(in_dims)}. "
+            "For example in_dims=(0, None): map over dimension 0 of the first input, and give all lanes the whole second one."
         )
     if not args:
         raise ValueError(
@@ -201,7 +205,7 @@ def _check_inputs(
     if dims is None:
         raise ValueError(
             f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but "
-            f"inputs has structure {spec}."
+            f"inputs has structure {spec}. Give one of int, None or a tree of them for each input."
         )
     leaves, dims, spec = _with_containers(leaves, dims, spec)
     sizes = []
@@ -211,24 +215,28 @@ def _check_inputs(
         if not isinstance(dim, int):
             raise ValueError(f"{where}Got in_dim={dim} for an input but in_dim must be either an integer dimension or None.")
         if not is_array(x):
+            numbers = isinstance(x, np.ndarray | np.number | float | int)
             raise ValueError(
                 f"{where}Got in_dim={dim} for an input but the input is of type {type(x)}. We cannot vmap over non-Tensor arguments, "
-                "please use None as the respective in_dim"
+                f"please use None as the respective in_dim{', or torch.as_tensor to make a tensor of it' if numbers else ''}"
             )
         if isinstance(dim, bool):
             raise TypeError(f"{where}Got in_dim={dim} for an input, but argument 'dim' must be int, not bool.")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(
                 f"{where}Got in_dim={dim} for some input, but that input is a Tensor of dimensionality {x.ndim} so expected in_dim to "
-                f"satisfy -{x.ndim} <= in_dim < {x.ndim}."
+                f"satisfy -{x.ndim} <= in_dim < {x.ndim}." + ("" if x.ndim else " It has no dimension to map over: use None for it.")
             )
         dims[i] = dim % x.ndim
         sizes.append(x.shape[dim])
     if not sizes:
-        raise ValueError("vmap: Expected at least one Tensor to vmap over")
+        raise ValueError(
+            f"vmap: Expected at least one Tensor to vmap over, but in_dims={in_dims} has None for all of them; give the dimension to map"
+        )
     if any(n != sizes[0] for n in sizes):
         raise ValueError(
-            f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension"
+            f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension; "
+            "use None in in_dims for an input that is the same for all lanes"
         )
     return leaves, dims, spec, sizes[0]
 

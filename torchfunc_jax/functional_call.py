@@ -11,6 +11,7 @@ from torch import nn
 from bridge.boundary import handing_over
 from bridge.boundary.calls import plain
 from bridge.convert import trees
+from bridge.errors import public
 from bridge.modules import SWAPPING
 
 # torch's own function, even after ``patch()`` has replaced it
@@ -23,7 +24,12 @@ def _in_torch(
 ) -> Any:
     """functional_call of torch tensors."""
     if not return_buffers:
-        return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+        try:
+            return _torch_functional_call(module, parameter_and_buffer_dicts, args, kwargs, tie_weights=tie_weights, strict=strict)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            if (found := _unlike(module, parameter_and_buffer_dicts)) and found not in getattr(error, "__notes__", ()):
+                error.add_note(found)
+            raise
     state, names = _copied(module, parameter_and_buffer_dicts, strict)
     # it puts into the dict the tensors with which the module replaces others
     out = _torch_functional_call(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
@@ -88,6 +94,30 @@ def functional_call(
         )
 
 
+def _unlike(module: Any, given: Any) -> str | None:
+    """What about the arguments of functional_call may have led to an error; None if nothing is unusual."""
+    if not isinstance(module, nn.Module):
+        kind = f"the class {module.__name__}; make a module of it" if isinstance(module, type) else str(type(module))
+        return f"functional_call: module: expected an nn.Module, got {kind}"
+    dicts = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(d, dict) for d in dicts):
+        got = ", ".join(type(d).__name__ for d in dicts[:3])
+        return f"functional_call: parameter_and_buffer_dicts: expected a dict, such as dict(module.named_parameters()), got {got}"
+    own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    for name, t in ((name, t) for d in dicts for name, t in d.items()):
+        if name not in own:
+            names = ", ".join(map(repr, [*own][:6])) + (", ..." if len(own) > 6 else "")
+            return f"functional_call: parameter_and_buffer_dicts: the module has no {name!r}; it has {names}"
+        if not isinstance(t, torch.Tensor):
+            return f"functional_call: parameter_and_buffer_dicts: {name!r}: expected a tensor, got {type(t)}"
+        if (t.shape, t.dtype) != (own[name].shape, own[name].dtype):
+            return (
+                f"functional_call: parameter_and_buffer_dicts: {name!r} has shape {tuple(t.shape)} and dtype {t.dtype}, expected the "
+                f"module's own {tuple(own[name].shape)} and {own[name].dtype}"
+            )
+    return None
+
+
 def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[dict[str, Any], list[str]]:
     """One dict of what is given, with copies of the buffers and, unless strict, of the module's buffers that are missing; their names."""
     known = dict(module.named_buffers(remove_duplicate=False))
@@ -103,6 +133,7 @@ def _copied(module: nn.Module, given: Any, strict: bool) -> tuple[dict[str, Any]
     return state, [name for name in state if name in known]
 
 
+@public
 def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and buffers of many modules of one class, stacked by name along a new first dimension.
 
@@ -136,12 +167,17 @@ def stack_module_state(models: Sequence[nn.Module] | nn.ModuleList) -> tuple[dic
 
 def check_alike(models: Sequence[nn.Module] | nn.ModuleList, api: str) -> None:
     """Refuse modules that cannot form an ensemble: there are none, or they differ in class or mode."""
+    if not isinstance(models, Sequence | nn.ModuleList):
+        raise TypeError(f"{api}: models: expected a list of modules, got {type(models)}")
+    if unlike := next((m for m in models if not isinstance(m, nn.Module)), None):
+        raise AttributeError(f"{api}: models: expected modules, got a {type(unlike).__name__}; give the modules themselves")
     if len(models) == 0:
-        raise RuntimeError(f"{api}: Expected at least one model, got 0.")
+        raise RuntimeError(f"{api}: Expected at least one model, got 0. Give a list of modules.")
     if len({m.training for m in models}) > 1:
-        raise RuntimeError(f"{api}: Expected all models to have the same training/eval mode.")
+        raise RuntimeError(f"{api}: Expected all models to have the same training/eval mode. Call train() or eval() on each.")
     if len({type(m) for m in models}) > 1:
-        raise RuntimeError(f"{api}: Expected all models to be of the same class.")
+        got = ", ".join(dict.fromkeys(type(m).__name__ for m in models))
+        raise RuntimeError(f"{api}: Expected all models to be of the same class. Got {got}; stack those of each class apart.")
 
 
 def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], name: str) -> torch.Tensor:
@@ -168,5 +204,9 @@ def construct_stacked_leaf(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor
     """
     if len({t.requires_grad for t in tensors}) > 1:
         raise RuntimeError(f"Expected {name} from each model to have the same .requires_grad")
+    shapes = list(dict.fromkeys(tuple(t.shape) for t in tensors))
+    if len(shapes) > 1:
+        got = ", ".join(map(str, shapes))
+        raise RuntimeError(f"{name}: stack expects each tensor to be equal size, but the models have {got}; make all of one size")
     result = torch.stack(list(tensors))
     return result.detach().requires_grad_() if tensors[0].requires_grad else result

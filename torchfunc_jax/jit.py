@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from torch.compiler import is_dynamo_compiling
 
+from bridge.boundary.handing_over import refuse_no_function
+from bridge.errors import public
 from bridge.jit.compiled import ProgramInfo
 from bridge.jit.jitted import Jitted
 from bridge.trace.torch_numbers import checked
@@ -26,6 +30,7 @@ def jit(
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
+@public
 def jit(
     func: Callable[..., Any] | None = None, *, donate: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (),
     max_programs: int = 64, random_numbers: str | None = None,
@@ -61,8 +66,9 @@ def jit(
         DataDependentError: the function asks for values of tensors (``if x.sum() > 0``), or for a shape that depends on them.
         RuntimeError: the function changes a generator, or memory that its inputs share, in a way that cannot be compiled, and cannot run
             uncompiled because its arguments are jax.Arrays.
-        TypeError: a static argument that is not hashable.
-        ValueError: max_programs is not positive; another value of random_numbers.
+        ValueError: (at the call) donate names no argument of it.
+        TypeError: a static argument that is not hashable; func is no function.
+        ValueError: max_programs is not positive; another value of random_numbers; static_argnums names no argument of func.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
 
@@ -72,6 +78,8 @@ def jit(
         >>> jit(grad(lambda x: (x ** 2).sum()))(torch.tensor([1.0, 2.0]))
         tensor([2., 4.])
     """
+    if func is not None:
+        refuse_no_function(func, "jit")
     if max_programs < 1:
         raise ValueError(f"max_programs: expected a positive number, got {max_programs}")
     checked(random_numbers)
@@ -81,11 +89,28 @@ def jit(
         return functools.partial(
             jit, donate=donate, static_argnums=static_argnums, max_programs=max_programs, random_numbers=random_numbers
         )
-    return Jitted(func, _positions(donate), _positions(static_argnums), max_programs, random_numbers)
+    positions = _positions("static_argnums", static_argnums)
+    if positions and (beyond := max(positions)) >= (count := _positional(func)):
+        raise ValueError(f"static_argnums: expected positions of the function's {count} positional arguments, counted from 0, got {beyond}")
+    return Jitted(func, _positions("donate", donate), positions, max_programs, random_numbers)
 
 
-def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _positional(func: Callable[..., Any]) -> float:
+    """How many positional arguments a function takes at most; infinity if it does not say so."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        return math.inf
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return math.inf
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _positions(name: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(hasattr(n, "__index__") and (n >= 0 or name == "donate") for n in positions):
+        raise ValueError(f"{name}: expected positions of arguments, counted from 0, got {argnums!r}")
+    return positions
 
 
 __all__ = ["Jitted", "ProgramInfo", "jit"]

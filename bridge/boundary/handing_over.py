@@ -25,7 +25,7 @@ from bridge import private, private_jax
 from bridge.convert import arrays, sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.convert.tensors import refuse_nested
-from bridge.errors import NeedsJax, NeedsTorch
+from bridge.errors import NeedsJax, NeedsTorch, for_user, public
 from bridge.process import having, process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
@@ -87,35 +87,47 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], n
         if is_dynamo_compiling() or torch_looks((args, kwargs)):
             return theirs()(*args, **kwargs)
         try:
-            return _ours(ours, args, kwargs)
-        except OfArrays:
-            if not any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
-                raise TypeError("a transform inside of the function has jax.Arrays as arguments; convert them by bridge.to_torch") from None
-            try:
-                with having(state, of_arrays=True):
-                    return _as_arrays(run(*_as_tensors(args), **_as_tensors(kwargs)))
-            except NeedsJax:
-                with having(state, in_jax=True):
-                    return _ours(ours, args, kwargs)
-        except SparseOperand as refused:
-            return _ours(ours, *sparse.enclosed((args, kwargs), refused))
-        except NeedsTorch as reason:
-            if state.level is not None or state.recorder is not None:
-                raise
-            _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
-            return theirs()(*args, **kwargs)
-        except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
-            if has_fake(ours, (args, kwargs)):
-                return theirs()(*args, **kwargs)
-            raise
-        except (AttributeError, IndexError, RuntimeError, ValueError):
-            leaves = [] if nested else trees.flatten((args, kwargs))[0]
-            if state.level is None and state.recorder is None and any(map(_is_nested, leaves)):
-                return theirs()(*args, **kwargs)
-            refuse_nested(leaves)  # PyTorch's own errors about the shape of a nested tensor do not say what to do
+            return _attempt(run, ours, theirs, nested, args, kwargs)
+        except Exception as error:
+            for_user(error)
             raise
 
     return run
+
+
+def _attempt(
+    run: Callable[..., Any], ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool, args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call of ours, or of theirs if it turns out that only torch can run it; run: the function of ``either`` that is called."""
+    try:
+        return _ours(ours, args, kwargs)
+    except OfArrays:
+        if not any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
+            raise TypeError("a transform inside of the function has jax.Arrays as arguments; convert them by bridge.to_torch") from None
+        try:
+            with having(state, of_arrays=True):
+                return _as_arrays(run(*_as_tensors(args), **_as_tensors(kwargs)))
+        except NeedsJax:
+            with having(state, in_jax=True):
+                return _ours(ours, args, kwargs)
+    except SparseOperand as refused:
+        return _ours(ours, *sparse.enclosed((args, kwargs), refused))
+    except NeedsTorch as reason:
+        if state.level is not None or state.recorder is not None:
+            raise
+        _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
+        return theirs()(*args, **kwargs)
+    except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
+        if has_fake(ours, (args, kwargs)):
+            return theirs()(*args, **kwargs)
+        raise
+    except (AttributeError, IndexError, RuntimeError, ValueError):
+        leaves = [] if nested else trees.flatten((args, kwargs))[0]
+        if state.level is None and state.recorder is None and any(map(_is_nested, leaves)):
+            return theirs()(*args, **kwargs)
+        refuse_nested(leaves)  # PyTorch's own errors about the shape of a nested tensor do not say what to do
+        raise
 
 
 def _is_nested(x: Any) -> bool:
@@ -127,6 +139,15 @@ def _ours(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return ours(*args, **kwargs)
 
 
+def refuse_no_function(func: Any, api: str) -> None:
+    """Raise TypeError, as a call of it would, for what is no function."""
+    if not callable(func):
+        raise TypeError(
+            f"{api}: expected a function, got {type(func)}, and a {type(func).__name__} object is not callable; give the function itself, "
+            f"and its arguments to what {api} returns: {api}(f)(x), not {api}(f(x))"
+        )
+
+
 def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Decorator of a transform that takes a function and returns one; theirs: torch.func's own."""
 
@@ -135,10 +156,11 @@ def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
         def made(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
                 return theirs(func, *args, **kwargs)
+            refuse_no_function(func, make.__name__)
             options = tuple(kwargs.items())  # a dict would be compared at each call of a jitted function that captures this one
             return functools.wraps(func)(either(make(func, *args, **kwargs), lambda: theirs(func, *args, **dict(options))))
 
-        return made
+        return public(made)
 
     return decorate
 

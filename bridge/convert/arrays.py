@@ -15,11 +15,13 @@ import torch
 
 from bridge import private
 from bridge.convert import tensors
+from bridge.errors import public
 
 _ALIGNED = 64  # bytes: where an array's memory begins, so that JAX takes it as it is
 
 
 @private.opaque
+@public
 def to_jax(t: torch.Tensor, *, copy: bool = True) -> jax.Array:
     """The tensor's values as a jax.Array.
 
@@ -32,7 +34,7 @@ def to_jax(t: torch.Tensor, *, copy: bool = True) -> jax.Array:
         jax.Array: same shape and dtype, on the device ``bridge.devices`` maps to.
 
     Raises:
-        TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
+        TypeError: what is no tensor; sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
 
     Example:
         >>> t = torch.ones(2)
@@ -40,6 +42,9 @@ def to_jax(t: torch.Tensor, *, copy: bool = True) -> jax.Array:
         >>> t.add_(1), array.tolist()
         (tensor([2., 2.]), [1.0, 1.0])
     """
+    if not isinstance(t, torch.Tensor):
+        instead = "it is one already" if isinstance(t, jax.Array) else "jax.numpy.asarray makes an array of it"
+        raise TypeError(f"t: expected a torch.Tensor, got {type(t)}; {instead}")
     array = tensors.to_jax(t)
     if not (copy and _one_memory(array, t)):
         return array
@@ -47,6 +52,7 @@ def to_jax(t: torch.Tensor, *, copy: bool = True) -> jax.Array:
 
 
 @private.opaque
+@public
 def to_torch(array: jax.Array, device: torch.device | None = None, *, copy: bool = True) -> torch.Tensor:
     """The array's values as a torch tensor.  Waits until the array is computed.
 
@@ -59,13 +65,16 @@ def to_torch(array: jax.Array, device: torch.device | None = None, *, copy: bool
         torch.Tensor: same shape and dtype, no grad.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: it is no jax.Array; torch has no such dtype.
 
     Example:
         >>> array = jax.numpy.arange(3.0)
         >>> to_torch(array).add_(1), array.tolist()
         (tensor([1., 2., 3.]), [0.0, 1.0, 2.0])
     """
+    if not isinstance(array, jax.Array):
+        instead = "it is one already" if isinstance(array, torch.Tensor) else "torch.as_tensor makes a tensor of it"
+        raise TypeError(f"array: expected a jax.Array, got {type(array)}; {instead}")
     t = tensors.to_torch(array, device)
     if not (copy and _one_memory(array, t)):
         return t

@@ -25,7 +25,7 @@ from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.boundary.results import without_twins
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
-from bridge.errors import CalledItself, NeedsTorch, at_line
+from bridge.errors import CalledItself, NeedsTorch, at_line, for_user
 from bridge.intercepted.leaf_gradients import OutsideGraph
 from bridge.jit import explaining
 from bridge.jit.compiled import Compiled, ProgramInfo
@@ -175,12 +175,14 @@ class Jitted:
         if is_dynamo_compiling() or torch_looks((args, kwargs)):
             return self._func(*args, **kwargs)
         try:
-            return self._called(args, kwargs)
-        except SparseOperand as refused:
-            return self._called(*sparse.enclosed((args, kwargs), refused))
-        except TypeError:
-            if has_fake(self._func, (args, kwargs)):
+            try:
+                return self._called(args, kwargs)
+            except SparseOperand as refused:
+                return self._called(*sparse.enclosed((args, kwargs), refused))
+        except Exception as error:
+            if isinstance(error, TypeError) and has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)
+            for_user(error)
             raise
 
     @opaque
@@ -481,6 +483,8 @@ class Jitted:
         if not self._donate:
             return ()
         args, _ = trees.unflatten(call.spec, list(range(len(call.leaves))))
+        if (beyond := max(self._donate)) >= len(args):
+            raise ValueError(f"donate: expected positions of the {len(args)} positional arguments, counted from 0, got {beyond}")
         chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
         found = tuple(k for k, i in enumerate(call.where) if i in chosen)
         if program is None or any(isinstance(x, jax.Array) for x in call.arrays):

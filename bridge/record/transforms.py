@@ -18,7 +18,7 @@ from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.results import split_arrays, with_twins
 from bridge.convert import tensors, trees
-from bridge.errors import NeedsTorch, escaped
+from bridge.errors import NeedsTorch, escaped, public
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
 from bridge.record import replay
@@ -300,7 +300,7 @@ class Kept:
     def either(self, ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The returned function: ours, or if torch looks at a call and PyTorch has not run the transform, what theirs returns."""
         found = handing_over.either(ours, theirs, nested=True)
-        return lambda *args, **kwargs: (found if self.pull is None else ours)(*args, **kwargs)
+        return public(lambda *args, **kwargs: (found if self.pull is None else ours)(*args, **kwargs))
 
     def call(
         self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any], again: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""Puts tables between the markers in README.md: the benchmarks' from `run.py --readme`, the demo's from its report.
+"""Puts tables between markers: the CPU's benchmarks into README.md, a GPU's and the demo's into docs/benchmarks.md.
 
     python benchmarks/readme.py runs/ensemble/report.json
 """
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = README.parent / "docs" / "benchmarks.md"
 
 
 def update(name: str, table: str, page: Path | None = None) -> None:
-    """Replace what stands between the markers of this name in README.md, or another page."""
-    page = page or README
+    """Replace what stands between the markers of this name in a page: README.md has "benchmarks", docs/benchmarks.md what is not given."""
+    page = page or (README if name == "benchmarks" else PAGE)
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     before, found, rest = page.read_text().partition(start)
     _, closed, after = rest.partition(end)

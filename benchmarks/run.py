@@ -191,7 +191,7 @@ def parser_of(doc: str | None, only: Collection[str], seconds: float, page: str)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = parser_of(__doc__, WORKLOADS, 4.0, "README.md")
+    parser = parser_of(__doc__, WORKLOADS, 4.0, "README.md, or a GPU's into docs/benchmarks.md")
     parser.add_argument("--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}")
     options = parser.parse_args(argv)
     systems, names = options.systems.split(","), options.only.split(",")

@@ -56,13 +56,14 @@ def test_a_system_that_is_wrong_or_fails_is_not_timed(monkeypatch: pytest.Monkey
 
 
 def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- demo:start -->\nold\n<!-- demo:end -->\nafter\n")
-    monkeypatch.setattr(readme, "README", page)
-    readme.update("demo", "new")
-    assert page.read_text() == "before\n<!-- demo:start -->\nnew\n<!-- demo:end -->\nafter\n"
-    with pytest.raises(SystemExit, match="benchmarks:start"):
-        readme.update("benchmarks", "table")
+    for name, other, attribute in (("benchmarks", "demo", "README"), ("demo", "benchmarks-gpu", "PAGE")):
+        page = tmp_path / f"{name}.md"
+        page.write_text(f"before\n<!-- {name}:start -->\nold\n<!-- {name}:end -->\nafter\n")
+        monkeypatch.setattr(readme, attribute, page)
+        readme.update(name, "new")
+        assert page.read_text() == f"before\n<!-- {name}:start -->\nnew\n<!-- {name}:end -->\nafter\n"
+        with pytest.raises(SystemExit, match=f"{other}:start"):
+            readme.update(other, "table", page)
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

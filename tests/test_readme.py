@@ -32,6 +32,22 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert line in (promise, promise.split(": ")[0]), f"{page}: {promise!r} is promised, {line!r} is printed"
 
 
+def test_the_figures_of_the_opening_are_those_of_the_tables() -> None:
+    """`make bench` and docs/coverage.py write the tables; who writes them anew is told which sentence to change."""
+    readme, coverage = (ROOT / "README.md").read_text(), (ROOT / "docs" / "coverage.md").read_text()
+    opening, table = readme.split("## Install")[0], readme.split("<!-- benchmarks:start -->")[1].split("<!-- benchmarks:end -->")[0]
+    rows = {row.split(" | ")[0].strip("| "): [cell.split(" (")[0] for cell in row.split(" | ")[1:]] for row in table.splitlines()}
+    transformer = rows["per-sample gradients of a transformer, 8 texts of 64 tokens"]
+    ensemble = rows["SGD step of 32 MLPs at once"]
+    by_torch, by_hand, compiled, _ = transformer
+    said = " ".join(opening.split())
+    assert f"take {compiled} under `jit`, {by_torch} under torch.func, and {by_hand} in JAX written by hand" in said
+    assert f"at once takes {ensemble[2]}, and {ensemble[0]} under torch.func" in said
+    ours, theirs = next(row for row in coverage.splitlines() if row.startswith("| float32 |")).split(" | ")[-2:]
+    right, every = re.findall(r"\d+", ours)[:2]
+    assert f"Of the {every} operators" in said and f"are right for {right}; under torch.func itself for {theirs.split()[0]}." in said
+
+
 def test_links_lead_somewhere() -> None:
     for page in ["CONTRIBUTING.md", *PAGES]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text()):

@@ -12,13 +12,13 @@ from bridge.intercepted import flex_attention as _flex_attention  # noqa: F401
 from bridge.intercepted import gradient_hooks as _hooks  # noqa: F401
 from bridge.intercepted import torch_functions as _python_rules  # noqa: F401
 from bridge.jax_functions import from_jax
-from bridge.modules import buffers, call, load, params
+from bridge.modules import Function, buffers, call, function, load, params
 from bridge.operators import plan as _operators  # noqa: F401
 from bridge.operators.register import register_lowering
 from bridge.sharding import load_sharded, shard, shardings
 from bridge.version import __version__ as __version__  # for type checkers, a name of ours
 
 __all__ = [
-    "buffers", "call", "from_jax", "load", "load_sharded", "params", "register_lowering", "scan_blocks", "shard", "shardings", "to_jax",
-    "to_torch",
+    "Function", "buffers", "call", "from_jax", "function", "load", "load_sharded", "params", "register_lowering", "scan_blocks", "shard",
+    "shardings", "to_jax", "to_torch",
 ]

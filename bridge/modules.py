@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,8 @@ def load(
         module: changed in place.
         params, buffers: name -> jax.Array, numpy array or torch.Tensor of the right shape; None: they stay as they are. Values are
             converted to the tensor's device and dtype, which may round floating-point numbers but not change other values. A tied
-            parameter may be given under any of its names, or under several with the same value.
+            parameter may be given under any of its names, or under several with the same value. Parameters may be among the buffers,
+            as they are in the state of ``function``.
         strict: every parameter (or buffer) must be given.
 
     Returns:
@@ -125,11 +126,21 @@ def load(
     """
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
     with SWAPPING:
-        for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
-            if given is not None:
-                writes += matched(kind, given, dict(members(remove_duplicate=False)), strict)
+        state = _split(module, params or {}, buffers or {})
+        for kind, asked, given, members in zip(
+            ("params", "buffers"), (params, buffers), state, (module.named_parameters, module.named_buffers), strict=True
+        ):
+            if asked is not None or given:
+                writes += matched(kind, given, dict(members(remove_duplicate=False)), strict and asked is not None)
         write(writes)
     return module
+
+
+def _split(module: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and buffers, where parameters were given among the buffers; a name that is given twice stays where it is refused."""
+    known = dict(module.named_parameters(remove_duplicate=False))
+    moved = {name: value for name, value in buffers.items() if name in known and name not in params}
+    return {**params, **moved}, {name: value for name, value in buffers.items() if name not in moved}
 
 
 def matched(
@@ -175,19 +186,24 @@ def call(
     *,
     training: bool | None = None,
     rng: jax.Array | Callable[[], jax.Array] | None = None,
+    method: str | Callable[..., Any] | None = None,
     strict: bool = True,
     tie_weights: bool = True,
 ) -> tuple[Any, State]:
     """A module as a pure function of its state, for JAX's own transforms: jax.jit, jax.grad, jax.vmap.
 
+    ``function`` gives the same with the module filled in, beside its parameters and its state.
+
     Args:
         module: any nn.Module; it is not changed.
         params, buffers: name -> jax.Array, as ``params`` and ``buffers`` return them. They are converted to the module's dtypes, which may
-            be narrower but not of a lower kind.
+            be narrower but not of a lower kind. Parameters may be among the buffers, and are then returned with them.
         args, kwargs: of the call; jax.Arrays in any tree.
         training: the mode for this call; None: the module's own mode.
         rng: a JAX key that all random operators draw from, another key at each call; or a function without arguments that returns the
             key, or raises, when the first of them draws.
+        method: what is called: a method of the module by its name, or a function ``method(module, *args, **kwargs)`` in torch; None: the
+            module itself.
         strict: every parameter and buffer must be given; False: the module's own values are used for the others.
         tie_weights: a tensor that has several names in the module has one value in the call, given under any of them; False: each name
             is a tensor of its own.
@@ -200,6 +216,7 @@ def call(
         RuntimeError: names or shapes that are not the module's; complex values for a real tensor, or floating-point ones for integers;
             missing names if strict.
         ValueError: several names of one tied tensor are given, and ``tie_weights`` is True.
+        TypeError: the module has no such method.
         flax.errors.InvalidRngError: a random operator (for example dropout in training mode) draws, and there is no rng.
 
     Source: ``flax.linen.Module.apply``; ``torch.func.functional_call``, whose strict is False by default.
@@ -213,8 +230,10 @@ def call(
     """
     own: dict[str, torch.Tensor] = {}
     types: dict[str, torch.dtype] = {}
+    called, prefix = (module, "") if method is None else (_Method(module, method), "module.")
     with SWAPPING:
-        for kind, given, members in (("params", params, module.named_parameters), ("buffers", buffers, module.named_buffers)):
+        state = _split(module, params, buffers)
+        for kind, given, members in zip(("params", "buffers"), state, (module.named_parameters, module.named_buffers), strict=True):
             known = dict(members(remove_duplicate=False))
             _check_names(kind, given, known)
             covered = {id(known[name]) for name in given} if tie_weights else set()
@@ -232,8 +251,10 @@ def call(
         before = {name: (v, v.node.version) for name, v in state.items()}
         state |= {name: t.detach().clone() for name, t in own.items()}
         with SWAPPING, _mode(module, training), drawing_from(functools.partial(_no_key, module) if rng is None else rng):
-            # It puts into state the tensors with which the module replaced others.
-            out = functional_call(module, state, args, kwargs, tie_weights=tie_weights)
+            # It puts into inside the tensors with which the module replaced others.
+            inside = {prefix + name: v for name, v in state.items()}
+            out = functional_call(called, inside, args, kwargs, tie_weights=tie_weights)
+        state = {name: inside[prefix + name] for name in state}
         left = {name for name, (v, version) in before.items() if state[name] is v and v.node.version == version}
         return out, {name: given[name] if name in left else state[name] for name in (*buffers, *kept)}
 
@@ -250,6 +271,92 @@ def call(
             wide = buffers[name].dtype if name in buffers else jax.dtypes.canonicalize_dtype(value.dtype)
             after[name] = value if value.dtype == wide else value.astype(wide)
     return out, after
+
+
+class _Method(nn.Module):
+    """A module whose forward is a method of another one, or a function of it."""
+
+    def __init__(self, module: nn.Module, method: str | Callable[..., Any]) -> None:
+        super().__init__()
+        if not callable(getattr(module, method, None) if isinstance(method, str) else method):
+            raise TypeError(
+                f"method: expected the name of a method of {type(module).__name__}, or a function whose first argument is the module, "
+                f"got {method!r}"
+            )
+        self.module, self.method = module, method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        method = self.method
+        return getattr(self.module, method)(*args, **kwargs) if isinstance(method, str) else method(self.module, *args, **kwargs)
+
+
+class Function(NamedTuple):
+    """A module as JAX code has it, from ``function``: unpack it into ``apply, params, state``.
+
+    Attributes:
+        apply: a pure function ``apply(params, state, *args, rng=None, training=None, method=None, **kwargs)``, which returns
+            ``(output, state)``.
+        params: name -> jax.Array, the parameters that require grad.
+        state: name -> jax.Array, the other parameters and the buffers.
+    """
+
+    apply: Callable[..., tuple[Any, dict[str, Any]]]
+    params: State
+    state: State
+
+
+def function(module: nn.Module) -> Function:
+    """A module as a pure function of arrays, with its parameters and its state, for a program that is JAX throughout.
+
+    ``apply`` may be called inside ``jax.jit``, ``jax.grad``, ``jax.vmap``, ``jax.lax.scan`` and every other transform or loop of JAX's,
+    by samplers, solvers and optimizers. What is to be trained is in ``params``; what is not is in ``state``: buffers, of which a call may
+    return new values (BatchNorm's in training mode), and parameters with ``requires_grad=False``. ``bridge.load(module, params, state)``
+    writes both back into the module.
+
+    Args:
+        module: any nn.Module. ``apply`` uses its code and its mode, and neither reads nor writes its values.
+
+    Returns:
+        Function: ``(apply, params, state)``. ``apply`` takes, after params and state, the module's own arguments, jax.Arrays in any tree,
+        and by keyword what ``call`` takes: ``rng``, a JAX key, another one at each call, which random operators need; ``training``, the
+        mode, None for the module's own; ``method``, what is called in the place of the module. All other keywords are the module's.
+
+    Raises:
+        ValueError: a parameter has a type of 64 bits, and JAX's 64-bit types are off, so that its values would be rounded.
+            ``with jax.enable_x64(True):`` turns them on for the calls inside, on this thread; the calls of ``apply`` need it too.
+        TypeError: as in ``params``.
+        RuntimeError, flax.errors.InvalidRngError: by ``apply``, as in ``call``.
+
+    Source: ``flax.linen.Module.apply``; ``functorch.make_functional_with_buffers``.
+
+    Example:
+        >>> import bridge, jax, jax.numpy as jnp, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        >>> apply, params, state = bridge.function(net)
+        >>> def loss(params, x, key):
+        ...     out, _ = apply(params, state, x, rng=key)
+        ...     return (out**2).mean()
+        >>> keys = jax.random.split(jax.random.key(0), 5)
+        >>> jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(params, jnp.ones((5, 3)), keys)["0.weight"].shape
+        (5, 4, 3)
+    """
+    with SWAPPING:
+        trained, fixed = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, p in module.named_parameters():
+            (trained if p.requires_grad else fixed)[name] = p
+            if not is_lazy(p) and dtypes.to_jax(p.dtype) != jax.dtypes.canonicalize_dtype(dtypes.to_jax(p.dtype)):
+                raise ValueError(
+                    f"module: {name!r} is {p.dtype}, and JAX's 64-bit types are off; put the program into `with jax.enable_x64(True):`, "
+                    "or pass module.float()"
+                )
+
+        def apply(
+            params: Mapping[str, Any], state: Mapping[str, Any], *args: Any, rng: jax.Array | Callable[[], jax.Array] | None = None,
+            training: bool | None = None, method: str | Callable[..., Any] | None = None, **kwargs: Any,
+        ) -> tuple[Any, dict[str, Any]]:
+            return call(module, params, state, args, kwargs, training=training, rng=rng, method=method)
+
+        return Function(apply, _state(lambda: iter(trained.items())), _state(lambda: iter((fixed | dict(module.named_buffers())).items())))
 
 
 def _check_names(kind: str, given: Mapping[str, Any], known: Mapping[str, torch.Tensor]) -> None:

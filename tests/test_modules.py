@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax.errors import InvalidRngError
 from networks import X, close, net, tied
 from torch import nn
 
@@ -316,6 +317,109 @@ def test_call_and_tied_weights() -> None:
     out = bridge.call(model, {"2.weight": eye}, {}, (X,), tie_weights=False, strict=False)[0]
     close(out, expected(params["0.weight"], eye))
     close(bridge.call(model, {}, {}, (X,), strict=False)[0], model(torch.tensor(X)))
+
+
+class Density(nn.Module):
+    """A log density with a method of its own name, a frozen parameter, a buffer that is written, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Parameter(torch.tensor([0.5, -1.0])), nn.Parameter(torch.tensor([1.5, 2.0]), requires_grad=False)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def log_prob(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
+        return -0.5 * factor * ((x - self.mean) / self.scale).square().sum(-1) - self.scale.log().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.log_prob(self.drop(x))
+
+
+POINT = np.array([0.3, -0.7], np.float32)
+TRANSFORMED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {  # in JAX, of a function of a point
+    "call": lambda f: f(POINT),
+    "jit": lambda f: jax.jit(f)(POINT),
+    "grad": lambda f: jax.grad(f)(jnp.asarray(POINT)),
+    "hessian": lambda f: jax.jit(jax.hessian(f))(POINT),
+    "vmap": lambda f: jax.vmap(f)(jnp.stack([POINT, 2 * POINT])),
+    "scan": lambda f: jax.lax.scan(lambda x, _: (x + 0.1 * jax.grad(f)(x),) * 2, jnp.asarray(POINT), length=3)[1],
+    "while in vmap": lambda f: jax.vmap(lambda x: jax.lax.while_loop(lambda x: f(x) < -1.3, lambda x: x + 0.5 * jax.grad(f)(x), x))(
+        jnp.stack([POINT * 4, POINT])
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["log_prob", lambda module, x: module.log_prob(x), None], ids=["by name", "a function", "forward"])
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_a_module_as_a_function(transformed: Callable[[Callable[[Any], Any]], Any], method: Any) -> None:
+    module = Density().eval()
+    apply, params, state = bridge.function(module)
+    before = copy.deepcopy(module.state_dict())
+
+    def by_hand(x: Any) -> Any:
+        return -0.5 * (((x - params["mean"]) / state["scale"]) ** 2).sum(-1) - jnp.log(state["scale"]).sum()
+
+    close(transformed(lambda x: apply(params, state, x, method=method)[0]), transformed(by_hand))
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_what_is_trained_and_what_is_state() -> None:
+    module = Density()
+    apply, params, state = bridge.function(module)
+    assert list(params) == ["mean"] and list(state) == ["scale", "calls"]
+    run = jax.jit(apply, static_argnames=("training", "method"))
+    for _ in range(3):
+        state = run(params, state, POINT, training=False)[1]
+    assert set(state) == {"scale", "calls"} and int(state["calls"]) == 3 and module.calls == 0 and module.training
+    with pytest.raises(InvalidRngError, match="drop"):
+        run(params, state, POINT)
+    keys = jax.random.split(jax.random.key(0), 64)
+    many = jax.vmap(lambda key: apply(params, state, POINT, rng=key)[0])(keys)
+    assert len(np.unique(np.asarray(many))) == 4  # each of two coordinates is dropped or not
+    close(apply(params, state, POINT, factor=2.0, method="log_prob")[0], module.log_prob(torch.tensor(POINT), factor=2.0).detach())
+    bridge.load(module, {"mean": jnp.ones(2)}, {"scale": jnp.full(2, 3.0), "calls": state["calls"]})
+    assert module.calls == 3 and torch.equal(module.mean, torch.ones(2)) and torch.equal(module.scale, torch.full((2,), 3.0))
+    with pytest.raises(RuntimeError, match="params: 'mean' missing"):
+        bridge.load(module, {}, state)
+    bridge.load(module, buffers=state)
+    assert torch.equal(module.scale, torch.tensor([1.5, 2.0]))
+    with pytest.raises(RuntimeError, match="buffers: 'mean' of shape"):
+        apply(params, {**state, "mean": params["mean"]}, POINT, training=False)
+    with pytest.raises(RuntimeError, match="params: 'scale' missing"):
+        apply(params, {"calls": state["calls"]}, POINT, training=False)
+    with pytest.raises(TypeError, match="method: expected the name of a method of Density"):
+        apply(params, state, POINT, method="logprob")
+
+
+def test_members_are_lanes_with_statistics_of_their_own() -> None:
+    """vmap over the parameters and the state of BatchNorm in training mode, in a scan: as each module by itself in torch."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    functions = [bridge.function(module) for module in modules]
+    apply = functions[0].apply
+    params, state = (jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in zip(*[f[1:] for f in functions], strict=True))
+
+    def one(params: Any, state: Any) -> Any:
+        return jax.lax.scan(lambda s, x: apply(params, s, x)[::-1], state, jnp.stack([X, X + 1]))
+
+    state, outs = jax.jit(jax.vmap(one))(params, state)
+    for k, module in enumerate(modules):
+        close(outs[k], torch.stack([module(torch.tensor(X)), module(torch.tensor(X + 1))]))
+        for name, b in module.named_buffers():
+            close(state[name][k], b)
+
+
+def test_float64_has_to_be_on() -> None:
+    module = nn.Linear(3, 2).double()
+    with pytest.raises(ValueError, match=r"'weight' is torch.float64.*jax.enable_x64"):
+        bridge.function(module)
+    with jax.enable_x64(True):
+        apply, params, state = bridge.function(module)
+        x = jnp.linspace(0, 1, 12).reshape(4, 3)
+        out, _ = jax.jit(apply)(params, state, x)
+        assert out.dtype == x.dtype == jnp.float64
+        np.testing.assert_allclose(out, module(torch.tensor(np.asarray(x))).detach(), rtol=1e-14)
 
 
 def test_threads_that_call_one_module() -> None:

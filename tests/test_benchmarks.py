@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import calculus
 import crossings
+import jobs
 import overhead
 import random_numbers
 import readme
@@ -102,6 +104,31 @@ def test_random_numbers_and_their_page(tmp_path: Path, monkeypatch: pytest.Monke
     found = random_numbers.main(["--only", "hidden", "--members", "2", "--seconds", "0.01", "--page", "--output", str(tmp_path)])
     assert found == json.loads(next(tmp_path.glob("random-numbers-*.json")).read_text())
     assert set(found["rows"][0]["systems"]) == set(random_numbers.SYSTEMS) and "| after the hidden layer | 8,192 |" in page.read_text()
+
+
+def test_jobs_and_their_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "surrogates.md"
+    page.write_text("<!-- jobs:start -->\nold\n<!-- jobs:end -->\n")
+    monkeypatch.setattr(jobs, "DOCS", tmp_path)
+    (found,) = jobs.main(["--only", "surrogates", "--small", "--seconds", "0", "--page", "--output", str(tmp_path)])
+    assert found == json.loads(next(tmp_path.glob("jobs-surrogates-*.json")).read_text()) and "wrong" not in capsys.readouterr().err
+    systems = found["rows"][0]["systems"]
+    assert len(systems) == 3 and all(one["calls"] >= 3 and one["value"] > 0 for one in systems.values())
+    assert all(f"| {name} |" in page.read_text() for name in systems) and "old" not in page.read_text()
+    systems = {"truth": lambda: lambda: (1, np.ones(2)), "other": lambda: lambda: (1, np.zeros(2)), "none": lambda: 1 / 0}
+    broken = jobs.Task("nothing", "ms", systems)
+    assert list(jobs.measure(broken, 0)) == ["truth"]
+    said = capsys.readouterr().err
+    assert "other: wrong by 1.0e+00" in said and "none: ZeroDivisionError" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in jobs.JOBS if name != "surrogates"])
+@pytest.mark.filterwarnings("ignore")
+def test_each_job_is_measured(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = jobs.main(["--only", name, "--small", "--seconds", "0", "--output", str(tmp_path)])
+    assert all(row["systems"] or "No module named" in capsys.readouterr().err for row in found["rows"])
+    assert "wrong" not in capsys.readouterr().err
 
 
 def test_programs_by_hand_in_jax_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:

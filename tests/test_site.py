@@ -19,7 +19,7 @@ MODULES = [
 
 
 def test_every_page_and_notebook_is_in_the_menu() -> None:
-    menu = set(re.findall(r": ([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    menu = set(re.findall(r"(?:: |- )([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "coverage/" not in path.as_posix()} - {"README.md"}
     notebooks = {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert menu == pages | notebooks | {"index.md", "contributing.md", "security.md"}

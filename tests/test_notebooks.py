@@ -12,7 +12,13 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("
 
 #: What replaces the cell tagged "parameters", so that a run takes seconds.
 FAST = {"ensembling", "per_sample_gradients", "flax_layer_in_torch"}
-SMALL = {"ensembling": "members, epochs, batch_size, seed = 3, 2, 256, 0"}
+SMALL = {
+    "ensembling": "members, epochs, batch_size, seed = 3, 2, 256, 0",
+    "gaussian_process_posterior": "chains, warmup, draws = 2, 30, 30",
+    "policy_in_jax": "updates, seeds, steps = 6, 2, 20",
+    "learned_force_field": "configurations, updates, steps = 32, 30, 50",
+}
+NEEDS = {"gaussian_process_posterior": ["blackjax", "numpyro"]}
 
 
 def execute(path: Path, parameters: str | None = None) -> nbformat.NotebookNode:
@@ -26,6 +32,8 @@ def execute(path: Path, parameters: str | None = None) -> nbformat.NotebookNode:
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=() if p.stem in FAST else pytest.mark.slow) for p in NOTEBOOKS])
 def test_runs(path: Path) -> None:
+    for library in NEEDS.get(path.stem, ()):
+        pytest.importorskip(library)
     execute(path, SMALL.get(path.stem))
 
 

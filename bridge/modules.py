@@ -322,7 +322,7 @@ def function(module: nn.Module) -> Function:
         mode, None for the module's own; ``method``, what is called in the place of the module. All other keywords are the module's.
 
     Raises:
-        ValueError: a parameter has a type of 64 bits, and JAX's 64-bit types are off, so that its values would be rounded.
+        ValueError: a parameter is float64 or complex128, and JAX's 64-bit types are off, so that its values would be rounded.
             ``with jax.enable_x64(True):`` turns them on for the calls inside, on this thread; the calls of ``apply`` need it too.
         TypeError: as in ``params``.
         RuntimeError, flax.errors.InvalidRngError: by ``apply``, as in ``call``.
@@ -344,7 +344,7 @@ def function(module: nn.Module) -> Function:
         trained, fixed = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, p in module.named_parameters():
             (trained if p.requires_grad else fixed)[name] = p
-            if not is_lazy(p) and dtypes.to_jax(p.dtype) != jax.dtypes.canonicalize_dtype(dtypes.to_jax(p.dtype)):
+            if p.dtype in (torch.float64, torch.complex128) and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
                 raise ValueError(
                     f"module: {name!r} is {p.dtype}, and JAX's 64-bit types are off; put the program into `with jax.enable_x64(True):`, "
                     "or pass module.float()"

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -314,6 +315,23 @@ def test_adapters_on_one_base() -> None:
         for name, p in module.named_parameters():
             assert name in trained or torch.equal(p, like[name])
             np.testing.assert_allclose(p.detach(), like[name], rtol=1e-2, atol=2e-4)
+
+
+def test_a_log_of_an_ensembles_training() -> None:
+    """As docs/jobs/populations.md has it: one line of JSON for each two steps, while the ensemble trains."""
+    from torchfunc_jax.ensemble import Ensemble, Trainer
+
+    lines: list[str] = []
+
+    def log(trainer: Any, losses: Any) -> None:
+        if trainer.position % 2 == 0:
+            lines.append(json.dumps({"step": trainer.position, "loss": losses.tolist()}))
+
+    trainer = Trainer(Ensemble(lambda: nn.Linear(2, 1), n=3), nn.functional.mse_loss, "sgd", lr=0.1)
+    history = trainer.fit((torch.randn(16, 2), torch.randn(16, 1)), epochs=2, batch_size=4, on_step=log)
+    found = [json.loads(line) for line in lines]
+    assert [row["step"] for row in found] == [2, 4, 6, 8]
+    np.testing.assert_allclose([row["loss"] for row in found], history[1::2])
 
 
 def test_every_page_has_its_program_and_its_test() -> None:

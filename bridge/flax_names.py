@@ -140,7 +140,7 @@ def name_map(
     for pattern, target in (rules or {}).items():
         ours = search.follow(pattern, target, ours, theirs)
     taken = {b for _, b, _ in search.found}
-    search.match([_Node((), ours)], [_Node((), [b for b in theirs if b not in taken])])
+    search.match(*([_Node((), left)] if left else [] for left in (ours, [b for b in theirs if b not in taken])))
     return search.result(module, twin, known, search.ruled + ours, theirs)
 
 

@@ -454,6 +454,8 @@ def test_rules() -> None:
         ours = {torch.rpartition(".")[0]: flax.split("/", 1)[1].rpartition("/")[0] for torch, flax, _ in found.matched}
         assert ours == {f"encoder.{i}.{a}": f"layers/{i}/{b}" for i in range(2) for a, b in expected.items()}, str(found)
         assert {why for *_, why in found.matched} == {"rule", "shape"}
+    found = name_map(Same(), same_twin(), {"encoder.*.one": "layers/*/up", "encoder.*.other": "layers/*/down"})
+    assert {why for *_, why in found.matched} == {"rule"} and not found.unmatched and not found.unmatched_twin  # nothing is left to search
     found = name_map(Same(), same_twin(), {"encoder.*.one": "layers/*/sideways"})
     assert found.unmatched["encoder.1.one.bias"] == "the rule 'encoder.*.one' says layers/1/sideways, which the twin does not have"
     with pytest.raises(ValueError, match=r"rules: 'decoder\.\*' fits no tensor of the module"):

@@ -29,7 +29,7 @@ class Difference:
             side raised, or both without being asked to), "distribution", "repetition" (a seed does not repeat the numbers),
             or "nothing compared".
         where: the leaf, as in ``output['a'][1]``; "" if it is not about a leaf.
-        torch_func, torchfunc_jax: what each side has there, as text.
+        torch_func, torchfunc_jax: what each side has there, as text; in a comparison with a port, the module and the port.
         float64: what PyTorch computes there in float64; None if it was not computed.
         index: which element of the leaf is the first to differ; None if it is not about values.
         wrong, elements: how many elements of the leaf differ, and how many it has.
@@ -87,6 +87,8 @@ class Options:
     raises: type[BaseException] | tuple[type[BaseException], ...] | None = None
     allow_empty: bool = False
     shapes: bool = True
+    sides: tuple[str, str] = _SIDES  # their names in sentences
+    nearer: bool = False  # what is as near to the float64 value as PyTorch's is right, however far it is from PyTorch's
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +106,7 @@ def compare(theirs: Outcome, ours: Outcome, options: Options, in_float64: Callab
         return _raised(theirs.error, ours.error, options, name)
     if theirs.no_gradient is not None or ours.no_gradient is not None:
         theirs, ours = (dataclasses.replace(o, parts={k: v for k, v in o.parts.items() if group(k) != "gradient"}) for o in (theirs, ours))
-    leaves = list(_leaves(theirs, ours))
+    leaves = list(_leaves(theirs, ours, options.sides))
     around = sizes(theirs)
     found = [d for d in (x if isinstance(x, Difference) else _leaf(*x, options, in_float64, around) for x in leaves) if d.kind]
     largest = [d.largest_absolute for d in found if d.kind == "value" and d.largest_absolute is not None]
@@ -115,7 +117,8 @@ def compare(theirs: Outcome, ours: Outcome, options: Options, in_float64: Callab
         return Found(_among(first, tuple(d.where for d in rest), len(leaves)), most)
     if ours.no_gradient is not None and theirs.no_gradient is None:
         shown = shown_error(ours.no_gradient)
-        text = f"the outputs agree, but their gradients do not: torch.func's autograd computes them, torchfunc_jax raised {shown}"
+        a, b = options.sides
+        text = f"the outputs agree, but their gradients do not: {a}'s autograd computes them, {b} raised {shown}"
         return Found(Difference("raised", text, torch_func="returned", torchfunc_jax=shown), most)
     nothing = None if options.allow_empty else _nothing(theirs)
     if nothing is not None:
@@ -136,7 +139,7 @@ def shown_error(error: BaseException) -> str:
 
 def _raised(theirs: BaseException | None, ours: BaseException | None, options: Options, name: str) -> Found:
     shown = [shown_error(e) if e is not None else "returned" for e in (theirs, ours)]
-    did = [f"{side} {'raised ' + text if error is not None else text}" for side, error, text in zip(_SIDES, (theirs, ours), shown)]
+    did = [f"{side} {'raised ' + text if error is not None else text}" for side, error, text in zip(options.sides, (theirs, ours), shown)]
 
     def differ(text: str) -> Found:
         return Found(Difference("raised", text, torch_func=shown[0], torchfunc_jax=shown[1]))
@@ -165,19 +168,19 @@ def _raised(theirs: BaseException | None, ours: BaseException | None, options: O
 Leaf = tuple[str, Any, Any, str, tuple[Any, ...]]  # (name, torch.func's leaf, our leaf, its part, its path)
 
 
-def _leaves(theirs: Outcome, ours: Outcome) -> Iterator[Leaf | Difference]:
+def _leaves(theirs: Outcome, ours: Outcome, sides: tuple[str, str] = _SIDES) -> Iterator[Leaf | Difference]:
     """The pairs of leaves, in order; a part of another structure is a difference in their place."""
     for part in dict.fromkeys((*theirs.parts, *ours.parts)):
         missing = [part not in side.parts for side in (theirs, ours)]
         if any(missing):
             has = ["has none" if m else "has one" for m in missing]
-            yield Difference("structure", f"{part}: torch.func {has[0]}, torchfunc_jax {has[1]}", part, has[0], has[1])
+            yield Difference("structure", f"{part}: {sides[0]} {has[0]}, {sides[1]} {has[1]}", part, has[0], has[1])
             continue
         a, spec_a = trees.flatten(theirs.parts[part])
         b, spec_b = trees.flatten(ours.parts[part])
         if spec_a != spec_b:
             one, other = str(spec_a or "one leaf"), str(spec_b or "one leaf")
-            yield Difference("structure", f"{part} has another structure: torch.func {one}, torchfunc_jax {other}", part, one, other)
+            yield Difference("structure", f"{part} has another structure: {sides[0]} {one}, {sides[1]} {other}", part, one, other)
             continue
         for path, x, y in zip(trees.paths(spec_a), a, b, strict=True):
             yield part + _shown_path(path), x, y, part, path
@@ -225,12 +228,12 @@ def _leaf(
     around: dict[str, float],
 ) -> Difference:
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return _others(where, x, y)
+        return _others(where, x, y, options.sides)
     for name in ("dtype", "layout", *(("shape",) if options.shapes else ()), "device", "requires_grad"):
         if getattr(x, name) != getattr(y, name):
-            return _attribute(where, name, getattr(x, name), getattr(y, name))
+            return _attribute(where, name, getattr(x, name), getattr(y, name), options.sides)
     if options.strides and part == "output" and x.stride() != y.stride():
-        return _attribute(where, "strides", x.stride(), y.stride())
+        return _attribute(where, "strides", x.stride(), y.stride(), options.sides)
     if not options.values or x.shape != y.shape:
         return _SAME
 
@@ -241,22 +244,22 @@ def _leaf(
     return _values(where, x.detach(), y.detach(), options, truth, around.get(group(part), 1.0))
 
 
-def _attribute(where: str, name: str, x: Any, y: Any) -> Difference:
+def _attribute(where: str, name: str, x: Any, y: Any, sides: tuple[str, str]) -> Difference:
     a, b = (str(tuple(v) if isinstance(v, torch.Size) else v) for v in (x, y))
-    return Difference(name, f"{where} differs in {name}: torch.func {a}, torchfunc_jax {b}", where, a, b)
+    return Difference(name, f"{where} differs in {name}: {sides[0]} {a}, {sides[1]} {b}", where, a, b)
 
 
-def _others(where: str, x: Any, y: Any) -> Difference:
+def _others(where: str, x: Any, y: Any, sides: tuple[str, str]) -> Difference:
     """The difference between leaves that are not both tensors."""
     if type(x) is not type(y):
-        return _attribute(where, "type", type(x).__name__, type(y).__name__)
+        return _attribute(where, "type", type(x).__name__, type(y).__name__, sides)
     if x is y:
         return _SAME
     if isinstance(x, np.ndarray):
         same = x.dtype == y.dtype and x.shape == y.shape and np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
     else:
         same = bool(x == y) or bool(x != x and y != y)
-    return _SAME if same else _attribute(where, "value", repr(x), repr(y))
+    return _SAME if same else _attribute(where, "value", repr(x), repr(y), sides)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ def _values(
         size = torch.where(size.isfinite(), size, 0)
         scale = min(1.0, float(size.max())) if size.numel() and options.atol is None else 1.0
         wrong = ~(apart <= atol * scale + rtol * size)
-        unsure = wrong & ((apart <= atol + rtol * size) | (apart <= 16 * torch.finfo(x.dtype).eps * around))
+        unsure = wrong & (options.nearer | (apart <= atol + rtol * size) | (apart <= 16 * torch.finfo(x.dtype).eps * around))
         if bool(unsure.any()) and options.atol is None:
             wrong &= ~(unsure & _as_near(x, y, apart, atol * scale + rtol * size, truth, around))
         allowed = f"{atol * scale:.2g} + {rtol:.2g} of the value"
@@ -320,9 +323,9 @@ def _values(
     worst = torch.where(wrong, torch.where(apart.isnan(), float("inf"), apart), -1)
     relative = torch.where(wrong & (wide(x) != 0), apart / _size(x), 0).nan_to_num(nan=0.0, posinf=0.0)
     most, most_at = float(worst.max()), _place(int(worst.argmax()), x)
-    text = f"{where} differs in value{f' at {list(index)}' if index else ''}: torch.func {theirs!r}, torchfunc_jax {ours!r}"
+    text = f"{where} differs in value{f' at {list(index)}' if index else ''}: {options.sides[0]} {theirs!r}, {options.sides[1]} {ours!r}"
     if value is not None:
-        nearer = "" if value != value else _nearer(theirs, ours, value)
+        nearer = "" if value != value else _nearer(theirs, ours, value, options.sides)
         text += f", float64 {value!r}{nearer}"
     text += f"\n  {count} of {x.numel()} element{'s' if x.numel() != 1 else ''} {'differ' if count > 1 else 'differs'}."
     if most < float("inf"):
@@ -348,9 +351,9 @@ def _exact(truth: Callable[[], torch.Tensor | None], x: torch.Tensor) -> torch.T
     return truth() if has_derivatives(x) else None
 
 
-def _nearer(theirs: Any, ours: Any, value: Any) -> str:
+def _nearer(theirs: Any, ours: Any, value: Any, sides: tuple[str, str]) -> str:
     a, b = abs(theirs - value), abs(ours - value)
-    return "" if a == b or a != a else " (torch.func is nearer)" if a < b or b != b else " (torchfunc_jax is nearer)"
+    return "" if a == b or a != a else f" ({sides[0] if a < b or b != b else sides[1]} is nearer)"
 
 
 def _as_near(

@@ -78,11 +78,11 @@ def alike(theirs: Draws, ours: Draws, options: Options, tests: int) -> Found:
         return Found(None, None, f"random, same distribution ({how})")
     x, y = a[first], b[first]
     shown = [f"{v.mean():.4g} (standard deviation {v.std():.2g})" for v in (x, y)]
-    frozen = " It is the same in every draw of torchfunc_jax's." if np.ptp(y) == 0 < np.ptp(x) else ""
+    frozen = f" It is the same in every draw of {options.sides[1]}'s." if np.ptp(y) == 0 < np.ptp(x) else ""
     return Found(Difference(
         "distribution",
-        f"{first.leaves[0]} is random and has another distribution: {first.what} is on average {shown[0]} under torch.func, "
-        f"{shown[1]} under torchfunc_jax\n"
+        f"{first.leaves[0]} is random and has another distribution: {first.what} is on average {shown[0]} under "
+        f"{options.sides[0]}, {shown[1]} under {options.sides[1]}\n"
         f"  The Kolmogorov-Smirnov distance of {n} draws each is {largest:.2f}, allowed is {allowed:.2f}.{frozen}",
         first.leaves[0], shown[0], shown[1],
     ))

@@ -1,4 +1,4 @@
-"""The command `torchfunc-jax parity` compares a function under torch.func and under torchfunc_jax, and prints a table."""
+"""The command `torchfunc-jax parity` compares a function under torch.func and under torchfunc_jax, or a module and a port of it."""
 from __future__ import annotations
 
 import builtins
@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from torchfunc_jax.port_parity_cli import compare, data, rules, show
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +55,23 @@ EXAMPLES = """
 
     Take the function from a file, and the arguments from example(), which returns a tuple.
 
+[cyan]torchfunc-jax parity model.py:Net --against port.py:FlaxNet --shape 4,3,8,8[/cyan]
+
+    Compare a torch module with a port of it to JAX or Flax: outputs, gradients, buffers, five steps of an optimizer. The first layer that
+    differs is named. The port is a module of flax.linen or flax.nnx, or a function apply(params, x).
+
+[cyan]torchfunc-jax parity model.py:Net --against port.py:apply --variables port.py:init --names names.json --shape 8,3[/cyan]
+
+    The port's arrays are made by init(), and names.json says which tensor is which of them where shapes and names do not:
+    {"fc.weight": "head/kernel"}. With --names port.py:convert, a function makes them of {torch's name: array}.
+
 [bold]Exit codes[/bold]
 
 0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2: the command could not run.
 """
 
 Many = list[str] | None
+_PORT: dict[str, Any] = {"rich_help_panel": "Beside a port"}
 
 
 def parity(
@@ -95,15 +108,44 @@ def parity(
         int, typer.Option("--seed", min=0, help="The seed of the arguments, of the parameters and of the function's draws.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="MODULE:PORT", help="A port of the module, which is compared with it.", **_PORT)
+    ] = None,
+    names: Annotated[
+        str | None, typer.Option("--names", metavar="FILE.json|MODULE:FUNCTION", help="Which tensor is which array of the port.", **_PORT)
+    ] = None,
+    variables: Annotated[
+        str | None, typer.Option("--variables", metavar="MODULE:NAME", help="An example of the port's arrays, or what makes it.", **_PORT)
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="flax or torch: of the port's arrays, where shapes leave it open.", **_PORT)
+    ] = None,
+    channels_last: Annotated[
+        bool | None, typer.Option("--channels-last/--channels-first", help="Of the port; by default what fits.", **_PORT)
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="A loss of the output and the targets.", **_PORT)
+    ] = None,
+    port_loss: Annotated[str | None, typer.Option("--port-loss", metavar="MODULE:FUNCTION", help="The same in JAX.", **_PORT)] = None,
+    target: Annotated[Many, typer.Option("--target", metavar="VALUE", help="A tensor for the losses; repeatable.", **_PORT)] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="sgd (the default) or adam.", **_PORT)] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=0, help="Of the optimizer; 5 by default.", **_PORT)] = None,
+    mode: Annotated[Many, typer.Option("--mode", help="eval or train; repeatable. Default: both.", **_PORT)] = None,
 ) -> None:
     """Run a function under torch.func and under torchfunc_jax, eagerly and compiled, and show where they differ.
 
     The comparison covers values, structure, dtypes, shapes, devices and requires_grad of the outputs, their gradients, the exceptions,
     and the inputs, parameters and buffers that the function changes in place. Random functions are recognized, and compared by the same
     numbers or by their distribution over many draws.
+
+    With --against, a torch module is compared with a port of it to JAX or Flax instead.
     """
     console = Console(stderr=True)
+    of_ports: dict[str, Any] = {"names": names, "variables": variables, "layout": layout, "channels_last": channels_last, "loss": loss,
+                "port_loss": port_loss, "targets": target, "optimizer": optimizer, "steps": steps, "modes": mode}
+    _refuse_options_of_the_other(against, of_ports, {"transform": transform, "raises": raises})
     fn: Any = _load(function, "MODULE:FUNCTION")
+    port: Any = None if against is None else _load(against, "--against")
     with _bar(console) as progress:
         progress(0, 1, "Loading PyTorch and JAX")
         import torch
@@ -121,6 +163,23 @@ def parity(
             fn = _made(fn, init, generator, kind, function)
             args = _arguments(inputs, shape, specs, kind, generator)
         named = dict(_named(k, "--kwarg", generator, kind) for k in kwarg or [])
+        if against is not None:
+            if names is not None:
+                of_ports["names"] = rules(names) if names.endswith(".json") else _load(names, "--names")
+            of_ports["variables"] = None if variables is None else _load(variables, "--variables")
+            losses = [None if name is None else _load(name, "--loss") for name in (loss, of_ports.pop("port_loss"))]
+            of_ports["loss"] = tuple(losses) if loss is not None else None
+            of_ports["targets"] = [_value(x, "--target", generator, kind) for x in target or []]
+            report = compare(fn, port, args, named, of_ports | {"rtol": rtol, "atol": atol, "draws": draws, "seed": seed})
+    if against is not None:
+        if as_json:
+            print(json.dumps(_finite(data(function, against, report))))
+        else:
+            show(function, against, report)
+        if not report.equal:
+            raise typer.Exit(1)
+        return
+    with _bar(console) as progress:
         classes = tuple(_error(name) for name in raises or [])
         try:
             checks = run(
@@ -131,8 +190,8 @@ def parity(
             raise typer.BadParameter(str(error), param_hint="--transform") from None
     failure = failed(checks)
     if as_json:
-        report = {"function": function, "agree": failure is None, "failure": failure, "checks": [dataclasses.asdict(c) for c in checks]}
-        print(json.dumps(_finite(report)))
+        told = {"function": function, "agree": failure is None, "failure": failure, "checks": [dataclasses.asdict(c) for c in checks]}
+        print(json.dumps(_finite(told)))
     else:
         out = Console()
         out.print(table(function, checks))
@@ -145,6 +204,17 @@ def parity(
             out.print(f"[red]{escape(function)} {escape(failure)}[/red]", highlight=False)
     if failure is not None:
         raise typer.Exit(1)
+
+
+def _refuse_options_of_the_other(against: str | None, of_ports: dict[str, Any], of_functions: dict[str, Any]) -> None:
+    """Raises if an option was given that only a comparison with a port has, or only one without."""
+    wrong = [name for name, x in (of_ports if against is None else of_functions).items() if x is not None]
+    if wrong:
+        option = f"--{ {'targets': 'target', 'modes': 'mode'}.get(wrong[0], wrong[0]).replace('_', '-')}"
+        why = "it is of use with --against alone" if against is None else "--against has no use for it"
+        raise typer.BadParameter(why, param_hint=option)
+    if (of_ports["loss"] is None) != (of_ports["port_loss"] is None):
+        raise typer.BadParameter("expected both --loss, in torch, and --port-loss, in JAX", param_hint="--loss")
 
 
 def table(function: str, checks: list[Check]) -> Table:

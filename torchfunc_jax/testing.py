@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from bridge.convert import trees
 from bridge.record.programs import cold_by
@@ -15,8 +16,11 @@ from torchfunc_jax._parity_compare import Difference, Found, Options, Outcome, c
 from torchfunc_jax._parity_random import Draws, alike, drawn, varying
 from torchfunc_jax._parity_runs import OTHER, Side, derived, in_float64
 from torchfunc_jax._parity_transforms import Make, Transform, has_derivatives, named
+from torchfunc_jax._port_layers import Departure
+from torchfunc_jax._ports import PortError
 from torchfunc_jax._vmap import name_of
 from torchfunc_jax.patching import ORIGINAL, OURS, patch
+from torchfunc_jax.port_parity import PortCheck, PortReport, port_parity
 
 
 class ParityError(AssertionError):
@@ -177,6 +181,29 @@ def assert_parity(fn: Callable[..., Any], *args: Any, **options: Any) -> None:
         error = ParityError(f"{name_of(fn)} {failure}")
         error.checks = checks
         raise error
+
+
+def assert_port_parity(module: nn.Module, port: Any, *args: Any, **options: Any) -> None:
+    """Assert that a port of a module to JAX or Flax computes, and learns, what the module does.
+
+    Args:
+        module, port, args, options: as in ``port_parity``.
+
+    Raises:
+        ParityError: (an AssertionError) they differ; the message has the first difference and the layer where it begins.
+        PortError, ValueError: as in ``port_parity``.
+
+    Source: ``torch.testing.assert_close``.
+
+    Example:
+        >>> import torch
+        >>> from torchfunc_jax.testing import assert_port_parity
+        >>> assert_port_parity(torch.nn.Linear(3, 2), lambda p, x: x @ p["weight"].T + p["bias"], torch.randn(4, 3))
+    """
+    __tracebackhide__ = True
+    report = port_parity(module, port, *args, **options)
+    if not report.equal:
+        raise ParityError(f"the port differs\n{report}")
 
 
 def failed(checks: Sequence[Check]) -> str | None:
@@ -364,4 +391,7 @@ class _Comparison:
             self.settings.progress(self.number + share, self.settings.transforms, f"{self.name}: {what}")
 
 
-__all__ = ["Check", "Difference", "ParityError", "Transform", "assert_parity", "failed", "parity"]
+__all__ = [
+    "Check", "Departure", "Difference", "ParityError", "PortCheck", "PortError", "PortReport", "Transform", "assert_parity",
+    "assert_port_parity", "failed", "parity", "port_parity",
+]

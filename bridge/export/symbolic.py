@@ -26,7 +26,7 @@ Eqns = Sequence[JaxprEqn]
 Vector = tuple[int, ...]
 
 #: Primitives that are their function, by the parameter that has it; rules for derivatives are no longer needed.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
@@ -110,8 +110,8 @@ class Replay:
         eqn, name = eqns[0], eqns[0].primitive.name
         if is_check(eqn) or name == "stopped_by_torch":
             return operands
-        if name in _CALLS:
-            return self._closed([e.params[_CALLS[name]] for e in eqns], operands)
+        if name in CALLS:
+            return self._closed([e.params[CALLS[name]] for e in eqns], operands)
         if name in _LOOPS:
             return _LOOPS[name](self, eqns, operands)
         params = {key: self._param([e.params[key] for e in eqns], key, eqns) for key in eqn.params}

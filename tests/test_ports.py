@@ -1,0 +1,507 @@
+"""Modules beside their ports to JAX and Flax: right ports pass; of wrong ones the layer is named where they begin to differ."""
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from flax import linen, nnx
+from jax import lax
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from torchfunc_jax.cli import app
+from torchfunc_jax.testing import ParityError, PortError, assert_port_parity, port_parity
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+# -- right ports -------------------------------------------------------------------------------------------------------------------
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def mlp_params() -> Any:
+    return [(jnp.ones((n, m)), jnp.ones(m)) for n, m in ((3, 4), (4, 4), (4, 2))]
+
+
+def mlp_port(params: Any, x: Any, approximate: bool = False, turned: bool = False) -> Any:
+    (w0, b0), (w1, b1), (w2, b2) = params
+    x = jax.nn.gelu(x @ w0 + b0, approximate=approximate)
+    x = jnp.tanh(x @ (w1.T if turned else w1) + b1)
+    return x @ w2 + b2
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4)
+        self.pool, self.conv2 = nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.Conv2d(4, 3, 1)
+        self.drop, self.fc = nn.Dropout(0.0), nn.Linear(3 * 4 * 4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.bn1(self.conv1(x)).relu())
+        return self.fc(self.drop(self.conv2(x).flatten(1)))
+
+
+class FlaxCNN(linen.Module):
+    padding: Any = 1
+    momentum: float = 0.9
+    count: bool = False
+    dropped: bool = False
+    bias: bool = True
+
+    @linen.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        x = linen.Conv(4, (3, 3), 2, padding=self.padding, use_bias=False)(x)
+        x = linen.relu(linen.BatchNorm(use_running_average=not train, momentum=self.momentum)(x))
+        x = linen.avg_pool(x, (3, 3), padding=((1, 1), (1, 1)), count_include_pad=self.count)
+        x = linen.Conv(3, (1, 1), use_bias=self.bias)(x)
+        x = x.reshape(len(x), -1)
+        x = linen.Dropout(0.5, deterministic=not self.dropped)(x)
+        return linen.Dense(5)(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = (q @ k.mT / 2).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, axis: int = -1, eps: float = 1e-5, approximate: bool = False, residual: bool = True,
+                 heads: bool = True) -> None:
+        self.norm1, self.norm2 = (nnx.LayerNorm(8, epsilon=e, rngs=rngs) for e in (1e-5, eps))
+        self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.axis, self.approximate, self.residual, self.heads = axis, approximate, residual, heads
+
+    def __call__(self, x: Any) -> Any:
+        y = self.norm1(x)
+        q, k, v = (f(y).reshape(*y.shape[:2], 2, 4) for f in (self.q, self.k, self.v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        weights = jax.nn.softmax(scores, self.axis)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        mixed = mixed.reshape(x.shape) if self.heads else mixed.swapaxes(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        y = self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=self.approximate))
+        return x + y if self.residual else y
+
+
+class Case(NamedTuple):
+    module: Callable[[], nn.Module]
+    port: Any
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+MLP = Case(mlp, mlp_port, (5, 3), {"variables": mlp_params})
+RIGHT = {
+    "an MLP in plain JAX": MLP,
+    "a CNN with batch norm in linen": Case(CNN, FlaxCNN(), (2, 2, 8, 8)),
+    "a transformer block in nnx": Case(Block, NNXBlock, (2, 5, 8)),
+}
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """With parameters and statistics that are no special numbers."""
+    with torch.no_grad():
+        for t in (*module.parameters(), *module.buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.2, 1.0) if t.dim() == 1 else t.normal_(0, 0.7)
+    return module
+
+
+@functools.cache
+def report(case_name: str) -> Any:
+    case = RIGHT[case_name]
+    torch.manual_seed(0)
+    return port_parity(randomized(case.module()), case.port, torch.randn(case.shape), **case.options)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_ports_pass(name: str) -> None:
+    found = report(name)
+    assert found.equal, str(found)
+
+
+def three(params: Any, x: Any) -> Any:
+    for i in range(3):
+        x = x @ params[i]["w"]
+    return x
+
+
+def three_params(turned: bool = False) -> Any:
+    return [{"w": jnp.ones(shape)} for shape in ((3, 4), (4, 5), (3, 5) if turned else (5, 3))]
+
+
+# -- wrong ports -------------------------------------------------------------------------------------------------------------------
+class Wrong(NamedTuple):
+    """A case whose port has a fault: where it is to be found, and in which mode."""
+
+    module: Callable[[], nn.Module]
+    port: Any
+    shape: tuple[int, ...]
+    layer: str
+    what: str
+    mode: str = "eval"
+    sure: bool = True
+    words: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+class Attention(nn.Module):
+    """With its softmax in its own forward, and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop((self.q(x) @ self.k(x).mT).softmax(-1)) @ self.v(x)
+
+
+def attention_port(params: Any, x: Any, key: Any, train: bool, dropped: bool = False, rate: float = 0.3, bias: bool = True) -> Any:
+    """With the module's names."""
+    q, k, v = (x @ params[f"{name}.weight"].T + params[f"{name}.bias"] * (bias or name != "v") for name in "qkv")
+    weights = jax.nn.softmax(q @ k.mT, -1)
+    if train or dropped:
+        weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+    return weights @ v
+
+
+def pooled(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), module)
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+
+def batch_norm(params: Any, state: Any, x: Any, train: bool) -> Any:
+    """With the module's names; its momentum is the share of the old statistics."""
+    mean, var = (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    x = x @ params["0.weight"].T + params["0.bias"]
+    mean, var = (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    y = (x - mean) / jnp.sqrt(var + 1e-5) * params["1.weight"] + params["1.bias"]
+    if train:
+        new = {"1.running_mean": mean, "1.running_var": x.var(0, ddof=1)}
+        state = state | {name: 0.1 * state[name] + 0.9 * x for name, x in new.items()}
+    return y, state
+
+
+block = functools.partial(functools.partial, NNXBlock)
+WRONG = {
+    "softmax along the wrong axis": Wrong(Block, block(axis=-2), (2, 5, 8), "", "softmax", words=r"weights = jax.nn.softmax\(scores"),
+    "another eps in a layer norm": Wrong(Block, block(eps=1e-6), (2, 5, 8), "norm2", "layer_norm", words=r"self.down\(jax.nn.gelu"),
+    "gelu by tanh": Wrong(Block, block(approximate=True), (2, 5, 8), "act", "gelu"),
+    "no residual": Wrong(Block, block(residual=False), (2, 5, 8), "", "add", words="return x \\+ self.down"),
+    "heads in another order": Wrong(Block, block(heads=False), (2, 5, 8), "out", "linear"),
+    "batch norm's momentum as in torch": Wrong(CNN, FlaxCNN(momentum=0.1), (2, 2, 8, 8), "bn1", "running_mean", "train"),
+    "momentum of another convention, in plain JAX": Wrong(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), batch_norm, (6, 3), "1", "running_mean", "train"),
+    "a convolution padded as SAME": Wrong(CNN, FlaxCNN(padding="SAME"), (2, 2, 8, 8), "conv1", "conv2d"),
+    "an average that counts padding": Wrong(CNN, FlaxCNN(count=True), (2, 2, 8, 8), "pool", "avg_pool2d"),
+    "dropout left on in linen": Wrong(CNN, FlaxCNN(dropped=True), (2, 2, 8, 8), "drop", "dropout", words="draws random numbers"),
+    "dropout left on in plain JAX": Wrong(
+        Attention, functools.partial(attention_port, dropped=True), (2, 5, 4), "drop", "dropout", words="draws random numbers"),
+    "another rate of dropout": Wrong(Attention, functools.partial(attention_port, rate=0.6), (2, 5, 4), "drop", "dropout", "train", False),
+    "a bias that is not added": Wrong(Attention, functools.partial(attention_port, bias=False), (2, 5, 4), "v", "linear"),
+    "a layer without its bias": Wrong(
+        CNN, FlaxCNN(bias=False), (2, 2, 8, 8), "conv2", "conv2d", words="conv2.bias: the port does not have it"),
+    "a square weight transposed": Wrong(
+        mlp, functools.partial(mlp_port, turned=True), (5, 3), "2", "linear", words="With 2.weight transposed the outputs agree",
+        options={"variables": mlp_params}),
+    "a mean in place of a sum": Wrong(
+        lambda: pooled(Sum()), lambda p, x: jnp.tanh(x @ p["0.weight"].T + p["0.bias"]).mean(1), (5, 3), "2", "sum"),
+    "a loss that is a mean in place of a sum": Wrong(
+        mlp, mlp_port, (5, 3), "", "loss",
+        options={"variables": mlp_params, "loss": (lambda y: y.square().sum(), lambda y: (y**2).mean())}),
+    "a gradient that is stopped": Wrong(
+        lambda: pooled(nn.Linear(4, 2)), lambda p, x: lax.stop_gradient(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
+        + p["2.bias"], (5, 3), "0", "weight", sure=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_layer_of_a_fault_is_named(name: str) -> None:
+    wrong = WRONG[name]
+    torch.manual_seed(0)
+    module = randomized(wrong.module())
+    modes = ["eval"] if wrong.mode == "eval" else ["eval", "train"]
+    found = port_parity(module, wrong.port, torch.randn(wrong.shape), dtypes=["float64"], modes=modes, **wrong.options)
+    assert not found.equal
+    departure = found.departure
+    assert departure is not None, str(found)
+    assert (departure.layer, departure.what, departure.sure) == (wrong.layer, wrong.what, wrong.sure), str(found)
+    assert next(c.mode for c in found.checks if c.difference is not None) == wrong.mode
+    assert re.search(wrong.words, str(found)), str(found)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------------------
+QUICK: dict[str, Any] = {"dtypes": ["float64"], "modes": ["eval"]}
+LINEAR, TWICE = (lambda: nn.Linear(3, 2)), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+TWICE3 = lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((3, 4), (4, 5), (5, 3))))
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def dense(params: Any, x: Any, turned: bool = False) -> Any:
+    w, b = params["w"], params["b"]
+    return x @ (w.T if turned else w) + b
+
+
+def two(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["first"]["w"] + params["first"]["b"]) @ params["other"]["w"] + params["other"]["b"]
+
+
+def two_params() -> Any:
+    return {name: {"w": jnp.ones((3, 3)), "b": jnp.ones(3)} for name in ("first", "other")}
+
+
+def converted(tensors: dict[str, jax.Array]) -> Any:
+    return {"w": tensors["weight"].T, "b": tensors["bias"]}
+
+
+MAPPED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "torch's names": (LINEAR, lambda p, x: x @ p["weight"].T + p["bias"], {}),
+    "shapes, in Flax's layout": (LINEAR, dense, {"variables": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}),
+    "shapes, in torch's layout": (
+        LINEAR, functools.partial(dense, turned=True), {"variables": {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}}),
+    "a function of a key makes them": (LINEAR, dense, {"variables": lambda key: {"w": jax.random.normal(key, (3, 2)), "b": jnp.ones(2)}}),
+    "a square weight in torch's layout": (
+        lambda: nn.Linear(3, 3), functools.partial(dense, turned=True),
+        {"variables": {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, "layout": "torch"}),
+    "numbered names": (
+        mlp, lambda p, x: mlp_port([(p[f"w{i}"], p[f"b{i}"]) for i in range(3)], x),
+        {"variables": lambda: {f"{k}{i}": v for i, wb in enumerate(mlp_params()) for k, v in zip("wb", wb, strict=True)}}),
+    "a map": (TWICE, two, {"variables": two_params, "names": {"0": "first", "2": "other"}}),
+    "a function": (LINEAR, dense, {"names": converted}),
+    "a linen class, and a function for it": (
+        LINEAR, linen.Dense(2), {"names": lambda t: {"params": {"kernel": t["weight"].T, "bias": t["bias"]}}}),
+    "an nnx module, and a function for it": (
+        LINEAR, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), {"names": lambda t: {"kernel": t["weight"].T, "bias": t["bias"]}}),
+    "a method of a module": (LINEAR, linen.Dense(2).apply, {}),
+    "adam": (LINEAR, dense, {"names": converted, "optimizer": "adam"}),
+    "an optimizer of one's own": (
+        LINEAR, dense,
+        {"names": converted, "optimizer": (lambda params: torch.optim.AdamW(params, 0.1), optax.adamw(0.1, weight_decay=1e-2))}),
+    "a loss, with targets": (
+        LINEAR, dense, {"names": converted, "targets": [torch.tensor([0, 1, 1, 0])], "loss": (
+            F.cross_entropy, lambda y, k: optax.softmax_cross_entropy_with_integer_labels(y, k).mean())}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_weights_find_their_arrays(name: str) -> None:
+    make, port, options = MAPPED[name]
+    module = randomized(make())
+    before = {key: t.clone() for key, t in module.state_dict().items()}
+    state = torch.get_rng_state()
+    assert_port_parity(module, port, X, **QUICK, **options)
+    assert all(torch.equal(t, before[key]) for key, t in module.state_dict().items()) and module.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_arrays_in_the_order_of_another_key_are_found_in_the_report() -> None:
+    found = port_parity(randomized(mlp()), mlp_port, X, variables=mlp_params, **QUICK)
+    assert found.names == {f"params/{i}/{j}": f"{2 * i}.{name}" for i in range(3) for j, name in enumerate(("weight", "bias"))}
+
+
+def test_an_nnx_module_is_not_changed() -> None:
+    port = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, momentum=0.9, rngs=nnx.Rngs(0)))
+    before = jax.tree.map(np.array, nnx.state(port))
+    found = port_parity(randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"])
+    assert found.equal, str(found)
+    assert "running_var of 1 follows the biased variance" in found.notes[0]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, nnx.state(port)), before)
+
+
+def test_a_tensor_that_is_two_arrays_is_trained_apart() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x).tanh())
+
+    untied = lambda t: {"one": t["one.weight"].T, "two": t["one.weight"].T}
+    found = port_parity(Tied(), lambda p, x: jnp.tanh(x @ p["one"]) @ p["two"], X, names=untied, **QUICK)
+    assert not found.equal and found.checks[0].difference.where == "gradient of params/one"
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
+    "another shape": (LINEAR, dense, {"variables": {"w": jnp.ones((5, 2)), "b": jnp.ones(2)}},
+                      r"weight +- +(.|\n)*params/w +(.|\n)*names=\{"),
+    "one weight is transposed": (
+        TWICE3, three, {"variables": lambda: three_params(turned=True)},
+        r"params/2/w has the shape that 2.weight has in torch, .3, 5.; Flax's layout is its transpose"),
+    "any of two": (TWICE, two, {"variables": two_params}, r"any of 2 could be"),
+    "a name that is none": (TWICE, two, {"variables": two_params, "names": {"7": "first"}}, "'7' fits no tensor of the module"),
+    "names without arrays": (LINEAR, dense, {"names": {"weight": "w"}}, "give variables="),
+    "a function that raises": (LINEAR, dense, {"names": lambda t: t["wait"]}, "names: the function .* raised KeyError: 'wait'"),
+    "a missing name": (LINEAR, dense, {}, "port: with the module's arguments it raised KeyError: 'w'"),
+    "a port that raises": (LINEAR, lambda p, x: x @ p["weight"], {}, r"it raised TypeError: .*test_ports.py:\d+"),
+    "no port": (LINEAR, 3, {}, "port: .*int"),
+    "no state is returned": (LINEAR, lambda p, state, x: x @ p["weight"].T, {}, r"has to return \(output, state\)"),
+    "a module that raises": (lambda: nn.Linear(5, 2), dense, {}, "module: its call raised RuntimeError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compared_says_why(name: str) -> None:
+    make, port, options, words = REFUSED[name]
+    with pytest.raises(PortError, match=words):
+        port_parity(make(), port, X, **QUICK, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"dtypes": ["int8"]}, "dtypes: expected 'float64' or 'float32', got 'int8'"), ({"modes": []}, r"modes: expected 'eval' or 'train'"),
+     ({"layout": "tf"}, "layout: expected 'flax' or 'torch', got 'tf'"), ({"optimizer": "lion"}, "optimizer: expected one of sgd, adam")],
+)  # fmt: skip
+def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        port_parity(LINEAR(), dense, X, **options)
+
+
+def test_outputs_of_another_structure_shape_or_dtype() -> None:
+    weights = lambda p, x: x @ p["weight"].T + p["bias"]
+    for port, words in (
+        (lambda p, x: (weights(p, x), x), "output: torch has one, the port has none"),
+        (lambda p, x: weights(p, x)[:, :1], r"output differs in shape: torch \(4, 2\), the port \(4, 1\)"),
+        (lambda p, x: weights(p, x).astype(jnp.float32), "output differs in dtype: torch torch.float64, the port torch.float32"),
+    ):
+        with pytest.raises(ParityError, match=words):
+            assert_port_parity(LINEAR(), port, X, **QUICK)
+
+
+def test_a_port_without_a_mode_is_compared_in_eval_mode() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    found = port_parity(module, lambda p, x: x @ p["0.weight"].T + p["0.bias"], X, dtypes="float64")
+    assert found.equal and [c.mode for c in found.checks] == ["eval"] and "Only eval mode was compared" in found.notes[0]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------------
+FILES = {
+    "model.py": """
+        import torch
+        from torch import nn
+
+        class Net(nn.Sequential):
+            def __init__(self, width=4):
+                super().__init__(nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 2))
+
+        def loss(y, k):
+            return nn.functional.cross_entropy(y, k)
+        """,
+    "port.py": """
+        import jax.numpy as jnp
+        import optax
+        from flax import linen
+
+        class Port(linen.Module):
+            epsilon: float = 1e-5
+
+            @linen.compact
+            def __call__(self, x):
+                x = linen.LayerNorm(self.epsilon)(linen.Dense(4, name="up")(x))
+                return linen.Dense(2, name="down")(x)
+
+        wrong, dense = Port(1e-6), linen.Dense(7)
+
+        def init():
+            return {"a": jnp.ones((3, 4))}
+
+        def apply(params, x):
+            return x
+
+        def convert(tensors):
+            names = [("up", "kernel"), ("LayerNorm_0", "scale"), ("down", "kernel")]
+            return {layer: {end: tensors[f"{i}.weight"].T, "bias": tensors[f"{i}.bias"]} for i, (layer, end) in enumerate(names)}
+
+        def loss(y, k):
+            return optax.softmax_cross_entropy_with_integer_labels(y, k).mean()
+        """,
+    "names.json": '{"0": "up", "2": "down"}',
+    "list.json": "[]",
+}
+QUICKLY = ["--mode", "eval", "--steps", "2", "--shape", "5,3"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("model", "port"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, ["parity", *args], env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+#: What stands after the module -> the exit code, and what is printed.
+COMMANDS: dict[str, tuple[str, int, str]] = {
+    "a right port": ("--against port.py:Port", 0, "float64 .* equal: outputs, loss, gradients, optim"),
+    "a file of names": ("--against port.py:Port --names names.json", 0, "equal: outputs"),
+    "a function for the arrays": ("--against port.py:Port --names port.py:convert", 0, "equal: outputs"),
+    "losses": ("--against port.py:Port --loss model.py:loss --port-loss port.py:loss --target randint(2,(5,)) --optimizer adam", 0,
+               "equal: outputs, loss"),
+    "a wrong port": ("--against port.py:wrong", 1, r"Surely, the first difference is in layer '1' \(LayerNorm"),
+    "a port of another shape": ("--against port.py:dense", 2, "params/bias"),
+    "a port without the parameters": ("--against port.py:apply --variables port.py:init", 1, "2.bias: the port does not have it"),
+    "no such port": ("--against port.py:Prot", 2, "has no attribute 'Prot'"),
+    "no file of names": ("--against port.py:Port --names nome.json", 2, "--names: nome.json: .*No such"),
+    "a file of other things": ("--against port.py:Port --names list.json", 2, "expected an object"),
+    "an option of ports": ("--layout flax", 2, "--layout: it is of use with --against alone"),
+    "an option of functions": ("--against port.py:Port -t grad", 2, "--transform: --against has no use for it"),
+    "one loss": ("--against port.py:Port --loss model.py:loss", 2, "both --loss"),
+    "an optimizer that is none": ("--against port.py:Port --optimizer lion", 2, "one of sgd, adam"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command(name: str, files: None) -> None:
+    args, code, words = COMMANDS[name]
+    result = run("model.py:Net", *args.split(), *(QUICKLY if "--against" in args else QUICKLY[-2:]))
+    said = re.sub(r"[\s│]+", " ", result.stdout + result.stderr)
+    assert result.exit_code == code, result.output
+    assert re.search(words, said), said
+
+
+def test_json_and_help(files: None) -> None:
+    assert "expected an nn.Module" in run("torch:sin", "--against", "port.py:Port", "--shape", "3").stderr
+    result = run("model.py:Net", "--against", "port.py:wrong", "--json", *QUICKLY)
+    read = json.loads(result.stdout)
+    assert result.exit_code == 1 and not read["equal"] and read["departure"]["layer"] == "1" and read["departure"]["sure"]
+    assert "port.py:" in read["departure"]["port_line"] and read["names"]["params/up/kernel"] == "0.weight"
+    assert [c["dtype"] for c in read["checks"]] == ["float64", "float32"] and read["checks"][0]["difference"]["port"]
+    text = re.sub(r"[\s│]+", " ", run("--help").stdout)
+    assert "--against port.py:FlaxNet" in text and "Beside a port" in text and "--port-loss" in text

@@ -26,7 +26,8 @@ from typer.testing import CliRunner, Result
 from torchfunc_jax.cli import app
 from torchfunc_jax.testing import ParityError, PortError, assert_port_parity, port_parity
 
-HIGHEST = lax.Precision.HIGHEST
+QUICK: dict[str, Any] = {"dtypes": ["float64"], "modes": ["eval"]}
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 # -- right ports -------------------------------------------------------------------------------------------------------------------
@@ -110,6 +111,37 @@ class NNXBlock(nnx.Module):
         return x + y if self.residual else y
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.head = nn.Embedding(7, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(words))[0][:, -1])
+
+
+class FlaxRecurrent(linen.Module):
+    """Its carry is always in float32, so that it does not run in float64."""
+
+    @linen.compact
+    def __call__(self, words: Any) -> Any:
+        return linen.Dense(3)(linen.RNN(linen.LSTMCell(5))(linen.Embed(7, 4)(words))[:, -1])
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class NNXScaled(nnx.Linear):
+    """The softmax of flax's dot_product_attention is in float32, whatever its inputs are."""
+
+    def __call__(self, x: Any) -> Any:  # type: ignore[override]
+        x = super().__call__(x)[:, :, None]
+        return nnx.dot_product_attention(x, x, x)[:, :, 0]
+
+
 class Case(NamedTuple):
     module: Callable[[], nn.Module]
     port: Any
@@ -123,6 +155,9 @@ RIGHT = {
     "a CNN with batch norm in linen": Case(CNN, FlaxCNN(), (2, 2, 8, 8)),
     "a transformer block in nnx": Case(Block, NNXBlock, (2, 5, 8)),
 }
+
+
+WORDS = torch.tensor([[1, 5, 3, 6], [2, 2, 0, 4]])
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -155,6 +190,25 @@ def three(params: Any, x: Any) -> Any:
 
 def three_params(turned: bool = False) -> Any:
     return [{"w": jnp.ones(shape)} for shape in ((3, 4), (4, 5), (3, 5) if turned else (5, 3))]
+
+
+def test_a_port_that_does_not_run_in_float64() -> None:
+    found = port_parity(randomized(Recurrent()), FlaxRecurrent(), WORDS)
+    assert found.equal, str(found)
+    assert [c.dtype for c in found.checks] == ["float32"] and "gradients" in found.checks[0].agreed
+    assert "not compared in float64: port: " in found.notes[0] and "sum of two tensors" in found.notes[1]
+
+
+def test_a_port_that_goes_on_in_float32() -> None:
+    port = functools.partial(NNXScaled, 4, 4)
+    found = port_parity(randomized(Scaled(4, 4)), port, torch.randn(2, 3, 4), **QUICK)
+    assert found.equal and re.search(r"float32 at .*test_ports.py:\d+: return nnx.dot_product_attention", found.notes[0]), str(found)
+
+
+def test_steps_that_diverge_are_not_compared() -> None:
+    wild = lambda params: torch.optim.SGD(params, 1e200)
+    found = port_parity(mlp(), mlp_port, X, variables=mlp_params, optimizer=(wild, optax.sgd(1e200)), **QUICK)
+    assert found.equal and "not finite" in found.notes[0] and "steps" not in found.checks[0].agreed
 
 
 # -- wrong ports -------------------------------------------------------------------------------------------------------------------
@@ -262,10 +316,8 @@ def test_the_layer_of_a_fault_is_named(name: str) -> None:
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------------------
-QUICK: dict[str, Any] = {"dtypes": ["float64"], "modes": ["eval"]}
 LINEAR, TWICE = (lambda: nn.Linear(3, 2)), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
 TWICE3 = lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((3, 4), (4, 5), (5, 3))))
-X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 def dense(params: Any, x: Any, turned: bool = False) -> Any:
@@ -337,6 +389,16 @@ def test_an_nnx_module_is_not_changed() -> None:
     assert found.equal, str(found)
     assert "running_var of 1 follows the biased variance" in found.notes[0]
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, nnx.state(port)), before)
+
+
+def test_the_line_of_a_port_of_integers() -> None:
+    class Words(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Embedding(7, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    port = lambda p, words: jax.nn.sigmoid(p["0.weight"][words]) @ p["2.weight"].T + p["2.bias"]
+    found = port_parity(randomized(Words()), port, WORDS, **QUICK)
+    assert (found.departure.layer, found.departure.what) == ("1", "tanh") and "jax.nn.sigmoid" in found.departure.port_line
 
 
 def test_a_tensor_that_is_two_arrays_is_trained_apart() -> None:

@@ -75,6 +75,7 @@ class Step(NamedTuple):
         moves: of a step of torch's, whether it has the numbers of one of its operands.
         draws: whether it depends on random numbers.
         from_inputs: whether it depends on the arguments.
+        narrow: of a step of the port's, whether it has fewer than 64 bits.
     """
 
     layer: str
@@ -87,6 +88,7 @@ class Step(NamedTuple):
     moves: bool
     draws: bool
     from_inputs: bool
+    narrow: bool = False
 
 
 def sorted_numbers(x: Any) -> np.ndarray | None:
@@ -246,7 +248,7 @@ def _run(jaxpr: Any, consts: Any, operands: Any, steps: list[Step], values: list
             named = tuple(g.name for g in given if g.name is not None)
             draws = name in _RANDOM or any(steps[s].draws for s in sources)
             depends = _INPUT in named or any(steps[s].from_inputs for s in sources)
-            steps.append(Step("", name, here, None, sources, _before(steps, sources), named, False, draws, depends))
+            steps.append(Step("", name, here, None, sources, _before(steps, sources), named, False, draws, depends, x.dtype.itemsize < 8))
             values.append(x if jnp.issubdtype(x.dtype, jnp.floating) else None)
             known[v] = _Operand(x, len(steps) - 1)
     return list(map(read, jaxpr.outvars))

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     """What both sides are called with; the tensors have the dtype in which they are compared.
 
     Attributes:
-        loss: torch's and the port's, each of (output, *targets); None: the output if it is one number, else a sum of its numbers, each
+        loss: torch's and the port's, each of (output, *targets); None: the output if it is one number, else the mean of its numbers, each
             times a number of its own.
     """
 
@@ -94,7 +94,7 @@ def torch_loss(case: Case, out: Any) -> torch.Tensor | None:
     found = [x for _, x in outputs(out) if has_derivatives(x)]
     if not found:
         return None
-    return found[0].reshape(()) if len(found) == 1 and found[0].numel() == 1 else sum((x * direction(x)).sum() for x in found)
+    return found[0].reshape(()) if len(found) == 1 and found[0].numel() == 1 else sum((x * direction(x)).mean() for x in found)
 
 
 def torch_side(module: nn.Module, case: Case, port: Port, make: Callable[..., Any], seed: int) -> Outcome:
@@ -125,7 +125,8 @@ def torch_side(module: nn.Module, case: Case, port: Port, make: Callable[..., An
             outcome.parts["loss"] = loss.detach().clone()
             by_tensor = {id(p): g.numpy() for p, g in zip(trained, zeros, strict=False)}
             gradients = port.place({name: by_tensor[id(p)] for name, p in module.named_parameters() if id(p) in by_tensor}).params
-            outcome.parts |= {f"gradient of {port.name(path)}": as_tensor(g) for path, g in gradients.items()}
+            counts = port.counts()
+            outcome.parts |= {f"gradient of {port.name(path)}": as_tensor(g / counts[path]) for path, g in gradients.items()}
             outcome.parts |= {f"gradient of {name}": g for name, g in zip(inputs, zeros[len(trained):], strict=True)}
             outcome.parts |= _buffers(port, port.place(values_of(module)).state, module)
         losses.append(loss.detach())
@@ -194,13 +195,14 @@ class PortSide:
     ) -> None:
         self.port, self.case, self.variables, self.last, self.shapes, self.rule = port, case, variables, last, shapes, rule
         self.leaves, self.spec = jax.tree.flatten(given((case.args, case.kwargs), last))
-        self.floats = {i: x for i, x in enumerate(self.leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)}
+        self.inputs = {i: x for i, x in enumerate(self.leaves) if isinstance(x, jax.Array)}
+        self.floats = {i: x for i, x in self.inputs.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         self.targets = given(case.targets, False)
         self.key = jax.random.key(seed)
 
-    def call(self, variables: Variables, floats: Mapping[int, Any], key: jax.Array) -> tuple[Any, Arrays]:
-        """(output, state after the call); JAX can trace it."""
-        args, kwargs = jax.tree.unflatten(self.spec, [floats.get(i, x) for i, x in enumerate(self.leaves)])
+    def call(self, variables: Variables, inputs: Mapping[int, Any], key: jax.Array) -> tuple[Any, Arrays]:
+        """(output, state after the call); inputs: of the arguments' leaves, some or all arrays. JAX can trace it."""
+        args, kwargs = jax.tree.unflatten(self.spec, [inputs.get(i, x) for i, x in enumerate(self.leaves)])
         return self.port.call(variables, args, kwargs, self.case.train, key)
 
     def in_torchs_layout(self, out: Any) -> list[Any]:
@@ -218,7 +220,7 @@ class PortSide:
         if len(found) == 1 and found[0].size == 1:
             return found[0].reshape(()), (out, state)
         weights = [direction(torch.empty(x.shape)).numpy().astype(x.dtype) for x in found]
-        return sum((jnp.sum(x * w) for x, w in zip(found, weights, strict=True)), jnp.zeros(())), (out, state)
+        return sum((jnp.mean(x * w) for x, w in zip(found, weights, strict=True)), jnp.zeros(())), (out, state)
 
     def _step(self, params: Arrays, state: Arrays, optimizer: Any) -> Any:
         (loss, (out, state)), grads = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)(params, self.floats, state, self.key)

@@ -72,6 +72,10 @@ class _Kind:
         """What ``name_map`` takes for it."""
         raise NotImplementedError
 
+    def copy(self) -> Any:
+        """A twin that may be written to."""
+        return self.twin()
+
     def read(self, twin: Any) -> Arrays:
         """The arrays in what ``name_map`` has made of the twin."""
         raise NotImplementedError
@@ -128,13 +132,16 @@ _COLLECTIONS = {"Param": "params", "BatchStat": "batch_stats"}
 
 class _NNX(_Kind):
     def __init__(self, module: nnx.Module) -> None:
-        self.module = nnx.clone(module)
+        self.module = module
         self.takes = _parameters(type(module).__call__)
         self.has_mode = True
         self.template = self.read(self.module)
 
     def twin(self) -> Any:
-        return self.module
+        return self.module  # a copy would not have its attributes in the order of definition
+
+    def copy(self) -> Any:
+        return nnx.clone(self.module)
 
     def read(self, twin: Any) -> Arrays:
         return {path: v.get_value() for path, v in self._variables(twin)}
@@ -155,7 +162,7 @@ class _NNX(_Kind):
         return {by_end.get(path, path): getattr(x, "get_value", lambda x=x: x)() for path, x in given.items()}
 
     def call(self, arrays: Arrays, args: Args, kwargs: Mapping[str, Any], train: bool, key: jax.Array) -> tuple[Any, Arrays]:
-        module = nnx.clone(self.module)
+        module = self.copy()
         (module.train if train else module.eval)()
         for _, v in nnx.to_flat_state(nnx.state(module, nnx.RngKey)):
             v.set_value(jax.random.key_data(key) if not jnp.issubdtype(v.get_value().dtype, jax.dtypes.prng_key) else key)
@@ -268,7 +275,7 @@ def _parameters(fn: Any) -> list[str]:
 def _required(fn: Any) -> list[str]:
     """The parameters that a function, a class, or a partial of one, needs."""
     called, given = (fn.func, fn) if isinstance(fn, functools.partial) else (fn, functools.partial(fn))
-    own: Any = vars(called).get("__init__", called) if isinstance(called, type) else called
+    own: Any = inspect.getattr_static(called, "__init__") if isinstance(called, type) else called
     parameters = list(inspect.signature(own).parameters.values())
     parameters = parameters[len(given.args) + isinstance(called, type):]  # nnx hides the signature of a class, not that of its __init__
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -350,6 +357,7 @@ class Port:
         if not found:
             raise PortError(f"names: {failed}") from failed
         self.map = min(found, key=lambda m: len(m.unmatched) + len(m.unmatched_twin))
+        self.map.twin = self.kind.copy()
         self.missing = {name: why for name, why in self.map.unmatched.items() if name in params}
         if self.map.unmatched_twin:
             raise PortError(
@@ -396,6 +404,13 @@ class Port:
         if isinstance(self.kind, _Function) and self.map is None and self.convert is None:
             trained &= {path for path, name in self.labels.items() if name in dict(self.module.named_parameters(remove_duplicate=False))}
         return Variables({p: x for p, x in flat.items() if p in trained}, {p: x for p, x in flat.items() if p not in trained})
+
+    def counts(self) -> Arrays:
+        """How many numbers of the module's are added up in each number of the arrays that are trained: two in a bias of Flax's LSTM."""
+        before = {name: t.detach().numpy().copy() for name, t in _tensors(self.module).items()}
+        found = self.place({name: np.ones_like(x) for name, x in before.items()}).params
+        self.place(before)
+        return {path: np.maximum(np.asarray(x), 1) for path, x in found.items()}
 
     def name(self, path: str) -> str:
         """A path in the port, with the name of the module's tensor that is there."""

@@ -1133,6 +1133,19 @@ def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     assert len(made) == 1
 
 
+def test_a_stored_program_of_another_version_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Its file has another name: the versions of all packages, and of our own files, are part of it."""
+    load, loaded = disk.load, list[bool]()
+    monkeypatch.setattr(disk, "load", lambda path: (found := load(path), loaded.append(found is not None))[0])
+    with stored(monkeypatch, tmp_path):
+        for version, known in (("0.1.0", False), ("0.1.0", True), ("0.1.1", False)):
+            monkeypatch.setattr(disk, "place", lambda version=version: (tmp_path, version))
+            monkeypatch.setattr(process, "programs", programs._Kept())
+            loaded.clear()
+            same(torchfunc_jax.vmap(lambda r: (r @ r) * r)(X), torch.func.vmap(lambda r: (r @ r) * r)(X))
+            assert loaded == [known]
+
+
 def test_a_stored_program_that_is_not_understood_is_named_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -217,8 +217,8 @@ def is_no_jvp(error: TypeError) -> bool:
     return "(jvp) to a custom_vjp" in str(error)
 
 
-def no_jvp(name: str) -> NotImplementedError:
-    """The refusal of ``is_no_jvp`` in torch's words; name: the Function's name."""
+def no_jvp(name: str, instead: str = "") -> NotImplementedError:
+    """The refusal of ``is_no_jvp`` in torch's words; name: the Function's name; instead: a sentence about what to do."""
     return NotImplementedError(
-        f"{name}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD.{at_line()}"
+        f"{name}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD.{instead}{at_line()}"
     )

@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -297,6 +297,13 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """``plain_torch``, in which an autograd.Function is not one of the transforms of torch.func that are in progress."""
+    with plain_torch(), torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+        yield
+
+
 def lane_of_torch(t: torch.Tensor, levels: Sequence[int], places: Sequence[int] = ()) -> torch.Tensor:
     """The tensor as the lanes of these levels of torch's vmap see it; its first dimensions are theirs, the outermost first.
 
@@ -417,14 +424,64 @@ def without_memory(t: torch.Tensor) -> str:
     return ""
 
 
-def operator_without_formula(cls: type[torch.autograd.Function]) -> torch._ops.OpOverload | None:
-    """The torch.library operator for which PyTorch generated this Function, if no derivative is registered for it; else None."""
-    forward = vars(cls).get("forward")
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    if not cls.__name__.startswith("GeneratedBackwardFor_") or code is None:
+def generated_for(cls: type[torch.autograd.Function]) -> tuple[torch._ops.OpOverload | None, Any]:
+    """The torch.library operator for which PyTorch generated this Function, and its derivative; else None twice.
+
+    The derivative's ``_backward_fn`` and ``_setup_context_fn`` are the user's functions, or None.
+    """
+    function: Any = cls.forward if cls.__name__.startswith("GeneratedBackwardFor_") else None
+    names: dict[str, Any] = {}
+    while function is not None and "op" not in names:  # an operator on lists of tensors has a forward around the generated one
+        cells = getattr(function, "__closure__", None) or ()
+        names = dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+        function = names.get("orig_forward")
+    return names.get("op"), names.get("info")
+
+
+def derivative_of(op: torch._ops.OpOverload, out: Any) -> Any:
+    """What ``generated_for`` gives of an operator's derivative; out: its results for operands that require grad.  None: there is none."""
+    definition = torch._library.custom_ops.OPDEFS.get(op.name())
+    if definition is not None:
+        return definition
+    for t in _pytree.tree_leaves(out):
+        cls = getattr(type(t.grad_fn), "_forward_cls", None) if isinstance(t, torch.Tensor) else None
+        if cls is not None and generated_for(cls)[0] is op:
+            return generated_for(cls)[1]
+    return None
+
+
+def has_fake(op: torch._ops.OpOverload) -> bool:
+    """Whether ``torch.library.register_fake``, or a kernel for the device meta, tells the shapes of an operator's results."""
+    definition = torch._library.custom_ops.OPDEFS.get(op.name())
+    if definition is not None and definition._abstract_fn is None and op._schema.returns:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
+
+
+def meta_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The kernel for the device meta of an operator without tensors among its arguments, which do not tell the device."""
+    return functools.partial(op.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.Meta))
+
+
+def has_autograd_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether code of an operator's own decides what autograd does with it."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autograd{device}") for device in ("", "CPU", "CUDA"))
+
+
+def has_vmap_rule(op: torch._ops.OpOverload) -> bool:
+    """Whether ``torch.library.register_vmap`` has given an operator a rule."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")
+
+
+def overload_called(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Container[str]
+) -> torch._ops.OpOverload | None:
+    """The overload that a call of ``torch.ops.namespace.operator`` runs; None for other functions, and other namespaces' operators."""
+    if isinstance(func, torch._ops.OpOverload):
+        return None if func.namespace in others else func
+    if not isinstance(func, torch._ops.OpOverloadPacket) or func._qualified_op_name.partition("::")[0] in others:
         return None
-    names = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__func__.__closure__ or (), strict=True)}
-    return names.get("op") if getattr(names.get("info"), "_backward_fn", True) is None else None
+    return getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
 
 
 def saved_tensor_pack() -> Any:

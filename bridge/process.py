@@ -69,6 +69,7 @@ class Process:
     treedefs: dict[Any, Any] = field(default_factory=dict)  # one object for each structure of arguments
     open_traces: int = 0  # how many traces need PyTorch's functions to be intercepted
     distributed: dict[int, int] = field(default_factory=dict)  # how many forwards of a DistributedDataParallel are being traced, by its id
+    library_operators: bool = False  # whether an operator without a lowering has been met, which PyTorch runs
     plans: dict[Any, Any] = field(default_factory=dict)  # what is done with an operator, by operator
     lowerings_changed: int = 0  # how often a user has registered a lowering
     recorded: dict[Any, Any] = field(default_factory=dict)  # one object for each operator of a record with its static arguments and avals

@@ -9,6 +9,7 @@ giving a captured tensor other memory, starts again in torch.func.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -26,6 +27,7 @@ from bridge.convert import arrays, sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.convert.tensors import refuse_nested
 from bridge.errors import NeedsJax, NeedsTorch, for_user, public
+from bridge.intercepted.library_operators import LibraryOperators
 from bridge.process import having, process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
@@ -117,7 +119,8 @@ def _attempt(
         if state.level is not None or state.recorder is not None:
             raise
         _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
-        return theirs()(*args, **kwargs)
+        with LibraryOperators() if process.library_operators else contextlib.nullcontext():
+            return theirs()(*args, **kwargs)
     except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
         if has_fake(ours, (args, kwargs)):
             return theirs()(*args, **kwargs)

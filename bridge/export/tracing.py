@@ -103,7 +103,7 @@ class _Export:
             leaves[i] = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         try:
             # operations on tables, such as positions or a mask, stay operations, because their results depend on sizes
-            with random_numbers("jax"), SWAPPING, having(state, folded=_FOLDED, any_size=bool(self.dims.names)):
+            with random_numbers("jax"), SWAPPING, having(state, folded=_FOLDED, any_size=bool(self.dims.names), exporting=True):
                 program = stage(self.fn, Call(leaves, self.call.spec, self.call.where))
         except SeededInside as error:
             raise RuntimeError(f"export: {error}") from None

@@ -39,7 +39,7 @@ from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.random_keys import Place, SeededInside
 from bridge.trace.storage import OutsideOfView
-from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, plan_of, value_of, wrap
 
 Function = torch.autograd.Function
 SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
@@ -110,9 +110,12 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
         return cls.forward(ctx, *args)
     if torch.is_grad_enabled():
         operands.note_use(trees.flatten(args)[0])
-    op = private.operator_without_formula(cls)
-    if op in LOWERINGS:  # a torch.library operator without a derivative; its lowering has one
+    op, derivative = private.generated_for(cls)  # of a torch.library operator
+    if op in LOWERINGS and derivative._backward_fn is None:  # its lowering has a derivative
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
+    if op is not None and getattr(plan_of(op), "by_torch", False):
+        with torch.no_grad(), having(state, applied=True):  # the operator's own derivative is not that of this forward
+            return cls.forward(ctx, *args)
     if innermost("vmap") is not None:
         if ctx is None and private_jax.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
             private.check_vmap_rules(cls)
@@ -222,7 +225,7 @@ class _Call:
     """
 
     def __init__(self, cls: type[Function], args: tuple[Any, ...]) -> None:
-        self.cls, self.args = cls, args
+        self.cls, self.args, self.name = cls, args, cls.__name__
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = args[self.where[0]].device
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
@@ -271,12 +274,12 @@ class _Call:
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
-                    f"function {self.cls.__name__}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
+                    f"function {self.name}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
                     f"got {len(grads)})"
                 )
             out: list[Any] = []
             for i in self.where:
-                v = None if grads[i] is None else _as_input(conj(value_of(grads[i])), self.args[i], self.cls.__name__)
+                v = None if grads[i] is None else _as_input(conj(value_of(grads[i])), self.args[i], self.name)
                 out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once and v is not None else v)
             return out
 
@@ -289,6 +292,9 @@ class _Call:
             out = self.cls.jvp(ctx, *replaced([None] * len(self.args), self.where, given))
             return [None if t is None else value_of(t) for t in (out if isinstance(out, tuple | list) else [out])]
 
+    def no_jvp(self) -> NotImplementedError:
+        return no_jvp(self.name)
+
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
         differentiating = innermost("grad", "jvp")
@@ -296,7 +302,7 @@ class _Call:
         has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
         if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
-            raise no_jvp(self.cls.__name__)
+            raise self.no_jvp()
         by_jvp = has_jvp and (forward_mode or not has_backward)
         rules = _Staged(self, values, by_jvp)
         captured = rules.constants
@@ -306,7 +312,7 @@ class _Call:
         except TypeError as error:
             if not is_no_jvp(error):
                 raise
-            raise no_jvp(self.cls.__name__) from error
+            raise self.no_jvp() from error
         if any(captured):  # these are operands of the rules, and the outputs do not depend on them
             outs = _of_inputs(outs, *values)
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)

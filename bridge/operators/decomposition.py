@@ -1,4 +1,4 @@
-"""Operators without a lowering run PyTorch's own decomposition, or raise an error that says how to register a lowering."""
+"""Operators without a lowering run PyTorch's own decomposition, or in PyTorch, or raise an error that says how to register a lowering."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,12 +8,17 @@ import torch
 from bridge import private
 from bridge.errors import NoLoweringError, at_line
 from bridge.operators.dtype_refusals import Plan
-from bridge.trace.tracing import traced_python
+from bridge.trace.tracing import HANDED_IN, traced_python
 
 
 def fallback(func: torch._ops.OpOverload) -> Plan:
-    """The plan that runs PyTorch's own decomposition on traced tensors; without one, the plan raises an error that says what to do."""
+    """The plan that runs PyTorch's own decomposition on traced tensors, or the operator itself if it is one of torch.library.
+
+    Where neither is possible, the plan raises an error that says what to do.
+    """
     decomposition = func.decompose if private.is_composite(func) else private.decompositions().get(func)
+    if decomposition is None and (plan := HANDED_IN["library_operator"](func)) is not None:
+        return plan
 
     def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if decomposition is None:

@@ -13,6 +13,7 @@ import torch
 
 from bridge import private
 from bridge.errors import NeedsTorch
+from bridge.intercepted.library_operators import called_in_torch
 from bridge.record import replay
 from bridge.record.entries import Begin, Op
 from bridge.record.tensor import Recorded, Unrecordable
@@ -87,6 +88,9 @@ class InTorch(replay.Run):
                 t = held
             self.env[ref] = t
             self.known.add(id(t))
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return called_in_torch(func, args, kwargs)
 
     def other(self, op: Op) -> None:
         raise Unrecordable(f"{op.func}, whose result is the same tensor in a record alone")

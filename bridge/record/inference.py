@@ -15,6 +15,7 @@ from bridge import compiling, devices, private, private_meta
 from bridge.boundary.autograd import computed
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
+from bridge.intercepted.library_operators import of_library
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of, lane_of
 from bridge.trace import tracing
@@ -162,6 +163,8 @@ def _on_meta(
     """The entry for an operator that runs on the meta device."""
     metas = [a.meta() for a in avals]
     positional, named = filled(args, metas, numbers), filled(kwargs, metas, numbers)
+    if not metas and of_library(func, positional, named) is not None:
+        raise Unrecordable(f"{func}, which takes no tensors: it would be run to see what it returns")
     where = named.get("device")
     if where is not None and torch.device(where).type not in ("cpu", "cuda"):
         raise Unrecordable("a tensor on another device")

@@ -20,6 +20,7 @@ from bridge import private, private_calls
 from bridge.boundary.results import inexact_dtype
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
+from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.cache_keys import identical
@@ -139,11 +140,13 @@ class Recorder(TorchFunctionMode):
         """While entered, torch functions are written down; the user's modes lie above this one, and see each function before it."""
         above, self.above = self.above, []
         if self.in_torch is not None:
-            private.enter_function_modes(above)
+            wanted = process.library_operators and not any(type(mode) is LibraryOperators for mode in above)
+            modes = [LibraryOperators(), *above] if wanted else above
+            private.enter_function_modes(modes)
             try:
                 yield
             finally:
-                self.above = private.leave_function_modes(len(above))
+                self.above = private.leave_function_modes(len(modes))[wanted:]
             return
         private.enter_function_modes([self, *above])
         try:
@@ -235,7 +238,7 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.in_torch is not None:
-            return func(*args, **(kwargs or {}))
+            return called_in_torch(func, args, kwargs or {})
         entries = len(self.trace)
         try:
             if _innermost_of_torch() is not None:
@@ -314,7 +317,7 @@ class Recorder(TorchFunctionMode):
                 raise
             self._drop(entries)  # a rule may have written some down
             self.go_on(reason)
-        return func(*args, **(kwargs or {}))
+        return called_in_torch(func, args, kwargs or {})
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Write down the call of a torch function for a rule, which is refused as a whole if this is; gives its result."""

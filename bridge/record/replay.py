@@ -169,8 +169,12 @@ class Run:
         self.used += count
         cast = op.autocast is not None or private.any_autocast()
         with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
-            out = op.func(*filled(op.args, operands, numbers), **filled(op.kwargs, operands, numbers))
+            out = self.called(op.func, filled(op.args, operands, numbers), filled(op.kwargs, operands, numbers))
         self.store(self._made(op, op.outs, out, operands), first)
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a torch function."""
+        return func(*args, **kwargs)
 
     def _made(self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among an operator's results; raises Unrecordable if the recorded function has seen another shape or dtype."""

@@ -95,10 +95,12 @@ class _State(threading.local):
     jitting = False  # a jitted function is being traced
     undone: Any = None  # the effects.Effects of a jitted function that has raised in a trace
     any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
+    exporting = False  # the program that is traced will run in other processes, without PyTorch
     first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
     folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
     from_jax = 0  # how many programs JAX has loaded from its own cache folder on this thread
+    applied = False  # PyTorch has entered no_grad only to call the forward that torch.library has generated for an operator
     trying = False  # a program runs on zeros, only to be compiled
     cold: str | None = None  # who runs a call whose program is not compiled yet: "jax" or "torch"; None: as everywhere
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere

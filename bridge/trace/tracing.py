@@ -31,7 +31,7 @@ from bridge.trace.storage import Node
 #: Ends the message for code that reads or writes at a tensor's address.
 NO_KERNEL = (
     "a tensor inside a transform has no memory that a kernel (Triton, jiterator, C++) could read at an address; call the kernel in an "
-    "operator of torch.library that has a lowering (bridge.register_lowering)"
+    "operator of torch.library that has a fake (torch.library.custom_op), which PyTorch runs, or a lowering (bridge.register_lowering)"
 )
 _make = private.make_wrapper
 _CPU = torch.device("cpu")
@@ -129,7 +129,8 @@ class Traced(torch.Tensor):
 
 
 #: Functions of files that import this one: "plan" makes an operator's plan, "intercepted" is entered while a trace is open, "graph_node"
-#: gives a tensor's grad_fn.  The file that defines such a function puts it here when it is imported.
+#: gives a tensor's grad_fn, "library_operator" makes the plan of an operator that PyTorch runs.  The file that defines such a function puts
+#: it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Rules that run instead of PyTorch's own code for a public function; bridge/intercepted/torch_functions.py fills the table.
 PYTHON_RULES: dict[Any, Any] = {}

@@ -218,19 +218,21 @@ def aten_glu(x: Array, dim: int = -1) -> Array:
 
 # -- softmaxes --------------------------------------------------------------------------------------------------------
 # Derivatives are computed from the output, so that the backward pass keeps one array instead of three.
+# JAX forgets these rules where it derives a loop twice.  Then no derivative may go through the maximum: it would be zero, but JAX divides
+# by the number of the elements that equal the maximum, and there are none if XLA computes the elements twice, with different roundings.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(x: Array, axis: int) -> Array:
     """Softmax along an axis, in the dtype of x."""
-    e = lax.exp(lax.sub(x, spread(lax.reduce_max(x, (axis,)), x.shape, (axis,))))
+    e = lax.exp(lax.sub(x, spread(lax.reduce_max(lax.stop_gradient(x), (axis,)), x.shape, (axis,))))
     return lax.div(e, spread(lax.reduce_sum(e, (axis,)), x.shape, (axis,)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def safe_softmax(x: Array, axis: int) -> Array:
     """Softmax that gives zeros, not NaN, for a slice of nothing but -inf."""
-    top = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    top = jnp.max(lax.stop_gradient(x), axis, keepdims=True, initial=-jnp.inf)
     e = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
     total = jnp.sum(e, axis, keepdims=True)
     return e / jnp.where(total == 0, 1, total)
@@ -249,7 +251,7 @@ safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def log_softmax(x: Array, axis: int) -> Array:
     """Logarithm of the softmax along an axis, in the dtype of x."""
-    shifted = lax.sub(x, spread(lax.reduce_max(x, (axis,)), x.shape, (axis,)))
+    shifted = lax.sub(x, spread(lax.reduce_max(lax.stop_gradient(x), (axis,)), x.shape, (axis,)))
     return lax.sub(shifted, spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x.shape, (axis,)))
 
 

@@ -37,8 +37,9 @@ _FAST = {
 #: two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 _FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
-#: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many operations at most, on so many elements, gain.
-_VECTORIZED = 300, 1 << 14
+#: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many operations at most, on so many elements, gain;
+#: in the steps of a loop, which are many, on so many elements.
+_VECTORIZED, _IN_LOOPS = (300, 1 << 14), 1 << 18
 #: A function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second one, which
 #: must not hold up short scripts.  Who jits a function means to call it often.
 _WORTH, _WORTH_OF_JITTED = 0.3, 1.0
@@ -222,11 +223,18 @@ def _operations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def _gains(jaxpr: Jaxpr) -> bool:
-    """Whether vectorized code pays from the first run on; the time of a loop is that of its steps, which are small."""
+    """Whether vectorized code pays from the first run on; the time of a loop is that of its steps, which are mostly small."""
     every = _operations(jaxpr)
-    if len(every) > _VECTORIZED[0] or any(eqn.primitive.name in ("scan", "while") for eqn in every):
-        return False
-    return max([math.prod(getattr(v.aval, "shape", ())) for eqn in every for v in eqn.outvars], default=0) >= _VECTORIZED[1]
+    found = [eqn for eqn in every if eqn.primitive.name in ("scan", "while")]
+    if found:
+        steps = [eqn for inner in subjaxprs(jaxpr.replace(eqns=found)) for eqn in _operations(inner)]
+        return _largest(steps) >= _IN_LOOPS
+    return len(every) <= _VECTORIZED[0] and _largest(every) >= _VECTORIZED[1]
+
+
+def _largest(operations: Sequence[JaxprEqn]) -> int:
+    """The number of elements of the largest result."""
+    return max([math.prod(getattr(v.aval, "shape", ())) for eqn in operations for v in eqn.outvars], default=0)
 
 
 def _fast(lowered: Any, jaxpr: Jaxpr) -> jax.stages.Compiled:

@@ -159,6 +159,43 @@ def test_the_policys_loss_and_gradient() -> None:
         np.testing.assert_allclose(gradient[name], p.grad, rtol=1e-3, atol=1e-6)
 
 
+class Recurrent(nn.Module):
+    """Logits of an observation, and the hidden state for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.actor = nn.LSTMCell(4, 6), nn.Linear(6, 2)
+
+    def forward(self, observation: torch.Tensor, hidden: Any) -> Any:
+        hidden = self.cell(observation, hidden)
+        return self.actor(hidden[0]), hidden
+
+
+def test_a_recurrent_policy_keeps_its_hidden_state_in_the_carry() -> None:
+    """Each environment is a lane with a hidden state of its own, and the gradient goes back through time."""
+    policy, observations = Recurrent(), torch.randn(5, 3, 4)  # steps, environments
+    apply, params, state = bridge.function(policy)
+
+    def loss(params: Any, observations: Any) -> Any:
+        def step(hidden: Any, observation: Any) -> Any:
+            (logits, hidden), _ = apply(params, state, observation, hidden)
+            return hidden, logits
+
+        return jax.lax.scan(step, (jnp.zeros(6), jnp.zeros(6)), observations)[1]
+
+    lanes = jax.vmap(loss, in_axes=(None, 1), out_axes=1)
+    arrays = jnp.asarray(observations.numpy())
+    gradient, logits = jax.jit(jax.grad(lambda p: (jnp.sin(lanes(p, arrays)).sum(), lanes(p, arrays)), has_aux=True))(params)
+    hidden, expected = (torch.zeros(3, 6), torch.zeros(3, 6)), []
+    for observation in observations:
+        out, hidden = policy(observation, hidden)
+        expected.append(out)
+    torch.stack(expected).sin().sum().backward()
+    np.testing.assert_allclose(logits, torch.stack(expected).detach(), rtol=1e-4, atol=1e-5)
+    for name, p in policy.named_parameters():
+        np.testing.assert_allclose(gradient[name], p.grad, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_each_seed_is_trained_as_by_itself() -> None:
     agent = environments.torch_agent(environments.Policy(hidden=8))

@@ -410,6 +410,53 @@ def test_members_are_lanes_with_statistics_of_their_own() -> None:
             close(state[name][k], b)
 
 
+def written(write: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        write(y)
+        return y
+
+    return run
+
+
+def recurrent(cell: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    weights = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in cell.named_parameters()}
+    return lambda x: torch.func.functional_call(cell, weights, (x,))
+
+
+PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": written(lambda y: y[1:].mul_(2)),
+    "a column": written(lambda y: y[:, 1].copy_(y[:, 0])),
+    "a row that is computed": written(lambda y: y.__setitem__(y[:, 0].argmax(), y[0] * 3)),
+    "reading it": lambda x: x[x[:, 0].argmax()] ** 2,
+    "slice_scatter": lambda x: x.slice_scatter(x[:2] ** 2, 0, 1, 3),
+    "select_scatter": lambda x: x.select_scatter(x[0] ** 2, 0, 1),
+    "GRUCell": recurrent(nn.GRUCell(4, 5)),
+}
+
+
+@pytest.mark.parametrize("place", [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n == "GRUCell")) for n, f in PLACES.items()])
+def test_parts_in_loops_that_jax_maps_and_differentiates(place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """JAX maps and differentiates a loop after our trace of it, with 64-bit types off: a vmap of a scan."""
+    module, x = nn.Module(), torch.randn(2, 3, 4)
+
+    def loss(x: Any) -> Any:
+        step = lambda carry, _: (carry, bridge.call(module, {}, {}, (carry,), method=lambda _, x: place(x))[0])
+        return jnp.sin(jax.lax.scan(step, x, length=1)[1]).sum()
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([place(one).sin().sum() for one in x]).sum()
+
+    arrays = jnp.asarray(x.numpy())
+    mapped, gradient = jax.jit(lambda x: (jax.vmap(loss)(x), jax.vmap(jax.grad(loss))(x)))(arrays)
+    second = jax.jit(jax.grad(lambda x: (jax.grad(lambda x: jax.vmap(loss)(x).sum())(x) ** 2).sum()))(arrays)
+    close(mapped.sum(), total(x))
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(total(x), x, create_graph=True)
+    close(gradient, expected)
+    np.testing.assert_allclose(second, torch.autograd.grad(expected.square().sum(), x)[0], rtol=1e-4, atol=1e-4)
+
+
 def test_float64_has_to_be_on() -> None:
     module = nn.Linear(3, 2).double()
     with pytest.raises(ValueError, match=r"'weight' is torch.float64.*jax.enable_x64"):

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from bridge import private
-from bridge.lowering.common.in_place import overwrite, read_first
+from bridge.lowering.common.in_place import overwrite, read_first, starts
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, overload
 from bridge.trace import folding
@@ -80,7 +80,8 @@ class Part(View):
 
 
 def _part(base: jax.Array, dim: int, start: jax.Array, length: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(base, start, length, dim)
+    (at,) = starts([start], [base.shape[dim]])
+    return lax.dynamic_slice_in_dim(base, at, length, dim)
 
 
 class Inner(View):

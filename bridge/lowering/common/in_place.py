@@ -28,7 +28,26 @@ def overwrite(x: Array, values: Array, start: Sequence[int | Array]) -> Array:
         hit = lax.dynamic_update_slice(lax.full_like(x, False, bool), lax.full_like(values, True, bool), start)
         return lax.select(hit, lax.dynamic_update_slice(lax.full_like(x, 0), values, start), x)
     known = [i for i in start if isinstance(i, int)]
-    return lax.dynamic_update_slice(x, read_first(values, x, tuple(known) if len(known) == len(start) else None), start)
+    values = read_first(values, x, tuple(known) if len(known) == len(start) else None)
+    return lax.dynamic_update_slice(x, values, starts(start, x.shape))
+
+
+def starts(at: Sequence[int | Array], shape: Sequence[int]) -> list[Any]:
+    """Where a part of an array of this shape begins, as int32 where that can say it.
+
+    JAX maps and differentiates a loop after our trace of it, and in the user's own program 64-bit types may then be off. Its rules for a
+    slice compute with int32 beside the place, and refuse one that is int64.
+    """
+    if not all(isinstance(n, int) and n <= np.iinfo(np.int32).max for n in shape):
+        return list(at)
+    return [np.int32(i) if isinstance(i, int) else _as_int32(i, n) for i, n in zip(at, shape, strict=True)]
+
+
+def _as_int32(i: Array, size: int) -> Array:
+    """An index of any integer type; what lies outside of the dimension still does."""
+    if i.dtype.itemsize >= 4:
+        i = lax.clamp(i.dtype.type(0 if np.issubdtype(i.dtype, np.unsignedinteger) else -size), i, i.dtype.type(size))
+    return lax.convert_element_type(i, np.int32)
 
 
 def read_first(values: Array, x: Array, at: tuple[int, ...] | None = None) -> Array:

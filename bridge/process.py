@@ -86,6 +86,7 @@ class Process:
     #: compiles the program; inf: it could not
     compiling: dict[Any, float] = field(default_factory=dict)
     random_numbers: str = "torch"  # who draws them: "torch" or "jax"
+    attention_scores: float = 2**18  # of a head that are computed at once
     unknown_options: set[str] = field(default_factory=set)  # options of XLA that this jaxlib lacks
     patches: int = 0  # how many patches are in effect (torchfunc_jax/patching.py)
     #: what they have replaced: (namespace, name, torch's, ours)

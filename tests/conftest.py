@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
+from bridge.operators.register import register_lowering
 from bridge.process import process
 from bridge.record import disk
 
@@ -43,6 +45,17 @@ def _same_start() -> Iterator[None]:
     after = jax.config.jax_enable_x64, torch.get_default_dtype(), torch.is_grad_enabled()
     torch.set_default_dtype(before[1])
     assert after == before, "the test left JAX's 64-bit setting, torch's default dtype or torch's grad mode changed"
+
+
+@pytest.fixture
+def lowerings_as_before() -> Iterator[None]:
+    """After the test, operators have the lowerings that they had before it."""
+    before, overridden = dict(LOWERINGS), set(OVERRIDDEN)
+    yield
+    for op in OVERRIDDEN - overridden:
+        if op in before:
+            register_lowering(op)(before[op])
+            OVERRIDDEN.discard(op)
 
 
 _MEMORY = 2 * 2**30  # bytes that a process may take before it forgets what it has compiled: without, 4.5 GB after half of the tests

@@ -199,6 +199,7 @@ def _foreach() -> None:
 
 _foreach()
 
+case("aten.scaled_dot_product_attention", floats(2, 2, 3, 4), floats(2, 2, 5, 4, seed=1), floats(2, 2, 5, 6, seed=2), is_causal=True)
 case("aten.linalg_polar", floats(4, 3))  # since PyTorch 2.15
 case("aten.linalg_matrix_sqrth", lambda: torch.eye(3) + floats(3, 1)() @ floats(3, 1)().mT)
 

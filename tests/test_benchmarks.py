@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import attention
 import calculus
 import crossings
 import jobs
@@ -95,6 +96,21 @@ def test_crossings_and_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [(row["kind"], row["tensors"]) for row in found["rows"]] == [(kind, n) for kind in crossings.KINDS for n in (1, 3)]
     assert all(set(row["ms"]) == set(crossings.SYSTEMS) for row in found["rows"])
     assert all(f"| {row['kind']} | {row['tensors']} |" in page.read_text() for row in found["rows"])
+
+
+def test_attention_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- attention:start -->\nold\n<!-- attention:end -->\n")
+    monkeypatch.setattr(attention, "PAGE", page)
+    options = ["--only", "forward,gradient", "--lengths", "64,1100", "--at-once", "65536", "--page", "--output", str(tmp_path)]
+    found = attention.main(options)
+    assert found == json.loads(next(tmp_path.glob("attention-*.json")).read_text())
+    for name in ("forward", "gradient"):
+        short, long = found["rows"][name]["bytes"]
+        assert short < long < 4 * 1100**2 * attention.HEADS and 0 < found["rows"][name]["error"] < 1e-5
+        assert f"| {name} | " in page.read_text()
+    with pytest.raises(SystemExit):
+        attention.main(["--only", "nothing"])
 
 
 def test_random_numbers_and_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]]
 
 
+@pytest.mark.usefixtures("lowerings_as_before")
 @pytest.mark.parametrize("page", PAGES)
 def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)

@@ -1,8 +1,6 @@
 """Functions for which PyTorch calls kernels that CUDA alone has; in a trace they are lowered operators, or formulas."""
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,30 +15,6 @@ from bridge.trace.levels import state
 from bridge.trace.tracing import NO_KERNEL, concrete, own_rule, plan_of
 
 
-def _attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """scaled_dot_product_attention: CUDA's fused kernels draw dropout's numbers themselves, and have derivatives of their own."""
-    query = args[0] if args else kwargs.get("query")
-    on_cuda = isinstance(query, torch.Tensor) and query.device.type == "cuda"
-    return _attention_on_cuda(*args, **kwargs) if on_cuda else func(*args, **kwargs)
-
-
-def _attention_on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
-    if enable_gqa and query.dim() == key.dim() == value.dim() and query.dim() >= 3:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-
-
-def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """torch.nn.functional.multi_head_attention_forward; in a trace it calls the function above, which it would not ask for a rule."""
-    own = private_calls.original("multi_head_attention") if state.level is None else _with_rule()
-    return own(*args, **kwargs)
-
-
 def flatten_parameters(layer: torch.nn.RNNBase) -> None:
     """RNNBase.flatten_parameters, which a recurrent layer on CUDA calls if its weights have changed; it asks for their addresses."""
     if state.level is None and state.recorder is None:
@@ -52,13 +26,6 @@ def jiterator(*args: Any, **kwargs: Any) -> Any:
     if state.level is None or not torch.cuda.is_available():
         return private_calls.original("jiterator")(*args, **kwargs)
     raise RuntimeError(f"torch.cuda.jiterator: {NO_KERNEL}{at_line()}")
-
-
-@functools.cache
-def _with_rule() -> Callable[..., Any]:
-    function: Any = private_calls.original("multi_head_attention")
-    space = {**function.__globals__, "scaled_dot_product_attention": functools.partial(_attention, F.scaled_dot_product_attention)}
-    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
@@ -118,7 +85,7 @@ def _by_library(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 #: torch function -> the function that is called in its place.
 FUNCTIONS: dict[Any, Any] = {
-    F.scaled_dot_product_attention: _attention, torch._VF.lstm_cell: _lstm_cell, torch._VF.gru_cell: _gru_cell,
+    torch._VF.lstm_cell: _lstm_cell, torch._VF.gru_cell: _gru_cell,
     **{getattr(torch._VF, kind): _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
-private_calls.IN_TRACES.update(multi_head_attention=multi_head_attention, jiterator=jiterator, flatten_parameters=flatten_parameters)
+private_calls.IN_TRACES.update(jiterator=jiterator, flatten_parameters=flatten_parameters)

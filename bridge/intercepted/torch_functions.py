@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from bridge import private, private_calls, private_jax
 from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
-from bridge.intercepted import cuda_functions, gradient_hooks
+from bridge.intercepted import attention, cuda_functions, gradient_hooks
 from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
@@ -365,7 +365,8 @@ PYTHON_RULES |= {
     torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
     torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
     torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor,
-    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_, **packed_sequences.FUNCTIONS, **cuda_functions.FUNCTIONS,
+    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_,
+    **packed_sequences.FUNCTIONS, **attention.FUNCTIONS, **cuda_functions.FUNCTIONS,
 }
 private_calls.IN_TRACES.update({
     "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,

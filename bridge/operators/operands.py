@@ -201,7 +201,7 @@ _MOVED = _named(
     "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
     "cholesky_solve empty_permuted geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex "
     "linalg_lstsq linalg_lu_factor_ex linalg_qr linalg_solve_triangular nonzero rot90 triangular_solve unsafe_split "
-    "_scaled_dot_product_flash_attention_for_cpu"
+    "_scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention"
 )
 _OF_STRIDES = _named("empty_strided new_empty_strided")
 _FORMATS = frozenset((torch.channels_last, torch.channels_last_3d))

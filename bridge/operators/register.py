@@ -12,13 +12,13 @@ from bridge.lowering.common import loops
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 from bridge.process import process
-from bridge.trace import random_keys, torch_numbers, value_checks
+from bridge.trace import attention_scores, random_keys, torch_numbers, value_checks
 from bridge.trace.levels import state
 
 PROVIDED.update(
     check=value_checks.check, next_key=random_keys.next_key, torch_numbers=torch_numbers.of_arrays,
     torch_numbers_by_value=torch_numbers.by_value, float32_precision=private.float32_precision,
-    any_size=lambda: state.any_size,
+    any_size=lambda: state.any_size, attention_scores=attention_scores.at_once,
 )  # fmt: skip
 
 
@@ -40,6 +40,9 @@ def register_lowering(
     defaults are left out, so it repeats the defaults. It returns arrays of exactly the shape and dtype that torch would return. It
     calls jax.numpy and jax.lax, so that every transform works on it. 64-bit types are enabled while it runs. In-place and out=
     variants are made from the functional one. Functions that ``jit`` has compiled keep the lowering that they were compiled with.
+
+    Operators that PyTorch itself computes by others are not met, but one: a lowering of ``aten.scaled_dot_product_attention`` computes
+    each call of ``torch.nn.functional.scaled_dot_product_attention``.
 
     An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it
     returns the operator's new results, followed by the new value of each written argument, in the schema's order. An operator whose

@@ -18,12 +18,13 @@ from bridge import private
 from bridge.programs import closure_scan
 from bridge.programs.cache_keys import identical
 from bridge.programs.places import Entry, GradOf, Place, Slots
+from bridge.trace.attention_scores import at_once
 from bridge.trace.python_numbers import is_input
 
 #: The names of the entries of ``ambient``.
 AMBIENT = (
     "the default dtype", "the precision of float32 matrix products", "deterministic algorithms", "inference mode", "anomaly mode",
-    "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors",
+    "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors", "attention_scores",
 )  # fmt: skip
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
@@ -47,7 +48,7 @@ def ambient() -> tuple[Any, ...]:
     if (
         unchanged() and private.float32_precision() == precision and torch.get_autocast_dtype("cpu") is entered
         and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled() and not private.function_modes()
-        and private.global_module_hooks() is None and private.saved_tensor_pack() is None
+        and private.global_module_hooks() is None and private.saved_tensor_pack() is None and at_once() == known[-1]
     ):  # fmt: skip
         return known
     found = (
@@ -55,8 +56,9 @@ def ambient() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
         autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
         _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
+        at_once(),
     )  # fmt: skip
-    if found[3:5] == (False, False) and found[6:] == (None, None, False):
+    if found[3:5] == (False, False) and found[6:9] == (None, None, False):
         _usual[recording] = private.state_question(), found[1], torch.get_autocast_dtype("cpu"), found
     return found
 

@@ -104,6 +104,7 @@ class _State(threading.local):
     trying = False  # a program runs on zeros, only to be compiled
     cold: str | None = None  # who runs a call whose program is not compiled yet: "jax" or "torch"; None: as everywhere
     random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
+    attention_scores: float | None = None  # how many of a head are computed at once on this thread; None: as everywhere
 
 
 state = _State()

@@ -330,7 +330,7 @@ def numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: t
         args, kwargs: its arguments; of tensors, only the geometry matters.
         device: of its result.
     """
-    if _drawing() is None:
+    if drawing() is None:
         return None
     vmaps = _vmaps()
     blanks = [_blank(x, vmaps) if isinstance(x, torch.Tensor) else tuple(x) if type(x) is list else x for x in args]
@@ -344,11 +344,11 @@ _EMPTY = frozenset(["aten.empty_like.default", "aten.new_empty.default"])
 
 def refuse_unmapped(t: torch.Tensor) -> None:
     """Raise the error with which torch's vmap refuses to fill a tensor that it does not map with numbers that differ from lane to lane."""
-    if _drawing() is not None:
+    if drawing() is not None:
         _filled_lanes(_vmaps(), _blank(t, _vmaps()))
 
 
-def _drawing() -> Any:
+def drawing() -> Any:
     """What makes or notes torch's draws here; None if JAX is to draw."""
     return None if state.level is None or any(each.keyed for each in around()) else state.level.root.drawn
 
@@ -366,7 +366,7 @@ def of_arrays(
     order: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> jax.Array | None:  # fmt: skip
     """Implements ``bridge.lowering.common.provided.torch_numbers``."""
-    if _drawing() is None:
+    if drawing() is None:
         return None
     vmaps = _vmaps()
     if rules is not None and vmaps:
@@ -383,7 +383,7 @@ def by_value(
     name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
 ) -> jax.Array | None:
     """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
-    drawn = _drawing()
+    drawn = drawing()
     if type(drawn) is not AtEachCall:
         return None
     if private_jax.folds_constants():

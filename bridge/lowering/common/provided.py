@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision", "any_size" -> the bridge's function with that name
+#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision", "any_size", "attention_scores" -> the bridge's
+#: function with that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
@@ -89,6 +90,11 @@ def torch_numbers_by_value(
 def any_size() -> bool:
     """Whether a lowering must use the same operations for all sizes, because the program is exported with symbolic ones."""
     return bool(PROVIDED["any_size"]())
+
+
+def attention_scores() -> float:
+    """How many scores of a head attention computes at once, at most."""
+    return PROVIDED["attention_scores"]()
 
 
 def float32_precision() -> str:

@@ -230,7 +230,7 @@ def aten_random_from(self: Array, low: int, high: int | None, *, generator: torc
 
 
 # -- bernoulli and dropout ---------------------------------------------------------------------------------------------------------
-def _coin(key: Array, probability: float, shape: tuple[int, ...]) -> Array:
+def coin(key: Array, probability: float, shape: tuple[int, ...]) -> Array:
     """Independent bools, True with a probability known now: 32 random bits are compared with a threshold, without floats."""
     threshold = round(probability * 2**32)
     if threshold >= 2**32:
@@ -268,7 +268,7 @@ def _bernoulli(self: Array, p: Array, order: Any, generator: torch.Generator | N
 def aten_bernoulli_p(self: Array, p: float = 0.5, *, generator: torch.Generator | None = None) -> Array:
     """bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
     _check_probability(p, "bernoulli_")
-    return cast(_coin(next_key(generator), p, self.shape), self.dtype)
+    return cast(coin(next_key(generator), p, self.shape), self.dtype)
 
 
 @lowering("aten.native_dropout", ordered=True)
@@ -281,7 +281,7 @@ def aten_native_dropout(input: Array, p: float, train: bool | None) -> tuple[Arr
     mask = torch_numbers("aten.native_dropout", (input, p, True), order=lambda whole: whole)
     if mask is not None:
         return input * cast(mask, input.dtype) * scale, mask
-    mask = _coin(next_key(None), 1 - p, input.shape)
+    mask = coin(next_key(None), 1 - p, input.shape)
     return jnp.where(mask, input * scale, 0), mask
 
 

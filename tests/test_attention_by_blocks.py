@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
     "three dimensions": (attention, (Q[0], K[0], V[0])),
     "two dimensions": (attention, (Q[0, 0], K[0, 0], V[0, 0])),
     "five dimensions, broadcast": (attention, (Q[:, None], K[:1, None], V[None, :, None])),
+    "the operator itself": (torch.ops.aten.scaled_dot_product_attention.default, (Q[0], K[0], V[0])),
     "one key": (attention, (floats(1, 1, 300, 2), floats(1, 1, 1, 2), floats(1, 1, 1, 3))),
 }
 

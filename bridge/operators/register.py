@@ -41,8 +41,8 @@ def register_lowering(
     calls jax.numpy and jax.lax, so that every transform works on it. 64-bit types are enabled while it runs. In-place and out=
     variants are made from the functional one. Functions that ``jit`` has compiled keep the lowering that they were compiled with.
 
-    Operators that PyTorch itself computes by others are not met, but one: a lowering of ``aten.scaled_dot_product_attention`` computes
-    each call of ``torch.nn.functional.scaled_dot_product_attention``.
+    PyTorch computes some operators, such as ``aten.einsum``, by others before JAX sees them, so that a lowering of these has no effect. One
+    of them is an exception: a lowering of ``aten.scaled_dot_product_attention`` computes every call of the function in torch.nn.functional.
 
     An operator whose schema says that it writes arguments (``mutates_args=`` of ``torch.library.custom_op``) is a function too: it
     returns the operator's new results, followed by the new value of each written argument, in the schema's order. An operator whose

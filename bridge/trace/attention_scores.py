@@ -19,8 +19,8 @@ def attention_scores(at_once: float) -> Iterator[None]:
     ``flex_attention``, with every derivative. The memory then grows with the number of queries and keys, not with their product. Attention
     with dropout is computed at once. The environment variable ``TORCHFUNC_JAX_ATTENTION_SCORES`` chooses for a whole process.
 
-    It holds for transforms that are called inside of the block, and for what a jitted function computes in it, not for single operators
-    of a function that is not jitted.
+    It holds for the transforms that are called inside of the block, and inside of a jitted function for what is computed in the block.
+    Inside of a function that is not jitted the block has no effect.
 
     Args:
         at_once: the number of scores of one head, at least 1; 2 ** 18 unless something else is chosen, which is 512 queries and keys.

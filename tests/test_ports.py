@@ -28,6 +28,7 @@ from torchfunc_jax.testing import ParityError, PortError, assert_port_parity, po
 
 QUICK: dict[str, Any] = {"dtypes": ["float64"], "modes": ["eval"]}
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
+LINEAR = lambda: nn.Linear(3, 2)
 
 
 # -- right ports -------------------------------------------------------------------------------------------------------------------
@@ -267,6 +268,35 @@ def batch_norm(params: Any, state: Any, x: Any, train: bool) -> Any:
     return y, state
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def stacked(tensors: dict[str, jax.Array]) -> Any:
+    return tuple(jnp.stack([tensors[f"layers.{i}.{name}"] for i in range(3)]) for name in ("weight", "bias"))
+
+
+def deep_port(params: Any, x: Any, wrong: int = -1) -> Any:
+    """Its layers are the steps of a loop."""
+    def step(x: Any, each: Any) -> Any:
+        i, (w, b) = each
+        return jnp.tanh(x @ w.T + jnp.where(i == wrong, 0, b)), None
+
+    return lax.scan(step, x, (jnp.arange(3), params))[0]
+
+
+class WithLoss(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return F.mse_loss(super().forward(x), x, reduction="sum")
+
+
 block = functools.partial(functools.partial, NNXBlock)
 WRONG = {
     "softmax along the wrong axis": Wrong(Block, block(axis=-2), (2, 5, 8), "", "softmax", words=r"weights = jax.nn.softmax\(scores"),
@@ -294,6 +324,17 @@ WRONG = {
     "a loss that is a mean in place of a sum": Wrong(
         mlp, mlp_port, (5, 3), "", "loss",
         options={"variables": mlp_params, "loss": (lambda y: y.square().sum(), lambda y: (y**2).mean())}),
+    "a loss inside of the module": Wrong(
+        lambda: WithLoss(3, 3), lambda p, x: ((x @ p["weight"].T + p["bias"] - x) ** 2).mean(), (5, 3), "", "mse_loss"),
+    "a bias in the second step of a loop": Wrong(
+        Deep, functools.partial(deep_port, wrong=1), (5, 3), "layers.1", "linear", words=r"return jnp.tanh\(x @ w.T",
+        options={"names": stacked}),
+    "another activation before a layer": Wrong(
+        lambda: pooled(nn.Linear(4, 2)), lambda p, x: jax.nn.relu(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
+        + p["2.bias"], (5, 3), "1", "tanh", sure=False, words="goes on computing with the output of layer '1'"),
+    "an input that is scaled": Wrong(
+        LINEAR, lambda p, x: x / 255 @ p["weight"].T + p["bias"], (5, 3), "", "linear", sure=False, words="the module's input, before"),
+    "not a number": Wrong(LINEAR, lambda p, x: (x @ p["weight"].T + p["bias"]) * jnp.nan, (5, 3), "", "linear", words="before the end"),
     "a gradient that is stopped": Wrong(
         lambda: pooled(nn.Linear(4, 2)), lambda p, x: lax.stop_gradient(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
         + p["2.bias"], (5, 3), "0", "weight", sure=False),
@@ -316,7 +357,7 @@ def test_the_layer_of_a_fault_is_named(name: str) -> None:
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------------------
-LINEAR, TWICE = (lambda: nn.Linear(3, 2)), (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+TWICE = lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 TWICE3 = lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((3, 4), (4, 5), (5, 3))))
 
 
@@ -351,6 +392,7 @@ MAPPED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
         {"variables": lambda: {f"{k}{i}": v for i, wb in enumerate(mlp_params()) for k, v in zip("wb", wb, strict=True)}}),
     "a map": (TWICE, two, {"variables": two_params, "names": {"0": "first", "2": "other"}}),
     "a function": (LINEAR, dense, {"names": converted}),
+    "a function that returns a tuple, for a loop": (Deep, deep_port, {"names": stacked}),
     "a linen class, and a function for it": (
         LINEAR, linen.Dense(2), {"names": lambda t: {"params": {"kernel": t["weight"].T, "bias": t["bias"]}}}),
     "an nnx module, and a function for it": (

@@ -28,6 +28,7 @@ from torchfunc_jax import _port_runs, _ports
 
 _HERE = __file__
 _OURS = (_HERE, _ports.__file__, _port_runs.__file__)
+_UNROLLED = 64  # the longest loop whose steps are looked at one by one
 _RANDOM = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
@@ -94,10 +95,11 @@ class Step(NamedTuple):
 def sorted_numbers(x: Any) -> np.ndarray | None:
     """The numbers of an array in order; None if they say nothing."""
     x = np.asarray(x)
-    if x.dtype.kind != "f" or x.size < 2:
+    if x.dtype.kind != "f" or not x.size:
         return None
     x = np.sort(x.astype(np.float64), axis=None)
-    return None if x[0] == x[-1] or not np.isfinite(x).any() else x
+    common = x[0] == x[-1] if x.size > 1 else bool((x * 1024).astype(np.int64) == x * 1024)  # a single number such as 0, 1 or 0.5
+    return None if common else x
 
 
 class _Known:
@@ -194,7 +196,7 @@ def _line(frame: Any) -> str | None:
 def torch_steps(module: nn.Module, args: Any, kwargs: Any) -> list[Step]:
     """The steps of a call; hooks are left in the module."""
     inputs = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    with torch.no_grad(), _Calls(module, inputs) as calls:
+    with _Calls(module, inputs) as calls:
         module(*args, **kwargs)
     return calls.steps
 
@@ -241,6 +243,9 @@ def _run(jaxpr: Any, consts: Any, operands: Any, steps: list[Step], values: list
             outs = _run(getattr(inner, "jaxpr", inner), consts, given, steps, values, here)
             known.update(zip(eqn.outvars, outs, strict=True))
             continue
+        if name == "scan" and 0 < eqn.params["length"] <= _UNROLLED:
+            known.update(zip(eqn.outvars, _unrolled(eqn, given, steps, values, line), strict=True))
+            continue
         with eqn.ctx.manager:
             out = eqn.primitive.bind(*[x.value for x in given], **eqn.primitive.get_bind_params(eqn.params))
         for v, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True):
@@ -252,6 +257,20 @@ def _run(jaxpr: Any, consts: Any, operands: Any, steps: list[Step], values: list
             values.append(x if jnp.issubdtype(x.dtype, jnp.floating) else None)
             known[v] = _Operand(x, len(steps) - 1)
     return list(map(read, jaxpr.outvars))
+
+
+def _unrolled(eqn: Any, given: Sequence[_Operand], steps: list[Step], values: list[Any], line: str | None) -> list[_Operand]:
+    """The results of a scan, whose steps are noted each time: layers of a model may be the steps of a loop."""
+    body, consts, carried = private_jax.scanned(eqn)
+    fixed, carry, rows = given[:consts], list(given[consts:consts + carried]), given[consts + carried:]
+    bound = list(map(_Operand, getattr(eqn.params["jaxpr"], "consts", ())))
+    length, kept = eqn.params["length"], []
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        outs = _run(body, bound, [*fixed, *carry, *(x._replace(value=x.value[i]) for x in rows)], steps, values, line)
+        carry, each = outs[:carried], outs[carried:]
+        kept.append(each)
+    kept = kept[::-1] if eqn.params["reverse"] else kept
+    return [*carry, *(x[-1]._replace(value=jnp.stack([y.value for y in x])) for x in zip(*kept, strict=True))]
 
 
 def _port_line(eqn: Any) -> str | None:
@@ -281,6 +300,9 @@ def output_departure(module: nn.Module, theirs: Sequence[Step], ours: Sequence[S
     if port is not None and (step is None or (_is_product(step) and not _uses(ours, j, step.params) and port.what != "pad")):
         inputs = [ours[s].value for s in port.sources]
         same = [s for s in before if any(x is not None and s.value is not None and alike(s.value, x, tolerance) for x in inputs)]
+        if not same and step is not None:
+            text = f"the port goes on computing with the module's input, before {shown(module, step)}.{where}"
+            return Departure(step.layer, step.what, step.line, line, False, text)
         if same:
             after = "the end of the module" if step is None else shown(module, step)
             text = f"the port goes on computing with the output of {shown(module, same[-1])}, before {after}.{where}"
@@ -302,9 +324,10 @@ def _is_product(step: Step) -> bool:
 
 
 def _uses(steps: Sequence[Step], i: int | None, params: Iterable[str]) -> bool:
-    """Whether a step depends on one of these parameters."""
+    """Whether a step depends on one of these parameters; yes if no step is known to."""
     given = set(params)
-    return i is not None and any(given & set(s.params) for k, s in enumerate(steps) if k == i or steps[i].before >> k & 1)
+    users = [k for k, s in enumerate(steps) if given & set(s.params)]
+    return not users or (i is not None and any(k == i or steps[i].before >> k & 1 for k in users))
 
 
 def shown(module: nn.Module, step: Step) -> str:

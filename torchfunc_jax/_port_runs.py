@@ -148,8 +148,7 @@ def with_biased_variances(theirs: Outcome, ours: Outcome, module: nn.Module, cas
     for name in norms:
         called.get_submodule(name).register_forward_pre_hook(
             lambda m, args, name=name: counts.update({name: args[0].numel() // args[0].shape[1]}))
-    with torch.no_grad():
-        called(*case.args, **case.kwargs)
+    called(*case.args, **case.kwargs)
     for path, label in port.labels.items():
         part, layer = f"{port.name(path)} after a call", label.removesuffix(".running_var")
         if layer not in norms or label == layer or part not in parts or part not in ours.parts or counts[layer] < 2:
@@ -263,8 +262,7 @@ class PortSide:
 def torch_draw(module: nn.Module, case: Case) -> Callable[[], Outcome]:
     """A function that calls the module, with the buffers that it has now, and gives the output."""
     def call() -> Outcome:
-        with torch.no_grad():
-            out = copy.deepcopy(module).train(case.train)(*case.args, **case.kwargs)
+        out = copy.deepcopy(module).train(case.train)(*case.args, **case.kwargs)
         return Outcome({f"output {i}": x for i, (_, x) in enumerate(outputs(out))})
 
     return call

@@ -212,6 +212,7 @@ class _Function(_Kind):
         return dict(zip(("params", "batch_stats"), tree, strict=True))
 
     def flat(self, tree: Any) -> Arrays:
+        self.tree = tree if self.tree is None else self.tree
         return {
             f"{collection}/{jax.tree_util.keystr(path, simple=True, separator='/')}": x
             for collection, below in self._trees(tree).items() for path, x in jax.tree_util.tree_flatten_with_path(below)[0]

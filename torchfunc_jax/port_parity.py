@@ -242,11 +242,10 @@ class _Comparison:
     def _side(self, dtype: str, mode: str) -> PortSide:
         module, case = self._cast(dtype)
         case = case._replace(train=mode == "train")
-        with torch.no_grad():
-            try:
-                out = copy.deepcopy(module).eval()(*case.args, **case.kwargs)
-            except Exception as error:
-                raise PortError(f"module: its call raised {shown_error(error)}") from error
+        try:
+            out = copy.deepcopy(module).eval()(*case.args, **case.kwargs)
+        except Exception as error:
+            raise PortError(f"module: its call raised {shown_error(error)}") from error
         shapes = [tuple(x.shape) for _, x in runs.outputs(out)]
         with jax.enable_x64(dtype == "float64"):
             def made(last: bool) -> PortSide:
@@ -273,8 +272,7 @@ class _Comparison:
         """Whether the module computes something else in train mode."""
         module, case = self._cast(dtype)
         before = runs.values_of(module)
-        with torch.no_grad():
-            found = [[x for _, x in runs.outputs(module.train(train)(*case.args, **case.kwargs))] for train in (False, True)]
+        found = [[x for _, x in runs.outputs(module.train(train)(*case.args, **case.kwargs))] for train in (False, True)]
         return any(not torch.equal(x, y) for x, y in zip(*found, strict=True)) or any(
             not np.array_equal(x, before[name]) for name, x in runs.values_of(module).items())
 
@@ -407,8 +405,7 @@ class _Comparison:
                 placed: Variables = side.port.place({**values, name: values[name].T.copy()})
                 out = side.in_torchs_layout(side.call(placed, side.floats, side.key)[0])
                 side.port.place(values)
-                with torch.no_grad():
-                    expected = [x for _, x in runs.outputs(copy.deepcopy(module)(*side.case.args, **side.case.kwargs))]
+                expected = [x.detach() for _, x in runs.outputs(copy.deepcopy(module)(*side.case.args, **side.case.kwargs))]
                 if all(np.allclose(x, y.numpy(), rtol=1e-5, atol=1e-6) for x, y in zip(out, expected, strict=True)):
                     return f"With {name} transposed the outputs agree" + (
                         '; if the port keeps its weights in torch\'s layout, say layout="torch".' if side.port.map is not None else ".")

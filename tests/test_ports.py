@@ -429,7 +429,13 @@ def test_an_nnx_module_is_not_changed() -> None:
     before = jax.tree.map(np.array, nnx.state(port))
     found = port_parity(randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"])
     assert found.equal, str(found)
-    assert "running_var of 1 follows the biased variance" in found.notes[0]
+    assert "1.running_var follows the biased variance" in found.notes[0]
+    layers = {"layers": {"0": ("weight", "bias"), "1": ("weight", "bias", "running_mean", "running_var")}}
+    ends = {"0.weight": "kernel", "1.weight": "scale", "running_mean": "mean", "running_var": "var", "bias": "bias"}
+    by_hand = lambda t: {"layers": {layer: {ends.get(f"{layer}.{name}", ends.get(name)): t[f"{layer}.{name}"].T for name in names}
+                                    for layer, names in layers["layers"].items()}}
+    found = port_parity(randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"], names=by_hand)
+    assert found.equal and "batch_stats/layers/1/var follows the biased variance" in found.notes[0], str(found)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, nnx.state(port)), before)
 
 
@@ -453,7 +459,7 @@ def test_a_tensor_that_is_two_arrays_is_trained_apart() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(self.one(x).tanh())
 
-    untied = lambda t: {"one": t["one.weight"].T, "two": t["one.weight"].T}
+    untied = lambda t: {"one": t["one.weight"].T, "two": t["two.weight"].T}
     found = port_parity(Tied(), lambda p, x: jnp.tanh(x @ p["one"]) @ p["two"], X, names=untied, **QUICK)
     assert not found.equal and found.checks[0].difference.where == "gradient of params/one"
 

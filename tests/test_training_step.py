@@ -103,7 +103,7 @@ def test_it_trains_as_torch_does(name: str, way: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="jax.export writes files with flatbuffers")
 @pytest.mark.parametrize(
-    "name", ["sgd with momentum", "optax's adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adam", OPTAX_SGD))]
+    "name", ["optax's adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd with momentum", "adam", OPTAX_SGD))]
 )
 def test_exported_it_trains_without_torch(name: str, tmp_path: Path) -> None:
     case = CASES[name]

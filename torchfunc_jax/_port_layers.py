@@ -340,7 +340,7 @@ def layer_shown(module: nn.Module, layer: str) -> str:
     return f"layer {layer!r} ({kind})" if layer else f"the forward of {kind}"
 
 
-def owner(name: str) -> tuple[str, str]:
-    """The layer of a parameter or buffer, and its own name."""
+def owner(module: nn.Module, name: str) -> tuple[str, str]:
+    """The layer of a parameter or buffer, and its own name there; an array that has only a name of the port's is the whole module's."""
     layer, _, own = name.rpartition(".")
-    return layer, own
+    return (layer, own) if name in dict((*module.named_parameters(), *module.named_buffers())) else ("", name)

@@ -138,28 +138,30 @@ def torch_side(module: nn.Module, case: Case, port: Port, make: Callable[..., An
 
 
 def with_biased_variances(theirs: Outcome, ours: Outcome, module: nn.Module, case: Case, port: Port) -> tuple[Outcome, list[str]]:
-    """Torch's outcome with the running variances of Flax's batch norm where the port has those, and the layers' names.
+    """Torch's outcome with the running variances of Flax's batch norm where the port has those, and their names.
 
     Flax's follow the variance of the batch itself; torch's that times n / (n - 1), for n values of a channel.
     """
-    norms = {name: m for name, m in module.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
-    parts, layers, counts, before = dict(theirs.parts), [], dict.fromkeys(norms, 0), values_of(module)
     called = copy.deepcopy(module).train()
-    for name in norms:
-        called.get_submodule(name).register_forward_pre_hook(
-            lambda m, args, name=name: counts.update({name: args[0].numel() // args[0].shape[1]}))
+    norms = {name: m for name, m in called.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
+    if not norms:
+        return theirs, []
+    counts: dict[str, int] = {}
+    for name, m in norms.items():
+        m.register_forward_pre_hook(lambda m, args, name=name: counts.update({name: args[0].numel() // args[0].shape[1]}))
+    before = values_of(module)
     called(*case.args, **case.kwargs)
-    for path, label in port.labels.items():
-        part, layer = f"{port.name(path)} after a call", label.removesuffix(".running_var")
-        if layer not in norms or label == layer or part not in parts or part not in ours.parts or counts[layer] < 2:
-            continue
-        momentum = 1.0 if norms[layer].momentum is None else norms[layer].momentum
-        kept = (1 - momentum) * torch.from_numpy(before[label]).to(parts[part].dtype)
-        biased = kept + (parts[part] - kept) * (counts[layer] - 1) / counts[layer]
-        if (ours.parts[part] - biased).abs().max() < (ours.parts[part] - parts[part]).abs().max():
-            parts[part] = biased
-            layers.append(layer)
-    return dataclasses.replace(theirs, parts=parts), layers
+    after = values_of(called)
+    for name, count in counts.items():
+        momentum = norms[name].momentum
+        kept = (1 - (1 / float(norms[name].num_batches_tracked) if momentum is None else momentum)) * before[f"{name}.running_var"]
+        after[f"{name}.running_var"] = kept + (after[f"{name}.running_var"] - kept) * (count - 1) / count
+    parts, names = dict(theirs.parts), []
+    for part, biased in _buffers(port, port.place(after).state, module).items():
+        if part in parts and part in ours.parts and (ours.parts[part] - biased).abs().max() < (ours.parts[part] - parts[part]).abs().max():
+            parts[part] = biased.to(parts[part].dtype)
+            names.append(part.partition(" ")[0])
+    return dataclasses.replace(theirs, parts=parts), names
 
 
 def _inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -170,8 +172,8 @@ def _inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 def _buffers(port: Port, state: Arrays, module: nn.Module) -> dict[str, torch.Tensor]:
     known = dict(module.named_buffers())
-    return {f"{port.name(path)} after a call": as_tensor(x) for path, x in state.items() if port.labels.get(path) in known
-            and jnp.issubdtype(x.dtype, jnp.inexact)}
+    return {f"{port.name(path)} after a call": as_tensor(x) for path, x in state.items()
+            if (port.convert is not None or port.labels.get(path) in known) and jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 def _trained(port: Port, losses: Sequence[Any], params: Arrays, steps: int) -> dict[str, torch.Tensor]:

@@ -387,10 +387,10 @@ class Port:
         return said
 
     def place(self, values: Mapping[str, np.ndarray]) -> Variables:
-        """The port's arrays for values of the module's tensors, by torch's names."""
+        """The port's arrays for values of the module's tensors, by torch's names; tensors without a new value have the module's."""
         if self.convert is not None:
             try:
-                flat = self.kind.flat(self.convert({name: jnp.asarray(x) for name, x in values.items()}))
+                flat = self.kind.flat(self.convert({name: jnp.asarray(x) for name, x in self._every(values).items()}))
             except Exception as error:
                 raise PortError(f"names: the function that makes the port's arrays raised {shown_error(error)}") from error
         elif self.map is not None:
@@ -405,6 +405,12 @@ class Port:
         if isinstance(self.kind, _Function) and self.map is None and self.convert is None:
             trained &= {path for path, name in self.labels.items() if name in dict(self.module.named_parameters(remove_duplicate=False))}
         return Variables({p: x for p, x in flat.items() if p in trained}, {p: x for p, x in flat.items() if p not in trained})
+
+    def _every(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The values under all names that ``state_dict`` has; a tensor may have several."""
+        given = {id(t): values[name] for name, t in _tensors(self.module).items() if name in values}
+        every = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False))
+        return {name: given.get(id(t), t.detach().numpy()) for name, t in every}
 
     def counts(self) -> Arrays:
         """How many numbers of the module's are added up in each number of the arrays that are trained: two in a bias of Flax's LSTM."""

@@ -268,6 +268,13 @@ class _Comparison:
         with jax.enable_x64(dtype == "float64"):
             return runs.torch_side(self._cast(dtype)[0], side.case, side.port, self.rules[0], self.seed)
 
+    def _exact(self, mode: str) -> Outcome:
+        """Torch's outcome in float64; one without values if the port has no arrays in float64."""
+        try:
+            return self.theirs("float64", mode)
+        except PortError:
+            return Outcome()
+
     def _has_modes(self, dtype: str) -> bool:
         """Whether the module computes something else in train mode."""
         module, case = self._cast(dtype)
@@ -290,17 +297,17 @@ class _Comparison:
             except Exception as error:
                 raise PortError(f"port: in {mode} mode it raised {shown_error(error)}") from error
             if mode == "train":
-                theirs, layers = runs.with_biased_variances(theirs, ours, self._cast(dtype)[0], side.case, side.port)
+                theirs, names = runs.with_biased_variances(theirs, ours, self._cast(dtype)[0], side.case, side.port)
                 self.notes |= dict.fromkeys(
-                    f"running_var of {name} follows the biased variance of a batch in the port, as in Flax's BatchNorm, and in torch the "
-                    "unbiased one, which is n / (n - 1) times it; this was not counted as a difference." for name in layers
+                    f"{name} follows the biased variance of a batch in the port, as in Flax's BatchNorm, and in torch the unbiased one, "
+                    "which is n / (n - 1) times it; this was not counted as a difference." for name in names
                 )
         if not all(bool(x.isfinite().all()) for name, x in theirs.parts.items() if _of_steps(name)):
             self.notes["The optimizer's steps were not compared where torch's lead to numbers that are not finite; give a loss, or an "
                        "optimizer with a smaller learning rate."] = None
             theirs, ours = (dataclasses.replace(o, parts={name: x for name, x in o.parts.items() if not _of_steps(name)})
                             for o in (theirs, ours))
-        found = compare(theirs, ours, self.options, lambda: self.theirs("float64", mode), "port")
+        found = compare(theirs, ours, self.options, lambda: self._exact(mode), "port")
         tolerance = _SAME_VALUE[dtype]
         if dtype == "float64" and found.difference is not None and found.difference.kind == "value":
             with jax.enable_x64(True):
@@ -308,7 +315,7 @@ class _Comparison:
             if narrow is not None:
                 tolerance = _SAME_VALUE["some float32"]
                 options = dataclasses.replace(self.options, rtol=self.options.rtol or tolerance, atol=self.options.atol or tolerance)
-                found = compare(theirs, ours, options, lambda: self.theirs("float64", mode), "port")
+                found = compare(theirs, ours, options, lambda: self._exact(mode), "port")
                 self.notes[f"In float64 the port goes on in float32 at {narrow.line}: the tolerance there is {tolerance:.0e}."] = None
         if found.difference is None:
             return PortCheck(dtype, mode, None, found.largest, _agreed(theirs), None)
@@ -347,10 +354,10 @@ class _Comparison:
             return Departure("", "loss", None, None, True, "the outputs agree, and the loss does not: the fault is in the loss.")
         if difference.where.endswith("after a call"):
             name = difference.where.partition(" ")[0]
-            layer, own = owner(name)
+            layer, own = owner(module, name)
+            rule = " In torch, running = (1 - momentum) * running + momentum * batch." if own.startswith("running_") else ""
             return Departure(layer, own, None, None, True, (
-                f"outputs and gradients agree, and {own} of {layer_shown(module, layer)} does not: how the port updates it differs "
-                "(torch: new = (1 - momentum) * old + momentum * batch, with the unbiased variance)."
+                f"outputs and gradients agree, and {own} of {layer_shown(module, layer)} does not: the port updates it otherwise.{rule}"
             ))
         if difference.where.startswith("gradient of "):
             names = [where.removeprefix("gradient of ").partition(" ")[0] for where in differing if where.startswith("gradient of ")]
@@ -359,13 +366,13 @@ class _Comparison:
                 return Departure("", "gradient", None, None, False, (
                     "the outputs and the gradients of the parameters agree, and those of the inputs do not: it is before the first layer."))
             last = max(known, key=lambda name: order[name])
-            layer, own = owner(last)
+            layer, own = owner(module, last)
             return Departure(layer, own, None, None, False, (
                 f"the outputs agree, and gradients do not. Of the parameters with another gradient, {last} is used last, in "
                 f"{layer_shown(module, layer)}: going backward, the difference begins there, or between it and the next parameters."
             ))
         name = difference.where.partition(" ")[0]
-        layer, own = owner(name if name in dict(module.named_parameters()) else "")
+        layer, own = owner(module, name)
         tied = self._tied(side.port)
         return Departure(layer, own, None, None, False, (
             f"the first gradients agree, and what the optimizer makes of {difference.where} does not.{tied}"

@@ -98,7 +98,7 @@ def sorted_numbers(x: Any) -> np.ndarray | None:
     if x.dtype.kind != "f" or not x.size:
         return None
     x = np.sort(x.astype(np.float64), axis=None)
-    common = x[0] == x[-1] if x.size > 1 else bool((x * 1024).astype(np.int64) == x * 1024)  # a single number such as 0, 1 or 0.5
+    common = x[0] == x[-1] if x.size > 1 else float(x[0] * 1024).is_integer()  # a single number such as 0, 1 or 0.5
     return None if common else x
 
 

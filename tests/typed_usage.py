@@ -19,6 +19,7 @@ import bridge
 import torchfunc_jax
 from bridge import checkpoints
 from torchfunc_jax import (
+    attention_scores,
     chunk_vmap,
     cold,
     combine_state_for_ensemble,
@@ -109,7 +110,7 @@ def modules(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     fstateful, weights, states = make_functional_with_buffers(model)
     fensemble, stacked, stacked_buffers = combine_state_for_ensemble([model, model])
     assert_type(replace_all_batch_norm_modules_(nn.Sequential(nn.BatchNorm1d(2))), nn.Module)
-    with random_numbers("jax"), cold("torch"), patch():
+    with random_numbers("jax"), cold("torch"), attention_scores(1000), patch():
         out: torch.Tensor = functional_call(model, dict(model.named_parameters()), (x,))
     mapped: torch.Tensor = vmap(fensemble, (0, 0, None))(stacked, stacked_buffers, x)
     total: torch.Tensor = out + fmodel(weights, x) + fstateful(weights, states, x) + mapped.sum(0) + vmap(torch.sum)(params["weight"]).sum()

@@ -21,7 +21,7 @@ from bridge.trace.levels import state
 from bridge.trace.torch_numbers import drawing
 from bridge.trace.tracing import plan_of
 
-_WHOLE = torch.ops.aten.scaled_dot_product_attention
+_WHOLE = getattr(torch.ops.aten, "scaled_dot_product_attention", None)
 
 
 def _by_formula(
@@ -116,5 +116,6 @@ def _with_rule() -> Callable[..., Any]:
 
 
 #: torch function -> the function that is called in its place.
-FUNCTIONS: dict[Any, Any] = dict.fromkeys((F.scaled_dot_product_attention, _WHOLE, _WHOLE.default), _attention)
+FUNCTIONS: dict[Any, Any] = dict.fromkeys((F.scaled_dot_product_attention, _WHOLE, getattr(_WHOLE, "default", None)), _attention)
+FUNCTIONS.pop(None, None)  # a version of PyTorch without the operator
 private_calls.IN_TRACES["multi_head_attention"] = multi_head_attention

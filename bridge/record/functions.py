@@ -207,10 +207,14 @@ def _functionalized(body: Callable[..., Any], operands: list[torch.Tensor], _: A
 
 
 def _functionalized_in_torch(operands: Sequence[torch.Tensor], _: Any) -> Level:
-    before = [t._version for t in operands]
+    before = [_version(t) for t in operands]
     results, _ = yield list(operands)
-    written = {id(_whole(t)) for t, version in zip(operands, before, strict=True) if t._version != version}
+    written = {id(_whole(t)) for t, version in zip(operands, before, strict=True) if _version(t) != version}
     return [t.clone() if id(_whole(t)) in written else t for t in results], None
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version  # those of inference mode count no writes
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

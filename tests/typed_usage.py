@@ -124,6 +124,8 @@ def bridged(model: nn.Linear, x: torch.Tensor, folder: str) -> jax.Array:
     out, changed = bridge.call(model, weights, bridge.buffers(model), (bridge.to_jax(x),))
     assert_type(changed, dict[str, jax.Array])
     bridge.load(model, weights)
+    applied: bridge.Function = bridge.Function(*bridge.function(model))
+    out, _ = applied.apply(applied.params, applied.state, bridge.to_jax(x))
     checkpoints.save(f"{folder}/weights.safetensors", weights)
     restored: dict[str, jax.Array] = checkpoints.load(f"{folder}/weights.safetensors")
     sine = bridge.from_jax(jax.numpy.sin)

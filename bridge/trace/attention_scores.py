@@ -36,7 +36,7 @@ def attention_scores(at_once: float) -> Iterator[None]:
         >>> from torch.nn.functional import scaled_dot_product_attention
         >>> from torchfunc_jax import attention_scores, hvp, jit
         >>> q = torch.randn(2, 100, 4, dtype=torch.float64)
-        >>> f = jit(lambda q: hvp(lambda q: scaled_dot_product_attention(q, q, q).square().sum(), (q,), (q,))[1])
+        >>> f = jit(lambda q: hvp(lambda q: scaled_dot_product_attention(q, q, q).square().sum(), (q,), (q,))[1][0])
         >>> with attention_scores(1000):
         ...     in_blocks = f(q)
         >>> torch.allclose(in_blocks, f(q))

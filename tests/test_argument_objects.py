@@ -1,16 +1,18 @@
 """Objects of a user's classes among the arguments of a jitted function, such as batches: beside the function itself in PyTorch."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from torchfunc_jax import grad, jit
+from torchfunc_jax import grad, jit, vmap
 
 
 class Batch:
@@ -208,3 +210,166 @@ def test_threads_with_objects_of_their_own() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+# -- what lies beside an object, and what holds it too -------------------------------------------------------------------------------------
+def writes_to_a_dict(d: dict[str, Any], b: Batch) -> torch.Tensor:
+    d["y"] = b.x * 2
+    d["list"].append(b.x.sum())
+    return d["y"].sum()
+
+
+def test_a_dict_beside_an_object_is_written_to() -> None:
+    def found(function: Callable[..., torch.Tensor]) -> list[Any]:
+        dicts: list[dict[str, Any]] = [{"list": []} for _ in range(4)]
+        for k, d in enumerate(dicts):
+            function(d, Batch(torch.ones(2) * k, torch.ones(2)))
+        return [(content(list(d)), content(d["y"]), content(d["list"])) for d in dicts]
+
+    assert found(jit(writes_to_a_dict)) == found(writes_to_a_dict)
+
+
+def test_the_function_itself_writes_to_the_dict_itself() -> None:
+    @jit
+    def f(d: dict[str, torch.Tensor], word: str) -> torch.Tensor:
+        torch.manual_seed(0)  # which makes jit call the function itself
+        d[word] = d["x"] * 2
+        return d[word]
+
+    for k in range(3):
+        d = {"x": torch.ones(2) * k}
+        assert f(d, "y") is d["y"]
+
+
+def test_a_dict_beside_a_sparse_tensor_is_written_to() -> None:
+    @jit
+    def f(d: dict[str, torch.Tensor], m: torch.Tensor) -> torch.Tensor:
+        d["out"] = m @ d["x"]
+        return d["out"].sum()
+
+    for k in range(3):
+        d = {"x": torch.full((2, 2), float(k))}
+        f(d, torch.eye(2).to_sparse())
+        torch.testing.assert_close(d["out"], d["x"])
+
+
+def through_the_inner(a: Batch, b: Batch) -> torch.Tensor:
+    a.inner.x = a.inner.x + 1
+    return b.inner.x * 1
+
+
+KNOWN: list[Any] = [None]
+
+
+def through_a_global(a: Batch, _: Batch) -> torch.Tensor:
+    a.x = a.x + 1
+    return KNOWN[0].x * 1
+
+
+@pytest.mark.parametrize("function", [through_the_inner, through_a_global])
+def test_an_object_that_is_reached_in_two_ways_is_one(function: Callable[..., torch.Tensor]) -> None:
+    def found(called: Callable[..., torch.Tensor]) -> list[Any]:
+        results = []
+        for k in range(4):
+            inner = Batch(torch.zeros(1) + k, torch.zeros(1))
+            a, b = (Batch(torch.ones(1) * k, torch.ones(1), inner=inner) for _ in range(2))
+            KNOWN[0] = a
+            results.append((content(called(a, b)), content(inner.x), content(a.x)))
+        return results
+
+    assert found(jit(function)) == found(function)
+
+
+# -- the states of PyTorch -----------------------------------------------------------------------------------------------------------------
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def needing_grad(x: torch.Tensor) -> Batch:
+    return Batch(x.requires_grad_(), torch.ones(3), 2)
+
+
+def hooked(x: torch.Tensor) -> Batch:
+    b = needing_grad(x)
+    b.x.register_hook(lambda g: 3 * g)
+    return b
+
+
+#: How the object is made of a tensor, and what is entered around the call.
+STATES: dict[str, tuple[Callable[[torch.Tensor], Batch], Callable[[], Any]]] = {
+    "plain": (lambda x: Batch(x, torch.ones(3)), contextlib.nullcontext),
+    "requires grad": (needing_grad, contextlib.nullcontext),
+    "a result that requires grad": (lambda x: Batch(x.requires_grad_() * 2, torch.ones(3)), contextlib.nullcontext),
+    "a hook": (hooked, contextlib.nullcontext),
+    "a parameter": (lambda x: Batch(torch.nn.Parameter(x), torch.ones(3)), contextlib.nullcontext),
+    "views of one memory": (lambda x: (lambda t: Batch(t[0], t[1]))(torch.stack([x, x + 1])), contextlib.nullcontext),
+    "one tensor twice": (lambda x: Batch(x, x), contextlib.nullcontext),
+    "not contiguous": (lambda x: Batch(torch.stack([x, x], 1)[:, 0], torch.ones(3)), contextlib.nullcontext),
+    "no_grad": (needing_grad, torch.no_grad),
+    "inference mode": (lambda x: Batch(x, torch.ones(3)), torch.inference_mode),
+    "autocast": (needing_grad, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a function mode": (needing_grad, Passing),
+    "another default dtype": (lambda x: Batch(x, torch.ones(3)), in_float64),
+}
+LAYER = torch.nn.Linear(3, 3)
+
+
+def read(b: Batch) -> torch.Tensor:
+    return (LAYER(b.x) * b.y * b.n).sum() + torch.ones(())
+
+
+def written(b: Batch) -> torch.Tensor:
+    b.seen = b.x.detach() * 2
+    b.y.mul_(2)
+    return (b.x * b.y).sum()
+
+
+def nested(b: Batch) -> torch.Tensor:
+    return vmap(grad(lambda x: (x**2 * b.y).sum()))(torch.stack([b.x, b.x + b.n])).sum()
+
+
+@pytest.mark.parametrize("function", [read, written, nested])
+@pytest.mark.parametrize("state", STATES)
+def test_states_of_pytorch(state: str, function: Callable[[Batch], torch.Tensor]) -> None:
+    """Values, numbers and the module's weights change from call to call."""
+    make, around = STATES[state]
+
+    def found(called: Callable[[Batch], torch.Tensor]) -> list[Any]:
+        results: list[Any] = []
+        torch.manual_seed(0)
+        with torch.no_grad():
+            LAYER.weight.fill_(0.5)
+        for k in range(5):
+            b = make(torch.arange(3.0) + k)
+            LAYER.zero_grad()
+            with around():
+                try:
+                    out = called(b)
+                except RuntimeError as error:
+                    results.append(type(error))
+                    continue
+            results += [out.dtype, out.requires_grad, content(out), content(b.y), content(getattr(b, "seen", None))]
+            if out.requires_grad:
+                out.backward()
+                results += [content(b.x.grad) if b.x.is_leaf else None, content(LAYER.weight.grad)]
+            with torch.no_grad():
+                LAYER.weight.mul_(1.5)
+        return results
+
+    theirs, mine = found(function), found(jit(function))
+    assert len(mine) == len(theirs)
+    for m, t in zip(mine, theirs, strict=True):
+        if isinstance(t, float | list):
+            torch.testing.assert_close(torch.tensor(m), torch.tensor(t), rtol=1e-2 if state == "autocast" else 1e-5, atol=1e-5)
+        else:
+            assert m == t

@@ -75,10 +75,11 @@ class _Grad:
 
 
 class Effects(NamedTuple):
-    """The result of a function, and what it has changed, each change with its value."""
+    """The result of a function, and what it has changed, each change with its value; made: whether the result has recipes."""
 
     out: Any
     changes: list[tuple[Change | _Grad, Any]]
+    made: bool = False
 
     def done(self) -> Any:
         """Change what the function changes, and return its result."""
@@ -86,6 +87,8 @@ class Effects(NamedTuple):
         made: dict[int, Any] = {}
         for owner, (change, value) in zip(owners, self.changes, strict=True):
             change.put(owner, _built(value, made))
+        if not self.made:
+            return self.out
         leaves, spec = trees.flatten(self.out, is_leaf=_is_recipe)
         return trees.unflatten(spec, [_built(x, made) for x in leaves])
 
@@ -130,11 +133,14 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
                 if raised:  # whoever catches the exception sees what was done before it, as far as no tensor of the trace is in it
                     with contextlib.suppress(CalledItself):
                         state.undone = Effects(None, [(c, v) for c, v in recipes.changes(changed, once=True) if not _of_trace(v)])
+            both = {type(node) for node, *_ in nodes if trees.children(node) is None} & {*map(type, found.alive)}
+            if changed and both:  # an object may be an argument and reached in another way too
+                raise CalledItself(f"it changes objects, and reaches one of the class {both.pop().__name__} that is no argument too")
             changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
         root.changes = [change for change, _ in changes]
         changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
         result = recipes.result(out)
-        return Effects(result, changes) if changes or result is not out else out
+        return Effects(result, changes, result is not out) if changes or result is not out else out
 
     return run
 

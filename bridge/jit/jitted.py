@@ -178,7 +178,7 @@ class Jitted:
             try:
                 return self._called(args, kwargs)
             except SparseOperand as refused:
-                return self._called(*sparse.enclosed((args, kwargs), refused))
+                return self._called(*sparse.enclosed((args, kwargs), refused), given=(args, kwargs))
         except Exception as error:
             if isinstance(error, TypeError) and has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)
@@ -186,12 +186,14 @@ class Jitted:
             raise
 
     @opaque
-    def _called(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _called(self, args: Any, kwargs: dict[str, Any], given: Any = None) -> Any:
+        """Call a program; given: the arguments themselves, if others stand in their place."""
         if state.level is not None or state.recorder is not None:  # the call is part of the outer transform's or jit's program
             return self._func(*args, **kwargs)
+        given = given or (args, kwargs)
         if self._static:
             try:
-                args = tuple(Same(a) if i in self._static else a for i, a in enumerate(args))
+                args = tuple(Same(a) if i in self._static and type(a) is not Same else a for i, a in enumerate(args))
             except TypeError as error:
                 raise _unhashable(error) from None
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
@@ -219,8 +221,8 @@ class Jitted:
             elif type(x) is float or type(x) is int:
                 numbers.append(x)
                 key.append(type(x))
-            elif self._opens(x) and self._once(x, leaves):
-                return self._called(*objects.opened((args, kwargs), lambda x: self._opens(x) and self._once(x, leaves)))
+            elif self._opens(x) and (opened := objects.opened((args, kwargs), self._opens)) is not None:
+                return self._called(*opened, given=given)
             else:
                 try:
                     key.append(identical(x))
@@ -236,7 +238,7 @@ class Jitted:
         tried: list[Compiled] = []
         if family is not None:
             if family.itself and family.calls_itself():
-                return self._unjitted(family.itself, torch_out, args, kwargs)
+                return self._unjitted(family.itself, torch_out, given)
             if family.counters:
                 numbers += family.counted()
             for entry in family.find(numbers) if numbers else family.programs.get((), ()):
@@ -244,7 +246,7 @@ class Jitted:
                 captured = entry.captured(leaves)
                 if captured is not None:
                     try:
-                        return self._run(entry, leaves, inputs, captured, grads, args, kwargs)
+                        return self._run(entry, leaves, inputs, captured, grads, given)
                     except Misfit:
                         misfit = True
         start = time.perf_counter()
@@ -253,17 +255,17 @@ class Jitted:
         except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
             if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
                 family.itself = str(error)
-            return self._unjitted(str(error), torch_out, args, kwargs)
+            return self._unjitted(str(error), torch_out, given)
         except Exception:
             if state.undone is not None:
-                with having(state, arguments=leaves, given=(args, kwargs)):
+                with having(state, arguments=leaves, given=given):
                     state.undone.done()
             raise
         finally:
             state.undone = None
         captured = entry.captured(leaves)
         assert captured is not None
-        out = self._run(entry, leaves, inputs, captured, grads, args, kwargs)
+        out = self._run(entry, leaves, inputs, captured, grads, given)
         entry.seconds += time.perf_counter() - start
         family = self._families.get(whole)
         if family is not None and entry.program.changes:
@@ -275,7 +277,7 @@ class Jitted:
 
     def _run(
         self, entry: Compiled, leaves: list[Any], inputs: list[Any], captured: tuple[list[torch.Tensor], list[Any]], grads: bool,
-        args: Any, kwargs: Any,
+        given: Any,
     ) -> Any:
         entry.used = next(self._clock)
         entry.calls += 1
@@ -287,15 +289,15 @@ class Jitted:
         if entry.asks:
             reason = entry.unfit(leaves, found)
             if reason:
-                return self._unjitted(reason, entry.torch_out, args, kwargs)
+                return self._unjitted(reason, entry.torch_out, given)
         out = entry.call(leaves, [*inputs, *arrays], found, grads)
         if type(out) is not Effects:
             return out
-        given = (args, kwargs) if entry.numbers is None else (((args, kwargs),), {})
+        given = given if entry.numbers is None else ((given,), {})
         with having(state, arguments=leaves, given=given):
             return out.done()
 
-    def _unjitted(self, reason: str, torch_out: bool, args: Any, kwargs: Any) -> Any:
+    def _unjitted(self, reason: str, torch_out: bool, given: Any) -> Any:
         """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""
         if not torch_out:
             raise RuntimeError(
@@ -304,8 +306,7 @@ class Jitted:
             )
         explaining.say(self, f"the function itself was called, and no program: {reason}")
         with random_numbers(self._random):
-            args, kwargs = objects.closed((args, kwargs)) if self._objects else (args, kwargs)
-            return self._unwrapped(*args, **kwargs)
+            return self._func(*given[0], **given[1])
 
     def _opens(self, x: Any) -> bool:
         """Whether an object among the arguments is taken apart, so that another one of its structure runs by the same program.
@@ -323,11 +324,6 @@ class Jitted:
         elif first is not False and first is not True and first() is not x and objects.is_data(x):
             self._objects[kind] = True
         return self._objects.get(kind) is True and objects.is_data(x)
-
-    @staticmethod
-    def _once(x: Any, leaves: Sequence[Any]) -> bool:
-        """Whether an object is one leaf only."""
-        return sum(leaf is x for leaf in leaves) == 1
 
     def _compile(
         self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]

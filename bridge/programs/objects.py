@@ -46,15 +46,15 @@ def is_data(x: Any, deep: int = _DEEP) -> bool:
 
 
 def opened(arguments: Any, opens: Callable[[Any], bool]) -> Any:
-    """A tree of arguments with a ``trees.Opened`` in the place of each leaf for which ``opens`` is true, and of the objects in these."""
+    """A tree of arguments with a ``trees.Opened`` in the place of each leaf for which ``opens`` is true, and of the objects in these.
 
-    def inside(x: Any) -> Any:
+    None if one object is at two places: it could not be one object in the function.
+    """
+    met: list[int] = []
+
+    def inside(x: Any) -> Opened:
+        met.append(id(x))
         return Opened(x, [trees.map_leaves(lambda v: inside(v) if can_be_opened(type(v), v) else v, v) for v in vars(x).values()])
 
-    return trees.map_leaves(lambda leaf: inside(leaf) if opens(leaf) else leaf, arguments)
-
-
-def closed(arguments: Any) -> Any:
-    """The tree of arguments from which ``opened`` has made this one."""
-    leaves, spec = trees.flatten(arguments, is_leaf=lambda x: type(x) is Opened)
-    return trees.unflatten(spec, [x.of if type(x) is Opened else x for x in leaves])
+    found = trees.map_leaves(lambda leaf: inside(leaf) if opens(leaf) else leaf, arguments)
+    return found if len({*met}) == len(met) else None

@@ -109,7 +109,6 @@ class OfArgument(Place):
 
 def _child(node: Any, i: int) -> Any:
     """A child of a node; those of an object that is taken apart are its attributes."""
-    node = node.of if type(node) is trees.Opened else node
     children = trees.children(node)
     return [*vars(node).values()][i] if children is None else children[i]
 
@@ -120,8 +119,7 @@ class InArguments(Place):
     __slots__ = ()
 
     def get(self) -> Any:
-        found = functools.reduce(_child, self.key, state.given)
-        return found.of if type(found) is trees.Opened else found
+        return functools.reduce(_child, self.key, state.given)
 
     @property
     def identity(self) -> Any:

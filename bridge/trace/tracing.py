@@ -196,13 +196,22 @@ def in_level(text: str, number: int, dim: int | None = None) -> str:
     return f"{kind}, value=\n{textwrap.indent(text, '    ')}\n)"
 
 
+def _without_inference() -> contextlib.AbstractContextManager[Any]:
+    """While entered, what is made is no inference tensor: a transform inside could not save it, nor PyTorch make a view of it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _nothing
+
+
+_nothing = contextlib.nullcontext()
+
+
 def wrap(
     value: jax.Array | np.ndarray, device: torch.device = _CPU, level: Level | None = None, strides: tuple[int, ...] | None = None
 ) -> Traced:
     """A traced tensor with that value and a new root node; strides None: it is contiguous."""
     dtype = _torch_dtype.get(value.dtype) or dtypes.to_torch(value.dtype)
     level = level or state.level
-    t: Traced = _make(Traced, value.shape, strides=strides, dtype=dtype, device=device)
+    with _without_inference():
+        t: Traced = _make(Traced, value.shape, strides=strides, dtype=dtype, device=device)
     private.forbid_reading(t)
     t.node = node = Node(value, level)
     node.maker = level.operator
@@ -220,8 +229,7 @@ def numbered(t: Traced) -> Traced:
 
 def over(node: Node, like: torch.Tensor, device: torch.device | None = None) -> Traced:
     """A traced tensor on a node, with the geometry and the dtype of another tensor, and its device if none is given."""
-    # PyTorch cannot make an inference tensor a view of a tensor from outside
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+    with _without_inference():
         t: Traced = _make(
             Traced, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device or like.device
         )

@@ -178,7 +178,8 @@ class Jitted:
             try:
                 return self._called(args, kwargs)
             except SparseOperand as refused:
-                return self._called(*sparse.enclosed((args, kwargs), refused), given=(args, kwargs))
+                enclosed, named = sparse.enclosed((args, kwargs), refused)
+                return self._called(enclosed, named, (args, kwargs))
         except Exception as error:
             if isinstance(error, TypeError) and has_fake(self._func, (args, kwargs)):
                 return self._func(*args, **kwargs)
@@ -222,7 +223,7 @@ class Jitted:
                 numbers.append(x)
                 key.append(type(x))
             elif self._opens(x) and (opened := objects.opened((args, kwargs), self._opens)) is not None:
-                return self._called(*opened, given=given)
+                return self._called(opened[0], opened[1], given)
             else:
                 try:
                     key.append(identical(x))

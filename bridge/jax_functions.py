@@ -145,7 +145,7 @@ class _Program(Unsearched):
             return self(*given)
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             # what a hook on saved tensors (a checkpoint, save_on_cpu) shall see are the arguments, so the backward keeps nothing else
-            return list(_Node.apply(self, [] if private.saved_tensor_pack() is None else None, *given))
+            return list(_Node.apply(self, [] if private.saved_tensor_hooks() is None else None, *given))
         return self.jitted(*given)
 
     # -- its derivatives and its map, as programs ------------------------------------------------------------------------------------------

@@ -164,7 +164,8 @@ _level_of = _named("torch._C._functorch.maybe_get_level")
 _below_the_innermost = _named("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
 #: What keeps the innermost transform of torch.func's that is in progress apart; None if there is none.
 innermost_level = _named("torch._C._functorch.peek_interpreter_stack")
-_saved_tensors_hooks = _named("torch._C._autograd._top_saved_tensors_default_hooks")
+#: The functions that pack and unpack the tensors saved for backward, if ``saved_tensors_hooks`` is entered; else None.
+saved_tensor_hooks = functools.partial(_named("torch._C._autograd._top_saved_tensors_default_hooks"), True)
 _precision = _named("torch._C._get_float32_matmul_precision")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -482,12 +483,6 @@ def overload_called(
     if not isinstance(func, torch._ops.OpOverloadPacket) or func._qualified_op_name.partition("::")[0] in others:
         return None
     return getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
-
-
-def saved_tensor_pack() -> Any:
-    """The function that packs the tensors saved for backward if ``saved_tensors_hooks`` is entered; else None."""
-    found = _saved_tensors_hooks(True)
-    return None if found is None else found[0]
 
 
 def once_differentiable_inner(method: Callable[..., Any]) -> Callable[..., Any] | None:

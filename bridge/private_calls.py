@@ -189,6 +189,13 @@ def original(name: str) -> Callable[..., Any]:
     return IN_TRACES[name] if outside_of_traces(name) else _redirects(_imported())[name][1]
 
 
+def intercept(apply: Callable[..., Any] | None, scripts: Callable[..., Any] | None) -> None:
+    """Redirect torch's functions and set the handlers of ``answer_apply`` and ``answer_scripts``; with None, undo all of it."""
+    redirect(apply is not None)
+    answer_apply(apply)
+    answer_scripts(scripts)
+
+
 def redirect(on: bool) -> None:
     """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all are restored."""
     redirects = _redirects(_imported()).values()

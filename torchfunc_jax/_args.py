@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.boundary.results import is_array
+from bridge.boundary.results import ARRAYS, is_array
 from bridge.convert import dtypes, trees
 from bridge.convert.sparse import Sparse, SparseOperand
 
@@ -18,18 +18,23 @@ argnums_t = int | tuple[int, ...]
 _FORWARD = ("jvp", "jacfwd", "linearize", "hvp", "jacobian_diagonal", "laplacian", "jet")
 
 
-def select(args: tuple[Any, ...], argnums: argnums_t) -> tuple[Any, tuple[int, ...]]:
-    """The arguments that argnums picks (one, or a tuple of them) and their positions."""
+def positions(argnums: argnums_t, count: int) -> tuple[int, ...]:
+    """The positions of the arguments that argnums picks, of this many."""
     check(argnums)
     if isinstance(argnums, int):
-        position = _position(argnums, len(args))
-        return args[position], (position,)
+        return (_position(argnums, count),)
     if not argnums:
         raise RuntimeError("argnums must be non-empty")
-    positions = tuple(_position(n, len(args)) for n in argnums)
-    if len(set(positions)) != len(positions):
-        raise RuntimeError(f"argnums elements must be unique, got {positions}")
-    return tuple(args[n] for n in positions), positions
+    found = tuple([_position(n, count) for n in argnums])
+    if len(set(found)) != len(found):
+        raise RuntimeError(f"argnums elements must be unique, got {found}")
+    return found
+
+
+def select(args: tuple[Any, ...], argnums: argnums_t) -> Any:
+    """The arguments that argnums picks: one, or a tuple of them."""
+    found = positions(argnums, len(args))
+    return args[found[0]] if isinstance(argnums, int) else tuple([args[n] for n in found])
 
 
 def check(argnums: Any) -> None:
@@ -63,7 +68,7 @@ def differentiable(leaves: list[Any], api: str) -> None:
             raise SparseOperand(
                 x.tensor(), f" among what {api} differentiates; make it inside the function, of indices and of values that are an argument"
             )
-        if not is_array(x):
+        if not isinstance(x, ARRAYS):
             raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}; {api}: {_instead_of(x)}")
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
             if api.startswith(_FORWARD):

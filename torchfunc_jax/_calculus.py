@@ -114,7 +114,7 @@ def jacobian_diagonal(
         return trees.unflatten(spec, blocks)
 
     def wrapped(*args: Any) -> Any:
-        _, positions = _args.select(args, argnums)
+        positions = _args.positions(argnums, len(args))
         found = tuple([of(args, n) for n in positions])
         return found[0] if isinstance(argnums, int) else found
 
@@ -154,7 +154,7 @@ def laplacian(
     """
 
     def wrapped(*args: Any) -> Any:
-        diff, _ = _args.select(args, argnums)
+        diff = _args.select(args, argnums)
         primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
         _args.differentiable(primals, _LAPLACIAN)
         _args.real("laplacian", primals, "inputs")
@@ -212,6 +212,7 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
 def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: bool) -> tuple[Any, Any]:
     terms, order = _terms(primals, series)
     primals, params = tuple(primals), (order, factorial_scaled)
+    leaves, spec = trees.flatten((primals, {}))
     finish = functools.partial(outputs, has_aux=False, api=_JET)
 
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any]) -> tuple[Any, Any]:
@@ -219,7 +220,7 @@ def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_
         return trees.unflatten(spec, outs[:n]), trees.unflatten(spec, _series(outs, n, order))
 
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, primals, {}, None, _JET)
+        target = Differentiated(func, leaves, spec, None, _JET)
         tensors, meta = target.entered(recorder, "jet", params, finish, terms)
         outs = recorder.end(meta[1], tensors, fresh([*tensors, *[t for t in tensors for _ in range(order)]]))
         return outs, lambda outs: build(outs, meta)
@@ -227,7 +228,7 @@ def _along_curve(func: Callable[..., Any], primals: Any, series: Any, factorial_
     done = transforms.transform(func, [*primals, *terms], record)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, primals, {}, None, _JET)
+    target = Differentiated(func, leaves, spec, None, _JET)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []

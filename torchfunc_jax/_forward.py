@@ -86,7 +86,7 @@ def jvp_with_argnums(
     """
     if not isinstance(primals, tuple):
         raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
-    diff = primals if argnums is None else _args.select(primals, argnums)[0]
+    diff = primals if argnums is None else _args.select(primals, argnums)
     if argnums is not None and isinstance(argnums, int):
         diff = (diff,)
     flat_primals, spec = trees.flatten(diff)
@@ -114,6 +114,7 @@ def jvp_with_argnums(
                     f"{api}: Expected tangent {i} to fit into the primal's dtype {wanted}, got {given}; convert it with .to()"
                 )
 
+    leaves, args_spec = trees.flatten((primals, {}))
     if taken is None:
         taken = tuple(map(_is_taken, flat_primals, flat_tangents))
 
@@ -123,16 +124,16 @@ def jvp_with_argnums(
         return (output, pushed, trees.unflatten(aux_spec, outs[2 * n :])) if has_aux else (output, pushed)
 
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, primals, {}, argnums, api)
+        target = Differentiated(func, leaves, args_spec, argnums, api)
         params = (target.active, strict, tied, taken)
         tensors, meta = target.entered(recorder, "jvp", params, functools.partial(outputs, has_aux=has_aux, api=api), flat_tangents)
         outs = recorder.end(meta[1], tensors, fresh([*tensors[: meta[1]], *tensors]))
         return outs, lambda outs: build(outs, meta)
 
-    done = transforms.transform(func, [*trees.flatten(primals)[0], *flat_tangents], record)
+    done = transforms.transform(func, [*leaves, *flat_tangents], record)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, primals, {}, argnums, api)
+    target = Differentiated(func, leaves, args_spec, argnums, api)
     target.strict = strict
     constant: list[bool] = []
 
@@ -288,8 +289,10 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
 
 
 def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
+    leaves, args_spec = trees.flatten((primals, {}))
+
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, primals, {}, None, _LINEARIZE)
+        target = Differentiated(func, leaves, args_spec, None, _LINEARIZE)
         tensors, (out_spec, n) = target.entered(recorder, "linearize", (), _to_push)
         results = fresh(tensors)
         outs = recorder.end(n, tensors, results)
@@ -309,10 +312,10 @@ def _linearized(func: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any
         """torch.func's jvp at each call: its linearize has no derivative with respect to tangents."""
         return lambda *tangents: _torchs_jvp(func, primals, tangents)[1]
 
-    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
+    done = transforms.transform(func, leaves, record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, primals, {}, None, _LINEARIZE)
+    target = Differentiated(func, leaves, args_spec, None, _LINEARIZE)
     pushforward = Linear(target.call.arrays)
     dtypes: list[Any] = []
 

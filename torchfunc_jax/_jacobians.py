@@ -70,12 +70,13 @@ def jacrev(
 def _jacobian_by_rows(func: Callable[..., Any], argnums: argnums_t, has_aux: bool, chunk_size: int | None, *args: Any) -> Any:
     _args.check(argnums)
     _args.real("jacrev", args, "inputs")
+    leaves, spec = trees.flatten((args, {}))
 
     def finish(out: Any) -> tuple[list[Any], Any]:
         return _args.to_pull_back(out, has_aux, "vjp(f, *primals)", lambda leaves: _args.real("jacrev", leaves, "outputs"))
 
     def differentiated() -> Differentiated:
-        target = Differentiated(func, args, {}, argnums, "vjp(f, *primals)")
+        target = Differentiated(func, leaves, spec, argnums, "vjp(f, *primals)")
         if not target.active:
             raise ValueError(
                 f"jacrev: expected the arguments that argnums={argnums} picks to contain at least one tensor, got a tree with none: "
@@ -98,7 +99,7 @@ def _jacobian_by_rows(func: Callable[..., Any], argnums: argnums_t, has_aux: boo
         outs = recorder.end(n, tensors, [*blocks, *fresh(tensors[n:])])
         return outs, lambda outs: build(target, outs, meta)
 
-    done = transforms.transform(func, trees.flatten(args)[0], record)
+    done = transforms.transform(func, leaves, record)
     if done is not transforms.NOT_RECORDED:
         return done
     target = differentiated()
@@ -211,7 +212,7 @@ def jacfwd(
 
     def jacobian_of(*args: Any) -> Any:
         _args.real("jacfwd", args, "inputs")
-        diff, _ = _args.select(args, argnums)
+        diff = _args.select(args, argnums)
         primals, spec = trees.flatten((diff,) if isinstance(argnums, int) else diff)
         _args.differentiable(primals, "jacfwd(f)(*args)")
 

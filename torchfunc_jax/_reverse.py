@@ -21,7 +21,7 @@ from bridge.lowering.common import varying
 from bridge.record import replay, transforms
 from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import fresh
+from bridge.record.tensor import aval_of, fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
 from torchfunc_jax import _args
@@ -96,18 +96,26 @@ class Differentiated:
 
     strict = False  # whether it will be asked which outputs depend on these arguments
 
-    def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: argnums_t | None, api: str
-    ) -> None:
-        diff, positions = (args, tuple(range(len(args)))) if argnums is None else _args.select(args, argnums)
-        self.func = func
-        self.diff_leaves, self.diff_spec = trees.flatten(diff)
+    def __init__(self, func: Callable[..., Any], leaves: list[Any], spec: Any, argnums: argnums_t | None, api: str) -> None:
+        """leaves, spec: the flattened (args, kwargs)."""
+        args = spec.children[0].children
+        positions = tuple(range(len(args))) if argnums is None else _args.positions(argnums, len(args))
+        starts = spec.children[0].starts
+        picked = [i for p in positions for i in range(starts[p], starts[p + 1])]
+        self.func, self.leaves, self.spec = func, leaves, spec
+        self.diff_leaves = [leaves[i] for i in picked]
+        self.diff_spec = args[positions[0]] if isinstance(argnums, int) else trees.joined(*[args[p] for p in positions])
         _args.differentiable(self.diff_leaves, api)
-        self.leaves, self.spec, self.active = transforms.active_leaves(args, kwargs, positions)
+        order = {i: k for k, i in enumerate(split_arrays(leaves))}
+        self.active = tuple([order[i] for i in picked])
 
     def entered(self, recorder: Recorder, kind: str, params: Any, finish: Any, more: Sequence[torch.Tensor] = ()) -> tuple[list[Any], Any]:
-        """Begin the transform in a record and run the function in it; returns what ``finish`` makes of the function's result."""
-        avals = transforms.avals_of(self.leaves, () if kind in ("jvp", "linearize", "jet") else self.active)
+        """Begin the transform in a record and run the function in it; returns what ``finish`` makes of the function's result.
+
+        In reverse mode, only those of the function's arguments that are differentiated require grad.
+        """
+        wanted = frozenset() if kind in ("jvp", "linearize", "jet") else frozenset(self.active)
+        avals = [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in self.leaves if isinstance(x, torch.Tensor)])]
         return transforms.entered(recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish)
 
     @functools.cached_property
@@ -178,8 +186,8 @@ def gradients_and_value(
     api: str = "grad_and_value(f)(*args)",
 ) -> tuple[Any, Any]:
     """The gradients and the value; api: how errors name the call."""
-    _args.check(argnums)
     finish = functools.partial(_scalar, has_aux=has_aux, api=api)
+    leaves, spec = trees.flatten((args, kwargs))
 
     def build(target: Differentiated, outs: Sequence[Any], aux_spec: Any) -> tuple[Any, Any]:
         n = len(target.active)
@@ -187,15 +195,15 @@ def gradients_and_value(
         return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :])) if has_aux else outs[n]
 
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, args, kwargs, argnums, api)
+        target = Differentiated(func, leaves, spec, argnums, api)
         tensors, aux_spec = target.entered(recorder, "grad", target.active, finish)
         outs = recorder.end((), tensors, fresh([*target.diff_leaves, *tensors]))
         return outs, lambda outs: build(target, outs, aux_spec)
 
-    done = transforms.transform(func, trees.flatten((args, kwargs))[0], record)
+    done = transforms.transform(func, leaves, record)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, args, kwargs, argnums, api)
+    target = Differentiated(func, leaves, spec, argnums, api)
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
@@ -276,6 +284,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
     finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
+    leaves, spec = trees.flatten((primals, {}))
 
     def in_torch() -> Callable[..., Any]:
         return _torchs(func, *primals, has_aux=has_aux)[1]
@@ -286,7 +295,7 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
 
     def record(recorder: Recorder) -> Any:
-        target = Differentiated(func, primals, {}, argnums, api)
+        target = Differentiated(func, leaves, spec, argnums, api)
         tensors, meta = target.entered(recorder, "vjp", target.active, finish)
         out_spec, n, _ = meta
         outs = recorder.end(n, tensors, fresh(tensors))
@@ -303,10 +312,10 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
 
         return outs, lambda outs: build(outs, meta, kept.either(vjp_fn, in_torch))
 
-    done = transforms.transform(func, trees.flatten(primals)[0], record, lasting=True)
+    done = transforms.transform(func, leaves, record, lasting=True)
     if done is not transforms.NOT_RECORDED:
         return done
-    target = Differentiated(func, primals, {}, argnums, api)
+    target = Differentiated(func, leaves, spec, argnums, api)
     pullback = Linear(target.call.arrays)
 
     def compute(values: list[Any]) -> Result:

@@ -15,7 +15,7 @@ from jax import lax
 from bridge import private
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
-from bridge.boundary.results import Output, Result, is_array, put_together, take_apart
+from bridge.boundary.results import ARRAYS, Output, Result, of_leaves, put_together
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
 from bridge.private_jax import mapping, same_trace, trace_of
@@ -163,10 +163,10 @@ def _mapped(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         _check_out_dims(out_dims, func)
-        leaves, dims, spec, size = _check_inputs(in_dims, args, func)
+        leaves, dims, spec, size = _check_inputs(in_dims, args, kwargs, func)
 
         def run(part: list[Any], n: int) -> Any:
-            return _map(func, part, dims, spec, kwargs, out_dims, randomness, n)
+            return _map(func, part, dims, spec, out_dims, randomness, n)
 
         sizes = cut(size, run, leaves, dims)
         return run(leaves, size) if len(sizes) == 1 else _in_chunks(run, leaves, dims, out_dims, randomness, sizes)
@@ -186,9 +186,9 @@ def _check_out_dims(out_dims: out_dims_t, func: Callable[..., Any]) -> None:
 
 
 def _check_inputs(
-    in_dims: in_dims_t, args: tuple[Any, ...], func: Callable[..., Any]
+    in_dims: in_dims_t, args: tuple[Any, ...], kwargs: dict[str, Any], func: Callable[..., Any]
 ) -> tuple[list[Any], list[int | None], Any, int]:
-    """(the flattened positional arguments, the mapped dimension of each, their spec, the mapped size)."""
+    """(the flattened arguments, the mapped dimension of each, their spec, the mapped size); keyword arguments are never mapped."""
     where = f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): "
     if not isinstance(in_dims, int | tuple):
         raise ValueError(
@@ -200,21 +200,22 @@ def _check_inputs(
             f"vmap({name_of(func)})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to vmap over a function "
             "with no inputs. The latter is unsupported."
         )
-    leaves, spec = trees.flatten(args)
-    dims = trees.broadcast(in_dims, spec)
+    leaves, spec = trees.flatten((args, kwargs))
+    positional, named = spec.children
+    dims = trees.broadcast(in_dims, positional)
     if dims is None:
         raise ValueError(
             f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has structure {trees.flatten(in_dims)[1]} but "
-            f"inputs has structure {spec}. Give one of int, None or a tree of them for each input."
+            f"inputs has structure {positional}. Give one of int, None or a tree of them for each input."
         )
-    leaves, dims, spec = _with_containers(leaves, dims, spec)
+    leaves, dims, spec = _with_containers(leaves, [*dims, *[None] * named.count], spec)
     sizes = []
     for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
         if not isinstance(dim, int):
             raise ValueError(f"{where}Got in_dim={dim} for an input but in_dim must be either an integer dimension or None.")
-        if not is_array(x):
+        if not isinstance(x, ARRAYS):
             numbers = isinstance(x, np.ndarray | np.number | float | int)
             raise ValueError(
                 f"{where}Got in_dim={dim} for an input but the input is of type {type(x)}. We cannot vmap over non-Tensor arguments, "
@@ -233,7 +234,7 @@ def _check_inputs(
         raise ValueError(
             f"vmap: Expected at least one Tensor to vmap over, but in_dims={in_dims} has None for all of them; give the dimension to map"
         )
-    if any(n != sizes[0] for n in sizes):
+    if sizes.count(sizes[0]) != len(sizes):
         raise ValueError(
             f"vmap: Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension; "
             "use None in in_dims for an input that is the same for all lanes"
@@ -243,13 +244,14 @@ def _check_inputs(
 
 def _with_containers(leaves: list[Any], dims: list[Any], spec: Any) -> tuple[list[Any], list[Any], Any]:
     """Flattened arguments in which the containers that torch.func.vmap maps, although they are no nodes of trees, have become trees."""
-    if all(type(dim) is not int or is_array(x) for x, dim in zip(leaves, dims, strict=True)):
+    wanted = [type(dim) is int and not isinstance(x, ARRAYS) for x, dim in zip(leaves, dims, strict=True)]
+    if True not in wanted:
         return leaves, dims, spec
     parts: list[Any] = []
     found: list[tuple[Any, Any]] = []
     with transforms.unwatched():
-        for x, dim in zip(leaves, dims, strict=True):
-            opened = None if type(dim) is not int or is_array(x) else private.mapped_container(x, dim, lambda tree: trees.flatten(tree)[0])
+        for x, dim, may_open in zip(leaves, dims, wanted, strict=True):
+            opened = private.mapped_container(x, dim, lambda tree: trees.flatten(tree)[0]) if may_open else None
             tree, inside = (x, [(x, dim)]) if opened is None else opened
             parts.append(tree)
             found += inside
@@ -281,20 +283,17 @@ def _check_outputs(out: Any, out_dims: out_dims_t, func: Callable[..., Any]) -> 
                 f"vmap({name_of(func)}, ..., out_dims={out_dims}): Dimension out of range (expected to be in range of "
                 f"[{-x.dim() - 1}, {x.dim()}], but got {dim})"
             )
-    tensors, meta = take_apart(out)
+    tensors, meta = of_leaves(leaves, spec)
     return tensors, (meta, [None if d is None else int(d) for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)])
 
 
 def _map(
-    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, kwargs: dict[str, Any], out_dims: out_dims_t,
-    randomness: str, size: int,
+    func: Callable[..., Any], leaves: list[Any], dims: list[int | None], spec: Any, out_dims: out_dims_t, randomness: str, size: int
 ) -> Any:
     finish = functools.partial(_check_outputs, out_dims=out_dims, func=func)
-    call = Call.of_flat(leaves, spec, kwargs).each_once(dims)
+    call = Call.each_once(leaves, spec, dims)
     arrays = call.arrays
-    # leaves of keyword arguments come after the positional ones and are never mapped
-    every = dims + [None] * (len(call.leaves) - len(dims))
-    in_axes = [every[i] for i in call.where]
+    in_axes = [dims[i] for i in call.where]
 
     def record(recorder: Recorder) -> Any:
         depth = recorder.mapped()

@@ -195,16 +195,10 @@ class Call:
         return cls(leaves, spec, split_arrays(leaves))
 
     @classmethod
-    def of_flat(cls, leaves: list[Any], spec: Any, kwargs: dict[str, Any]) -> Call:
-        """A call whose positional arguments are flattened already."""
-        more, kwargs_spec = trees.flatten(kwargs)
-        leaves = leaves + more
-        return cls(leaves, trees.joined(spec, kwargs_spec), split_arrays(leaves))
-
-    def each_once(self, dims: Sequence[int | None] = ()) -> Call:
-        """The call, in which a tensor that is several leaves is one; dims: as for ``without_twins``."""
-        leaves = without_twins(self.leaves, dims)
-        return Call(leaves, self.spec, split_arrays(leaves))
+    def each_once(cls, leaves: list[Any], spec: Any, dims: Sequence[int | None] = ()) -> Call:
+        """A call in which a tensor that is several leaves is one; dims: as for ``without_twins``."""
+        leaves = without_twins(leaves, dims)
+        return cls(leaves, spec, split_arrays(leaves))
 
     @property
     def arrays(self) -> list[Any]:

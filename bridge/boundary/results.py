@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge.convert import trees
-from bridge.convert.sparse import opened
+from bridge.convert.sparse import Sparse
 from bridge.lowering.common.provided import refuse
 from bridge.trace.aliasing import View, again
 from bridge.trace.storage import Node
@@ -54,14 +54,17 @@ Computation = Callable[[list[Any]], Result]
 SharedOutput = tuple[int, torch.Tensor | Output, tuple[View, ...]]
 
 
+ARRAYS = torch.Tensor, jax.Array  # what crosses the border
+
+
 def is_array(x: Any) -> bool:
     """Whether a leaf crosses the border, as torch tensors and jax.Arrays do."""
-    return isinstance(x, torch.Tensor | jax.Array)
+    return isinstance(x, ARRAYS)
 
 
 def split_arrays(leaves: Sequence[Any]) -> list[int]:
     """The positions of the leaves that cross the border."""
-    return [i for i, x in enumerate(leaves) if is_array(x)]
+    return [i for i, x in enumerate(leaves) if isinstance(x, ARRAYS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Twin:
 
 def without_twins(leaves: Sequence[Any], dims: Sequence[int | None] = ()) -> list[Any]:
     """The leaves, each tensor once, and a Twin in its other places; what a vmap maps (dims) is another tensor in each place."""
+    if len({*map(id, leaves)}) == len(leaves):
+        return list(leaves)
     first: dict[int, int] = {}
     once = [isinstance(x, torch.Tensor) and (i >= len(dims) or dims[i] is None) for i, x in enumerate(leaves)]
     return [Twin(k) if o and (k := first.setdefault(id(x), i)) != i else x for i, (x, o) in enumerate(zip(leaves, once, strict=True))]
@@ -80,12 +85,17 @@ def without_twins(leaves: Sequence[Any], dims: Sequence[int | None] = ()) -> lis
 
 def with_twins(leaves: list[Any]) -> list[Any]:
     """The leaves as the function gets them: ``without_twins`` undone, and sparse tensors opened."""
-    return [opened(leaves[x.first] if type(x) is Twin else x) for x in leaves]
+    leaves = [leaves[x.first] if type(x) is Twin else x for x in leaves]
+    return [x.tensor() if type(x) is Sparse else x for x in leaves]
 
 
 def take_apart(out: Any) -> tuple[list[Any], Any]:
     """The tensors in a function's output, and the rest for ``put_together``: (spec, the other leaves, each tensor's device or False)."""
-    leaves, spec = trees.flatten(out)
+    return of_leaves(*trees.flatten(out))
+
+
+def of_leaves(leaves: Sequence[Any], spec: Any) -> tuple[list[Any], Any]:
+    """``take_apart`` of an output that is flattened already."""
     is_tensor = [isinstance(x, torch.Tensor) and x.device for x in leaves]
     static = [None if t else x for x, t in zip(leaves, is_tensor, strict=True)]
     return [x for x in leaves if isinstance(x, torch.Tensor)], (spec, static, is_tensor)

@@ -88,8 +88,3 @@ def enclosed(arguments: Any, refused: SparseOperand) -> Any:
     if not any(map(is_sparse, leaves)):
         raise refused
     return trees.unflatten(spec, [sparse(x) if is_sparse(x) else x for x in leaves])
-
-
-def opened(leaf: Any) -> Any:
-    """The sparse tensor for which a leaf stands; any other leaf itself."""
-    return leaf.tensor() if type(leaf) is Sparse else leaf

@@ -5,6 +5,7 @@ JAX are nodes.  Specs are hashable, and cheap enough to be the key of a compilat
 """
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -27,12 +28,13 @@ class Spec:
     Two specs are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` have different specs.
     """
 
-    __slots__ = ("_hash", "_key", "children", "context", "count", "kind")
+    __slots__ = ("_hash", "_key", "children", "context", "count", "kind", "starts")
 
     def __init__(self, context: Any, key: tuple[Any, ...], hashed: int) -> None:
         self.context, self._key, self._hash = context, key, hashed
         self.kind, _, self.children = key
-        self.count: int = sum(map(count, self.children))
+        self.starts = (0, *itertools.accumulate(map(count, self.children)))  # of each child among the leaves, and their number
+        self.count: int = self.starts[-1]
 
     def __hash__(self) -> int:
         return self._hash
@@ -76,7 +78,8 @@ class Opened:
         self.of, self.names, self.values = of, tuple(vars(of)), values
 
 
-_ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex})
+#: Types whose objects are leaves; a file with another one adds it here.
+ATOMS = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex}
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec | None]:
@@ -99,7 +102,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Spec | None:
     kind = type(tree)
-    if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
+    if kind in ATOMS or (is_leaf is not None and is_leaf(tree)):
         leaves.append(tree)
         return LEAF
     if kind is tuple or kind is list:
@@ -114,7 +117,7 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
         items, context = found
     specs: list[Spec | None] = []
     for item in items:
-        if type(item) in _ATOMS and is_leaf is None:
+        if type(item) in ATOMS and is_leaf is None:
             leaves.append(item)
             specs.append(LEAF)
         else:
@@ -149,7 +152,7 @@ def children(tree: Any) -> Sequence[Any] | None:
         [1, (2, 3)]
     """
     kind = type(tree)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return None
     if kind is tuple or kind is list:
         return tree
@@ -167,8 +170,9 @@ def joined(*specs: Spec | None) -> Spec:
 def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
     """The tree with this spec and these leaves, the inverse of ``flatten``; raises ValueError if their number differs from the spec's."""
     found = list(leaves)
-    if len(found) != count(spec):
-        raise ValueError(f"leaves: {'more' if len(found) > count(spec) else 'fewer'} than the spec has places for")
+    places = 1 if spec is LEAF else spec.count
+    if len(found) != places:
+        raise ValueError(f"leaves: {'more' if len(found) > places else 'fewer'} than the spec has places for")
     return _build(spec, iter(found))
 
 

@@ -52,9 +52,7 @@ def intercepted() -> Iterator[None]:
     """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look whether their thread has a trace open."""
     with _lock:
         if process.open_traces == 0:
-            private_calls.redirect(True)
-            private_calls.answer_apply(forward_in_trace)
-            private_calls.answer_scripts(torch_script.called)
+            private_calls.intercept(forward_in_trace, torch_script.called)
         process.open_traces += 1  # last: if one of these raises, the next trace tries again
     try:
         yield
@@ -62,9 +60,7 @@ def intercepted() -> Iterator[None]:
         with _lock:
             process.open_traces -= 1
             if process.open_traces == 0:
-                private_calls.answer_apply(None)
-                private_calls.answer_scripts(None)
-                private_calls.redirect(False)
+                private_calls.intercept(None, None)
 
 
 def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:

@@ -252,7 +252,7 @@ class Jitted:
                         misfit = True
         start = time.perf_counter()
         try:
-            entry = self._compile(whole, Call.of(args, kwargs).each_once(), inputs, numbers, misfit, tried)
+            entry = self._compile(whole, Call.each_once(*trees.flatten((args, kwargs))), inputs, numbers, misfit, tried)
         except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
             if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
                 family.itself = str(error)
@@ -529,7 +529,7 @@ class Jitted:
 
     def _staged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Program]:
         """The program for these arguments, which is not kept."""
-        call = Call.of(args, kwargs).each_once()
+        call = Call.each_once(*trees.flatten((args, kwargs)))
         try:
             with random_numbers(self._random), having(state, arguments=call.leaves):
                 return call, stage(self._unwrapped, call)

@@ -48,14 +48,14 @@ def ambient() -> tuple[Any, ...]:
     if (
         unchanged() and private.float32_precision() == precision and torch.get_autocast_dtype("cpu") is entered
         and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled() and not private.function_modes()
-        and private.global_module_hooks() is None and private.saved_tensor_pack() is None and at_once() == known[-1]
+        and private.global_module_hooks() is None and private.saved_tensor_hooks() is None and at_once() == known[-1]
     ):  # fmt: skip
         return known
     found = (
         torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
         autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
-        _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_pack() is not None,
+        _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_hooks() is not None,
         at_once(),
     )  # fmt: skip
     if found[3:5] == (False, False) and found[6:9] == (None, None, False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from bridge.record.in_torch import InTorch
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
 from bridge.record.rules import BY_VALUE, OPERATOR, RULES, TO_PYTHON
-from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of, recorded
+from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
@@ -46,6 +47,7 @@ class Level:
     parent: Level | None
     before: tuple[int, int]  # how many entries and numbers the record had when it began
     arguments: range  # the numbers of its function's arguments
+    depth: int  # how many vmaps are entered in its function
     open: bool = True
     goes_back: bool = False  # after it has ended, whether its results are computed from derivatives and require grad outside of it
 
@@ -82,9 +84,13 @@ _OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}  # transforms whose re
 _LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}  # those whose functions' values can be used after them
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
-_autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_pack
+_autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_hooks
 _innermost_of_torch = private.innermost_level
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
+_make, _forbid_reading = private.make_wrapper, private.forbid_reading
+_OF_PYTORCH = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Types of arguments in which there is no tensor or device, which might be meta.
+_NOT_META = frozenset({Recorded, int, float, bool, type(None)})
 
 
 def _ambient() -> tuple[torch.dtype, Any, bool, bool, int, int]:
@@ -125,7 +131,6 @@ class Recorder(TorchFunctionMode):
         self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
         self.asked = 0  # how often Python has asked for values
         self.shows = self.replayed = 0  # how many tensors it has shown in the transforms around them, and how many entries ran for that
-        self.known = Known()
         self.broken: str | None = None  # the reason if the record is incomplete
         self.above = list(above)  # the user's modes that are entered above this one whenever it is; empty while they are
         self.ambient = _ambient()
@@ -133,6 +138,11 @@ class Recorder(TorchFunctionMode):
         self.start: torch.Tensor | None = None  # the state of torch's generator before the call,
         self.after: torch.Tensor | None = None  # and after it, if the function has set it back
         self.watch: Watch | None = None  # watches torch's generator; None until a random operator is recorded
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """The values that Python has asked for."""
+        return Known()
 
     # -- modes -------------------------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -185,8 +195,7 @@ class Recorder(TorchFunctionMode):
             return t.ref
         found = self.by_id.get(id(t))
         if found is None:
-            settled((t,))
-            if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            if type(t) not in _OF_PYTORCH and not (settled((t,)) and type(t) in _OF_PYTORCH):
                 raise Unrecordable(str(type(t)))
             if t.layout is not torch.strided:
                 raise SparseOperand(t)
@@ -216,7 +225,8 @@ class Recorder(TorchFunctionMode):
     def leaves(self, t: Recorded) -> bool:
         """Whether a tensor has a value outside of the transforms around it that have ended: no vmap among them maps it."""
         ended = [level for level in around(t.level) if not level.open]
-        depth = sum(level.kind == "vmap" for level in around(ended[-1].parent))
+        parent = ended[-1].parent
+        depth = 0 if parent is None else parent.depth
         return t.level.owner is self and t.ref >= 0 and t.aval.outside(depth) is t.aval and all(
             x.kind in _LEFT or (x.kind == "function" and not self._changes_since(x)) for x in ended
         )
@@ -226,7 +236,11 @@ class Recorder(TorchFunctionMode):
         return any(type(what) is Op and bool(what.changed or what.draws) for what, _ in self.trace[level.before[0] :])
 
     def made(self, what: Aval) -> Recorded:
-        t = recorded(self.count, what, self.level)
+        t: Recorded = _make(
+            Recorded, what.shape, what.strides, what.offset, dtype=what.dtype, device=what.device, requires_grad=what.requires_grad
+        )
+        _forbid_reading(t)
+        t.ref, t.aval, t.level = self.count, what, self.level
         self.tensors.append(t)
         if what.requires_grad:
             self.with_grad.add(self.count)
@@ -250,7 +264,7 @@ class Recorder(TorchFunctionMode):
                     return found
             if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
                 kwargs = {**(kwargs or {}), "device": self.default_device}
-            if on_meta(args[:2], kwargs or {}):
+            if (kwargs or not _NOT_META.issuperset(map(type, args[:2]))) and on_meta(args[:2], kwargs or {}):
                 return func(*mapped(lambda x: x.aval.meta() if type(x) is Recorded else x, args), **(kwargs or {}))
             refs: list[int] = []
             key: list[Any] = [func]
@@ -491,7 +505,7 @@ class Recorder(TorchFunctionMode):
     # -- values ------------------------------------------------------------------------------------------------------------------------
     def mapped(self) -> int:
         """How many vmaps are entered."""
-        return sum(level.kind == "vmap" for level in around(self.level))
+        return 0 if self.level is None else self.level.depth
 
     def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
@@ -578,7 +592,7 @@ class Recorder(TorchFunctionMode):
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
         arguments = range(self.count, self.count + len(avals))
-        self.level = Level(kind, self, self.level, before, arguments)
+        self.level = Level(kind, self, self.level, before, arguments, self.mapped() + (kind == "vmap"))
         return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
@@ -602,11 +616,11 @@ class Recorder(TorchFunctionMode):
         (begin, operands), *entries = self.trace[level.before[0] :]
         if not begin.grad or not self.with_grad:
             return False
-        first = level.arguments.start
-        return not self.with_grad.isdisjoint(operands) or any(
-            what.aval.requires_grad if type(what) is Input else any(r < first and r in self.with_grad for r in refs)
-            for what, refs in entries
-        )
+        around = {r for r in self.with_grad if r < level.arguments.start}
+        return (
+            not around.isdisjoint(itertools.chain(operands, *[refs for _, refs in entries]))
+            or True in [type(what) is Input and what.aval.requires_grad for what, _ in entries]
+        )  # fmt: skip
 
     def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
         """Call the function that vjp or linearize has returned (see ``Pull``); returns its results."""

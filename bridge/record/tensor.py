@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from bridge import private
+from bridge.convert import trees
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import escaped
 from bridge.trace.levels import state
 from bridge.trace.storage import contiguous, span
-
-_make = private.make_wrapper
 
 
 class Unrecordable(BaseException):
@@ -28,6 +27,9 @@ class Unrecordable(BaseException):
         super().__init__(reason)
         if state.recorder is not None:
             state.recorder.broken = reason
+
+
+_looked_up = functools.lru_cache(65536)  # of avals, which are kept for ever themselves
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -62,22 +64,26 @@ class Aval:
                 t.copy_(torch.ones((), dtype=self.dtype, device="meta", requires_grad=True))
         return t
 
+    @_looked_up
     def like(self, shape: tuple[int, ...], requires_grad: bool = False) -> Aval:
         """The aval of a contiguous tensor of that shape, with this dtype and device."""
         lanes = tuple([(depth, 0, 0) for depth, _, _ in self.lanes])
         return aval(shape, contiguous(shape), 0, self.dtype, self.device, requires_grad, lanes)
 
+    @_looked_up
     def lane(self, dim: int, depth: int) -> Aval:
         """The aval of one lane of a tensor that a vmap maps over this dimension; depth: how many vmaps are around that one."""
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
         lanes = (*self.lanes, lane_of(depth, self.shape[dim], self.strides[dim], shape, strides))
         return aval(shape, strides, 0, self.dtype, self.device, self.requires_grad, lanes)
 
+    @_looked_up
     def whole(self, dim: int, size: int, depth: int) -> Aval:
         """The aval of the result of a vmap whose lanes are these; it is contiguous."""
         whole = self.like((*self.shape[:dim], size, *self.shape[dim:]), self.requires_grad)
         return whole.outside(depth)
 
+    @_looked_up
     def outside(self, depth: int) -> Aval:
         """The aval of the same tensor outside of the vmap at this depth, which does not map it."""
         if all(each[0] < depth for each in self.lanes):
@@ -85,13 +91,14 @@ class Aval:
         lanes = tuple([each for each in self.lanes if each[0] < depth])
         return aval(self.shape, self.strides, self.offset, self.dtype, self.device, self.requires_grad, lanes)
 
+    @_looked_up
     def with_grad(self, requires_grad: bool) -> Aval:
         if requires_grad is self.requires_grad:
             return self
         return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad, self.lanes)
 
 
-@functools.lru_cache(65536)
+@_looked_up
 def aval(*what: Any) -> Aval:
     """The one Aval with these fields, all of them."""
     return Aval(*what)
@@ -153,10 +160,4 @@ class Recorded(torch.Tensor):
         return f"Recorded(shape={tuple(self.shape)}, dtype={self.dtype}, escaped)"
 
 
-def recorded(ref: int, what: Aval, level: Any) -> Recorded:
-    t: Recorded = _make(
-        Recorded, what.shape, what.strides, what.offset, dtype=what.dtype, device=what.device, requires_grad=what.requires_grad
-    )
-    private.forbid_reading(t)
-    t.ref, t.aval, t.level = ref, what, level
-    return t
+trees.ATOMS.add(Recorded)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import time
 import types
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private
 from bridge.boundary import autograd, handing_over
-from bridge.boundary.results import split_arrays, with_twins
+from bridge.boundary.results import with_twins
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, escaped, public
 from bridge.intercepted import autograd_function as intercepted
@@ -26,7 +25,7 @@ from bridge.record.escaped import Left
 from bridge.record.in_torch import InTorch, Pull
 from bridge.record.programs import NotCompiled, run
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Aval, Unrecordable, aval_of
+from bridge.record.tensor import Aval, Unrecordable
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
@@ -92,12 +91,14 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
     devices, modes = _function_modes() if private.function_modes() else ([], [])
     recorder: Recorder | None = None
     reason: Any = None
-    private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
+    if modes:
+        private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
     try:
         recorder = Recorder(run, devices[-1] if devices else None, modes)
         recorder.lasting, recorder.resumable = lasting, True
-        key = _key(recorder, func, leaves)
-        reason = _known_reason(devices, key)
+        reason = _known_reason(devices)
+        if reason is None and process.unrecordable and _key(recorder, func, leaves) in process.unrecordable:
+            reason = "an earlier call could not be recorded"
         if reason is None:
             try:
                 return _in_record(recorder, record)
@@ -108,7 +109,7 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
                 reason = recorder.refused = found
             finally:
                 if recorder.refused is not None:
-                    process.unrecordable.add(key)
+                    process.unrecordable.add(_key(recorder, func, leaves))
                     _log.info("%s runs in PyTorch: %s", getattr(func, "__qualname__", func), recorder.refused)
             recorder = Recorder(run, recorder.default_device, recorder.above)
         recorder.in_torch = InTorch()
@@ -126,20 +127,21 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
     finally:
         if recorder is not None and recorder.in_torch is not None:
             recorder.in_torch.leave_all()
-        private.enter_function_modes(modes if recorder is None else recorder.above)
+        if left := modes if recorder is None else recorder.above:
+            private.enter_function_modes(left)
 
 
-def _known_reason(devices: Sequence[torch.device], key: Any) -> str | None:
-    """Why a call is not recorded, if that is known before it begins; key: ``_key``."""
+def _known_reason(devices: Sequence[torch.device]) -> str | None:
+    """Why a call is not recorded, if the state of PyTorch at its beginning tells."""
     if private.transformed_by_torch():
         return "a transform that PyTorch runs is around it"
     if torch.is_inference_mode_enabled():
         return "inference mode"
-    if private.saved_tensor_pack() is not None:
+    if private.saved_tensor_hooks() is not None:
         raise NeedsTorch("hooks on saved tensors")
-    if any(device.type not in ("cpu", "cuda") for device in devices):
+    if devices and any(device.type not in ("cpu", "cuda") for device in devices):
         return "a default device on which there are no tensors of records"
-    return "an earlier call could not be recorded" if key in process.unrecordable else None
+    return None
 
 
 def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> Any:
@@ -336,15 +338,3 @@ class Kept:
             return again()
 
 
-def active_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], positions: Sequence[int]) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The leaves and treedef of (args, kwargs), and which of the arrays among the leaves belong to the arguments at these positions."""
-    leaves, spec = trees.flatten((args, kwargs))
-    starts = [0, *itertools.accumulate([len(trees.flatten(a)[0]) for a in args])]
-    order = {i: k for k, i in enumerate(split_arrays(leaves))}
-    return leaves, spec, tuple([order[i] for p in positions for i in range(starts[p], starts[p + 1])])
-
-
-def avals_of(leaves: Sequence[Any], active: Sequence[int]) -> list[Aval]:
-    """The avals of the tensors among the leaves; only the active ones, which are differentiated, require grad."""
-    wanted = frozenset(active)
-    return [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in leaves if isinstance(x, torch.Tensor)])]

@@ -26,21 +26,21 @@ def _pytorchs(pack: Callable[..., Any]) -> bool:
 
 def refuse_hooks() -> None:
     """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks pass."""
-    pack = private.saved_tensor_pack()
-    if pack is not None and not _pytorchs(pack):
+    hooks = private.saved_tensor_hooks()
+    if hooks is not None and not _pytorchs(hooks[0]):
         raise RuntimeError(_REFUSED)
 
 
 def hidden_from_pytorch() -> contextlib.AbstractContextManager[Any]:
     """While entered, PyTorch's own hooks see nothing: a checkpoint counts what is saved, and a trace is not made when it runs again."""
-    pack = private.saved_tensor_pack()
-    if pack is None or not _pytorchs(pack):
+    hooks = private.saved_tensor_hooks()
+    if hooks is None or not _pytorchs(hooks[0]):
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
 
 def without_hooks() -> contextlib.AbstractContextManager[None]:
     """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused, as by torch.func."""
-    if private.saved_tensor_pack() is not None:  # PyTorch's own hooks are already entered and can no longer be refused
+    if private.saved_tensor_hooks() is not None:  # PyTorch's own hooks are already entered and can no longer be refused
         return contextlib.nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED)

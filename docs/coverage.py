@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -162,12 +163,18 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
     counts = ", ".join(f"{d}: {about['samples'][d]}" for d in dtypes)
     lines = [
         "# Operators", "",
-        f"Every operator of PyTorch's own test database (`op_db`, torch {about['torch']}, JAX {about['jax']}) on its own samples "
-        f"({counts} an operator), through each transform, compared with plain PyTorch on "
-        "the CPU. Written by `python docs/coverage.py`, which runs torch.func on the same samples.", "",
-        "An operator counts as right in a mode if every sample agrees in shape, dtype and values. jvp of operators without a forward "
-        "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype."
-        + (f" Compiled without XLA's optimizations (`--quick`): {', '.join(quick)}." if (quick := about.get("quick")) else ""), "",
+        *textwrap.wrap(
+            f"Every operator of PyTorch's own test database (`op_db`, torch {about['torch']}, JAX {about['jax']}) on its own samples "
+            f"({counts} an operator), through each transform, compared with plain PyTorch on the CPU. Written by "
+            "`python docs/coverage.py`, which runs torch.func on the same samples.",
+            100,
+        ), "",
+        *textwrap.wrap(
+            "An operator counts as right in a mode if every sample agrees in shape, dtype and values. jvp of operators without a forward "
+            "formula in PyTorch is compared with the vjp of the vjp. Random operators are compared in shape and dtype."
+            + (f" Compiled without XLA's optimizations (`--quick`): {', '.join(quick)}." if (quick := about.get("quick")) else ""),
+            100,
+        ), "",
         "| dtype | " + " | ".join(f"{m} | torch.func" if m != "jit" else m for m in MODES) + " |",
         "| --- |" + " ---: |" * (2 * len(MODES) - 1),
     ]
@@ -202,7 +209,8 @@ def dtype_page(coverage: Coverage, dtype: str) -> str:
     """coverage/DTYPE.md."""
     lines = [
         f"# Operators in {dtype}", "",
-        "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no answer to compare with. Second in a pair: torch.func. [Why](../coverage.md)", "",
+        "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no answer to compare with. Second in a pair:",
+        "torch.func. [Why](../coverage.md)", "",
         "| operator | " + " | ".join(MODES) + " |", "| --- |" + " :---: |" * len(MODES),
     ]
     for key, by in sorted(coverage.items()):

@@ -228,10 +228,11 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
     """The page as Markdown."""
     lines = [
         "# Models of transformers", "",
-        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and random, have PyTorch's",
-        "outputs, and its gradients of all parameters, under `torchfunc_jax.jit`. The numbers are differences: 1 is what float32 allows,",
-        "which is 1e-5 of the largest value, or ten times PyTorch's own distance from float64. Outputs and caches are the library's",
-        "own classes. Written by [hugging_face.py](hugging_face.py).", "",
+        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and",
+        "random, have PyTorch's outputs, and its gradients of all parameters, under `torchfunc_jax.jit`. The",
+        "numbers are differences: 1 is what float32 allows, which is 1e-5 of the largest value, or ten times",
+        "PyTorch's own distance from float64. Outputs and caches are the library's own classes. Written by",
+        "[hugging_face.py](hugging_face.py).", "",
         "| architecture | kind | parameters | outputs | gradients | first call and backward |", "| --- | --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for row in rows:
@@ -250,9 +251,9 @@ def section(generations: list[Generation]) -> str:
     here = machine()
     lines = [
         GENERATION, "",
-        "64 tokens, one at a time, for a batch of two, by models of four layers of 256. The function takes transformers' static cache,",
-        "and `jit(next_token, donate=2)` writes in place, into memory of XLA's that the cache has from the first call on. The tokens are",
-        "compared with those of `model.generate`.", "",
+        "64 tokens, one at a time, for a batch of two, by models of four layers of 256. The function takes",
+        "transformers' static cache, and `jit(next_token, donate=2)` writes in place, into memory of XLA's",
+        "that the cache has from the first call on. The tokens are compared with those of `model.generate`.", "",
         "| architecture | PyTorch | torch.compile | torchfunc_jax.jit | equal tokens |", "| --- | ---: | ---: | ---: | --- |",
         *(f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s | {g.ours:,.0f}/s | {g.equal} |" for g in generations), "",
         f"Fastest step, {here['cpu']}, {here['cores']} cores.", "",

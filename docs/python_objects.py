@@ -32,15 +32,21 @@ from torchfunc_jax._machine import machine  # noqa: E402
 PAGE = Path(__file__).with_suffix(".md")
 TEXT = """# What jit does to Python objects
 
-A function may keep a state in a dict, append to a list, or count its calls. Under `jit` its Python runs only when a program is made;
-what it does to Python objects is done at every call all the same. [jit.md](jit.md#what-a-function-does-to-python-objects) tells how.
-This page is a run of `python docs/python_objects.py`: {cells} small functions, each called five times with other tensors. Their results,
-and what the objects hold after each call, are compared with PyTorch's, or with torch.func's. {verdict}
+A function may keep a state in a dict, append to a list, or count its calls. Under `jit` its Python
+runs only when a program is made; what it does to Python objects is done at every call all the same.
+[jit.md](jit.md#what-a-function-does-to-python-objects) tells how. This page is a run of
+`python docs/python_objects.py`: {cells} small functions, each called five times with other tensors.
+Their results, and what the objects hold after each call, are compared with PyTorch's, or with
+torch.func's. {verdict}
 
-A row is a kind of object and what is done to it; a column is a way to call. The object is reached in {ways} ways: {reached}.
+A row is a kind of object and what is done to it; a column is a way to call. The object is reached in
+{ways} ways:
+
+{reached}
 
 - **program**: every call but the first ones runs a program.
-- **itself**: after a few programs jit calls the function itself, because what it does depends on what it has changed.
+- **itself**: after a few programs jit calls the function itself, because what it does depends on
+  what it has changed.
 - **refused**: jit does not take such an argument, which is not hashable, and says so.
 - **as torch.func**: not jitted; Python runs at each call.
 
@@ -100,7 +106,8 @@ def main() -> int:
         rows = "\n".join(f"| {kind}: {action} | {' | '.join(ways.values())} |" for (kind, action), ways in found.items())
         verdict = "All of them are right." if not wrong else f"{len(wrong)} of them are wrong."
         page = TEXT.format(
-            cells=f"{count:,}", verdict=verdict, ways=len(REACHED), reached=", ".join(REACHED), columns=" | ".join(WAYS),
+            cells=f"{count:,}", verdict=verdict, ways=len(REACHED), reached="\n".join(f"- {way}" for way in REACHED),
+            columns=" | ".join(WAYS),
             line=" | ".join("---" for _ in WAYS), rows=rows, machine=machine(),
         )  # fmt: skip
         print(rows)

@@ -101,9 +101,10 @@ def page() -> str:
     lines = [
         "# The names of torch.func and functorch",
         "",
-        "Every public name, where torch has it, what it is here, and the test that compares the two. Signatures are torch's, checked by",
-        "[test_names.py](../tests/test_names.py); [test_patch.py](../tests/test_patch.py) checks that `torchfunc_jax.patch()` puts each",
-        "name of `torch.func`, `torch`, `functorch` and `functorch.experimental` in place. Written by",
+        "Every public name, where torch has it, what it is here, and the test that compares the two.",
+        "Signatures are torch's, checked by [test_names.py](../tests/test_names.py);",
+        "[test_patch.py](../tests/test_patch.py) checks that `torchfunc_jax.patch()` puts each name of",
+        "`torch.func`, `torch`, `functorch` and `functorch.experimental` in place. Written by",
         "[torch_func_names.py](torch_func_names.py).",
         "",
         "| name | in torch | here | test |",

@@ -38,18 +38,19 @@ _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
 EXAMPLES = """
 examples:
-  python docs/versions.py                            the oldest and the newest combination that this machine's Pythons allow
-  python docs/versions.py --only newest --no-write   as in continuous integration: a table, and the page stays as it is
-  python docs/versions.py --only all --delete        all of them, one environment on the disk at a time
+  python docs/versions.py                 the oldest and the newest combination that fit the Pythons here
+  python docs/versions.py --only newest --no-write   as in continuous integration: only a table
+  python docs/versions.py --only all --delete        all, one environment on the disk at a time
   python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
   python docs/versions.py --only newest --tests tests/test_jit.py tests/test_readme.py --no-write
   python docs/versions.py --only newest --no-write --json | jq '.[].failures'
 
-  TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py          environments that are kept elsewhere
-  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA, a tenth of the size
+  TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py    environments that are kept elsewhere
+  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA
 
-An environment takes 6 GB with PyPI's torch on Linux and is made once; it is brought up to date when pyproject.toml changes.
-Ends with 1 if a test failed, a combination could not be installed, or the time ran out; with --if-possible, with 1 if a test failed.
+An environment takes 6 GB with PyPI's torch on Linux, a tenth of that without CUDA, and is made once;
+it is brought up to date when pyproject.toml changes. Ends with 1 if a test failed, a combination could
+not be installed, or the time ran out; with --if-possible, with 1 if a test failed.
 """
 
 
@@ -323,9 +324,10 @@ def page(rows: list[Row]) -> str:
     """The text of versions.md."""
     lines = [
         "# Versions", "",
-        "The tests on the versions of Python, PyTorch and JAX that people have. Each combination has an environment of its own, with the",
-        "newest release of everything else that fits. The core of the tests runs: everything except the slow ones and the sweeps over",
-        "all operators, which are in [coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest and the newest",
+        "The tests on the versions of Python, PyTorch and JAX that people have. Each combination has an",
+        "environment of its own, with the newest release of everything else that fits. The core of the tests",
+        "runs: everything except the slow ones and the sweeps over all operators, which are in",
+        "[coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest and the newest",
         'combination; `make test-versions ARGS="--only all"` runs them all.', "",
         "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | testing | date | commit |",
         "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",

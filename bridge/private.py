@@ -521,13 +521,13 @@ _ONLY_COMPARED = frozenset({
 
 def saved_by_its_operator(t: torch.Tensor) -> bool:
     """Whether PyTorch computes the derivative of the operator that made a tensor from the tensor itself, as for tanh."""
-    node: Any = torch.Tensor.grad_fn.__get__(t)  # type: ignore[attr-defined]
+    made_by = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+    node: Any = made_by(t)
     if node is None or node.name() in _ONLY_COMPARED:
         return False
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")] + [*getattr(node, "saved_tensors", ())]
     return any(
-        isinstance(s, torch.Tensor) and torch.Tensor.grad_fn.__get__(s) is node and s.output_nr == t.output_nr  # type: ignore[attr-defined]
-        for s in saved
+        isinstance(s, torch.Tensor) and made_by(s) is node and s.output_nr == t.output_nr for s in saved
     )
 
 
@@ -602,7 +602,8 @@ def float32_precision() -> Any:
     try:
         return _precision()
     except RuntimeError:  # "a mix of the legacy and new APIs to set the matmul precision"
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        backends: Any = torch.backends
+        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
 _GLOBAL_HOOKS = [_named(f"torch.nn.modules.module._global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")]

@@ -29,7 +29,8 @@ DOCTOR_EXAMPLES = """
 
 [cyan]torchfunc-jax doctor[/cyan]
 
-    Print the versions, the devices, the known problems and the self-check. Paste this into a bug report.
+    Print the versions, the devices, the known problems and the self-check. Paste this into a bug
+    report.
 
 [cyan]torchfunc-jax doctor --json > doctor.json[/cyan]
 

@@ -37,7 +37,8 @@ EXAMPLES = """
 
 [cyan]torchfunc-jax ensemble --devices 8 --mesh member=4,data=2[/cyan]
 
-    Share the members among 4 devices and each batch among 2. Without a TPU or GPU, the 8 devices are simulated on the CPU.
+    Share the members among 4 devices and each batch among 2. Without a TPU or GPU, the 8 devices are
+    simulated on the CPU.
 
 [cyan]torchfunc-jax ensemble --devices 8 --processes 2[/cyan]
 
@@ -45,11 +46,13 @@ EXAMPLES = """
 
 [cyan]torchfunc-jax ensemble --resume[/cyan]
 
-    Save a checkpoint at each epoch. After Ctrl-C or a crash, the same command goes on from there, also on other devices.
+    Save a checkpoint at each epoch. After Ctrl-C or a crash, the same command goes on from there,
+    also on other devices.
 
 [cyan]torchfunc-jax ensemble --dry-run --members 4096 --mesh member=256[/cyan]
 
-    Print what a run takes on 256 devices: memory, FLOPs and bytes sent. Nothing is trained, and the devices need not be there.
+    Print what a run takes on 256 devices: memory, FLOPs and bytes sent. Nothing is trained, and the
+    devices need not be there.
 
 [cyan]torchfunc-jax ensemble --json | jq .by_size.nll.mean[/cyan]
 
@@ -57,7 +60,8 @@ EXAMPLES = """
 
 [cyan]python -c "import torch; print(len(torch.load('runs/ensemble/members.pt')))"[/cyan]
 
-    Load the trained members: a list with one state dict for each, which torchfunc_jax.examples.digits.DigitNet takes.
+    Load the trained members: a list with one state dict for each, which
+    torchfunc_jax.examples.digits.DigitNet takes.
 """
 
 

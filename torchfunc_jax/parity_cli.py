@@ -35,7 +35,8 @@ EXAMPLES = """
 
     Compare a function of one argument of shape (3, 4), its vjp and its jvp.
 
-[cyan]torchfunc-jax parity mymodel:loss -s 8,3 -s 3 -t grad -t "vmap(grad, in_dims=(0, None))"[/cyan]
+[cyan]torchfunc-jax parity mymodel:loss -s 8,3 -s 3 -t grad \\
+    -t "vmap(grad, in_dims=(0, None))"[/cyan]
 
     Compare other transforms of a function of two arguments.
 
@@ -43,31 +44,38 @@ EXAMPLES = """
 
     Make an nn.Module with Net(hidden=32), and compare its outputs, gradients and buffers.
 
-[cyan]torchfunc-jax parity torch.nn.functional:nll_loss --input "randn(4, 3)" --input "randint(0, 3, (4,))" --kwarg reduction="'sum'"[/cyan]
+[cyan]torchfunc-jax parity torch.nn.functional:nll_loss --input "randn(4, 3)" \\
+    --input "randint(0, 3, (4,))" --kwarg reduction="'sum'"[/cyan]
 
     Pass integers and keyword arguments.
 
-[cyan]torchfunc-jax parity torch:reshape --input "randn(4)" --input "(3,)" --raises RuntimeError[/cyan]
+[cyan]torchfunc-jax parity torch:reshape --input "randn(4)" --input "(3,)" \\
+    --raises RuntimeError[/cyan]
 
     Check that both raise a RuntimeError.
 
-[cyan]torchfunc-jax parity train.py:step --inputs train.py:example --json | jq .checks[0].details[/cyan]
+[cyan]torchfunc-jax parity train.py:step --inputs train.py:example --json \\
+    | jq .checks[0].details[/cyan]
 
     Take the function from a file, and the arguments from example(), which returns a tuple.
 
 [cyan]torchfunc-jax parity model.py:Net --against port.py:FlaxNet --shape 4,3,8,8[/cyan]
 
-    Compare a torch module with a port of it to JAX or Flax: outputs, gradients, buffers, five steps of an optimizer. The first layer that
-    differs is named. The port is a module of flax.linen or flax.nnx, or a function apply(params, x).
+    Compare a torch module with a port of it to JAX or Flax: outputs, gradients, buffers, five steps
+    of an optimizer. The first layer that differs is named. The port is a module of flax.linen or
+    flax.nnx, or a function apply(params, x).
 
-[cyan]torchfunc-jax parity model.py:Net --against port.py:apply --variables port.py:init --names names.json --shape 8,3[/cyan]
+[cyan]torchfunc-jax parity model.py:Net --against port.py:apply --variables port.py:init \\
+    --names names.json --shape 8,3[/cyan]
 
-    The port's arrays are made by init(), and names.json says which tensor is which of them where shapes and names do not:
-    {"fc.weight": "head/kernel"}. With --names port.py:convert, a function makes them of {torch's name: array}.
+    The port's arrays are made by init(), and names.json says which tensor is which of them where
+    shapes and names do not: {"fc.weight": "head/kernel"}. With --names port.py:convert, a function
+    makes them of {torch's name: array}.
 
 [bold]Exit codes[/bold]
 
-0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2: the command could not run.
+0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2: the
+command could not run.
 """
 
 Many = list[str] | None

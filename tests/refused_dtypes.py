@@ -32,12 +32,14 @@ DTYPES = (
 )  # fmt: skip
 SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
 TABLE = pathlib.Path(__file__).parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
-_HEAD = '''"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch {version}); not by hand.
+_HEAD = '''"""The dtypes that PyTorch refuses on the CPU, by overload (torch {version}).
 
-A group has the overloads of aten in which PyTorch refuses the same; those called "default" have only the operator's name.
+``python tests/refused_dtypes.py`` writes this file. A group has the overloads of aten in which
+PyTorch refuses the same; those called "default" have only the operator's name.
 
-REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as bridge.operators.dtype_refusals.mode says
-           them, with " | " between them and "" for every mode, the dtypes): the overloads
+REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as
+           bridge.operators.dtype_refusals.mode says them, with " | " between them and "" for every
+           mode, the dtypes): the overloads
 TOGETHER   (the place of an argument, the places of those that must have its dtype): the overloads
 INDICES    (the place of an index, the dtypes): the overloads
 """

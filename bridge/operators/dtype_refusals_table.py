@@ -1,9 +1,11 @@
-"""The dtypes that PyTorch refuses on the CPU, written by ``python tests/refused_dtypes.py`` (torch 2.13.0); not by hand.
+"""The dtypes that PyTorch refuses on the CPU, by overload (torch 2.13.0).
 
-A group has the overloads of aten in which PyTorch refuses the same; those called "default" have only the operator's name.
+``python tests/refused_dtypes.py`` writes this file. A group has the overloads of aten in which
+PyTorch refuses the same; those called "default" have only the operator's name.
 
-REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as bridge.operators.dtype_refusals.mode says
-           them, with " | " between them and "" for every mode, the dtypes): the overloads
+REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as
+           bridge.operators.dtype_refusals.mode says them, with " | " between them and "" for every
+           mode, the dtypes): the overloads
 TOGETHER   (the place of an argument, the places of those that must have its dtype): the overloads
 INDICES    (the place of an index, the dtypes): the overloads
 """

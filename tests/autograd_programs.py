@@ -28,12 +28,16 @@ def linear():
     made = nn.Linear(3, 3, dtype=torch.float64)
     with torch.no_grad():
         for p in made.parameters():
-            p.copy_(torch.linspace(-0.7, 0.8, p.numel(), dtype=torch.float64).reshape(p.shape).cos())
+            numbers = torch.linspace(-0.7, 0.8, p.numel(), dtype=torch.float64)
+            p.copy_(numbers.reshape(p.shape).cos())
     return made
 
-w, u, c, count = values(0.7, -0.4, 1.2), values(-0.3, 0.9, 0.5), values(1.1, 0.6, -0.8), torch.zeros(())
+w, u, c = values(0.7, -0.4, 1.2), values(-0.3, 0.9, 0.5), values(1.1, 0.6, -0.8)
+count = torch.zeros(())
 layer, hooked = linear(), linear()
-hooked.register_full_backward_hook(lambda m, inputs, outputs: None if inputs[0] is None else (inputs[0] * 1.3,))
+hooked.register_full_backward_hook(
+    lambda m, inputs, outputs: None if inputs[0] is None else (inputs[0] * 1.3,)
+)
 hooked.register_full_backward_pre_hook(lambda m, outputs: (outputs[0] * 0.8,))
 """
 

@@ -183,13 +183,14 @@ _SHAPED: dict[str, tuple[Operator, tuple[tuple[int, ...], ...]]] = {
     },
     **{
         f"upsample_{name}{n}d": (
-            lambda g, op=getattr(aten, f"{'_' * (name == 'nearest_exact')}upsample_{name}{n}d_backward"), n=n, rest=rest: op(
+            lambda g, op=getattr(aten, f"{private}upsample_{name}{n}d_backward"), n=n, rest=rest: op(
                 g, [5] * n, [1, 1, *[3] * n], *rest, *[None] * n
             ),
             ((1, 1, *[5] * n),),
         )
-        for name, n, rest in [("nearest", n, []) for n in (1, 2, 3)] + [("nearest_exact", n, []) for n in (1, 2, 3)]
-        + [("linear", 1, [False]), ("bilinear", 2, [True]), ("bicubic", 2, [False]), ("trilinear", 3, [True])]
+        for private, name, n, rest in [("", "nearest", n, []) for n in (1, 2, 3)]
+        + [("_", "nearest_exact", n, []) for n in (1, 2, 3)]
+        + [("", "linear", 1, [False]), ("", "bilinear", 2, [True]), ("", "bicubic", 2, [False]), ("", "trilinear", 3, [True])]
     },
     **{
         f"upsample_{name}2d_aa": (

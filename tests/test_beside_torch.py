@@ -139,24 +139,33 @@ from torch.nn import functional as F
 from torchfunc_jax import grad, jit, vmap
 f = lambda t: (torch.relu(t @ t) * t.sin() + 1).softmax(0).sum()
 t = torch.rand(3, 3)
-found = [vmap(f)(t), grad(f)(t[0]), vmap(grad(f))(t), jit(vmap(f))(t), torchfunc_jax.hessian(f)(t[0])]
+found = [vmap(f)(t), grad(f)(t[0]), vmap(grad(f))(t), jit(vmap(f))(t)]
+torchfunc_jax.hessian(f)(t[0])
 lazy = vmap(lambda row: f(row.as_strided(row.shape, row.stride())))(t)
 images, weight = torch.rand(2, 3, 8, 8), torch.rand(4, 3, 3, 3)
-loss = lambda w, x: F.mse_loss(F.layer_norm(F.max_pool2d(F.conv2d(x[None], w).relu(), 2), (3, 3)).flatten(1), torch.zeros(1, 36))
+def loss(w, x):
+    y = F.layer_norm(F.max_pool2d(F.conv2d(x[None], w).relu(), 2), (3, 3))
+    return F.mse_loss(y.flatten(1), torch.zeros(1, 36))
 grads = vmap(grad(loss), (None, 0))(weight, images)
-entropy = grad(lambda w: F.cross_entropy(torch.stack([F.embedding(torch.tensor([1, 2, 0]), w)])[0].tanh(), torch.tensor([0, 1, 2])))(t)
-assert had or not {"torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes"} & set(sys.modules)
+def entropy(w):
+    y = torch.stack([F.embedding(torch.tensor([1, 2, 0]), w)])[0]
+    return F.cross_entropy(y.tanh(), torch.tensor([0, 1, 2]))
+grad(entropy)(t)
+shapes = "torch.fx.experimental.symbolic_shapes"
+assert had or not {"torch._dynamo", "sympy", shapes} & set(sys.modules)
 torch.testing.assert_close(grads, torch.stack([torch.func.grad(loss)(weight, x) for x in images]))
 with private_meta.of_plain_sizes():  # what another thread may meet
     import sympy
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
-    assert isinstance(sympy.Integer(1), sympy.Basic) and ShapeEnv.__module__ == "torch.fx.experimental.symbolic_shapes"
+    assert isinstance(sympy.Integer(1), sympy.Basic) and ShapeEnv.__module__ == shapes
     assert guard_or_false(True) is True and type(sys.modules["sympy"]) is type(sys)
-again = [torch.compile(each, backend="eager")(t) for each in (vmap(f), f, lambda t: torch._refs.mul(t, t))]
+functions = vmap(f), f, lambda t: torch._refs.mul(t, t)
+again = [torch.compile(each, backend="eager")(t) for each in functions]
 torch.testing.assert_close([*again, lazy], [torch.func.vmap(f)(t), f(t), t * t, found[0]])
 meta = torch.compile(lambda t: torch.mul(t, t).sin(), backend="eager")(t.to("meta"))
 assert meta.shape == t.shape
-sizes = torch.compile(lambda t: F.layer_norm(torch.stack([t, t]), t.shape[1:]), backend="eager", dynamic=True)
+normed = lambda t: F.layer_norm(torch.stack([t, t]), t.shape[1:])
+sizes = torch.compile(normed, backend="eager", dynamic=True)
 assert [sizes(torch.rand(2, n)).shape for n in (3, 5)] == [(2, 2, 3), (2, 2, 5)]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

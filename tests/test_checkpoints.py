@@ -537,7 +537,8 @@ for line in sys.stdin:
             n += 1
             os.write(writing, b"%d " % n)
             checkpoints.save(path, {
-                "w": np.full((200, 300), n, np.float32), "steps": [n, torch.tensor(n)], **{str(i): np.full(9, n) for i in range(9)}
+                "w": np.full((200, 300), n, np.float32), "steps": [n, torch.tensor(n)],
+                **{str(i): np.full(9, n) for i in range(9)},
             })
             os.write(writing, b"ok ")
     os.close(writing)
@@ -553,7 +554,8 @@ for line in sys.stdin:
     while more := os.read(reading, 1000):
         said += more
     words = said.split()
-    print(words[-2].decode() if words[-1] == b"ok" else words[-1].decode(), words[-1] == b"ok", flush=True)
+    whole = words[-1] == b"ok"
+    print(words[-2 if whole else -1].decode(), whole, flush=True)
 """
 
 

@@ -157,7 +157,8 @@ def test_cross_entropy_of_targets_that_are_ignored(classes: int, ignored: int) -
             return F.cross_entropy(x, target, weight, ignore_index=ignored, reduction=reduction).sum()
 
         for found, expected in zip(grad_and_value(loss)(x), torch.func.grad_and_value(loss)(x), strict=True):
-            torch.testing.assert_close(found, expected, msg=lambda words: f"{dtype}, {shape}, {reduction}, {weight is None}: {words}")  # noqa: B023
+            case = f"{dtype}, {shape}, {reduction}, {weight is None}"
+            torch.testing.assert_close(found, expected, msg=lambda words, case=case: f"{case}: {words}")
 
 
 INDEXED = {

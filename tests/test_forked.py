@@ -24,7 +24,9 @@ def cases(tf):
         "hessian": lambda x: tf.hessian(lambda v: f(v).prod())(x),
         "jvp": lambda x: tf.jvp(f, (x,), (x,))[1],
         "vjp": lambda x: tf.vjp(f, x)[1](x)[0],
-        "functional_call": lambda x: tf.vmap(lambda b: tf.functional_call(layer, {"bias": b}, (x,)))(torch.stack([x[:2], x[2:]])),
+        "functional_call": lambda x: tf.vmap(
+            lambda b: tf.functional_call(layer, {"bias": b}, (x,))
+        )(torch.stack([x[:2], x[2:]])),
     }
 
 theirs, ours = cases(torch.func), cases(torchfunc_jax)
@@ -32,7 +34,8 @@ ours["jit"] = torchfunc_jax.jit(theirs["grad"])
 theirs["params"] = lambda x: layer.weight.detach() + x
 ours["params"] = lambda x: torch.from_numpy(numpy.array(bridge.params(layer)["weight"])) + x
 ours["made before"] = torchfunc_jax.vmap(torchfunc_jax.grad(lambda v: torch.exp(v) * v))
-theirs["jit"], theirs["made before"] = theirs["grad"], torch.func.vmap(torch.func.grad(lambda v: torch.exp(v) * v))
+theirs["jit"] = theirs["grad"]
+theirs["made before"] = torch.func.vmap(torch.func.grad(lambda v: torch.exp(v) * v))
 x = torch.arange(4.0)
 
 def check():

@@ -215,7 +215,8 @@ def test_records(caplog: pytest.LogCaptureFixture) -> None:
     f, traces = bridge.from_jax(lambda x, s: traces.append(s) or jnp.sin(x) * s), []  # type: ignore[func-returns-value]
     with caplog.at_level(logging.INFO, "torchfunc_jax"):
         for s in (1.0, 2.0, 3.0):
-            same(torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: f(x, s).sum() + x.sum()))(X), X.cos() * s + 1)  # noqa: B023
+            found = torchfunc_jax.vmap(torchfunc_jax.grad(lambda x, s=s: f(x, s).sum() + x.sum()))(X)
+            same(found, X.cos() * s + 1)
     assert not caplog.records and len(traces) == 1
     with caplog.at_level(logging.INFO, "torchfunc_jax"):
         same(torchfunc_jax.vmap(lambda x: x + bridge.from_jax(lambda: jnp.ones(3))())(X), X + 1)

@@ -552,7 +552,10 @@ FILES = {
 
         def convert(tensors):
             names = [("up", "kernel"), ("LayerNorm_0", "scale"), ("down", "kernel")]
-            return {layer: {end: tensors[f"{i}.weight"].T, "bias": tensors[f"{i}.bias"]} for i, (layer, end) in enumerate(names)}
+            return {
+                layer: {end: tensors[f"{i}.weight"].T, "bias": tensors[f"{i}.bias"]}
+                for i, (layer, end) in enumerate(names)
+            }
 
         def loss(y, k):
             return optax.softmax_cross_entropy_with_integer_labels(y, k).mean()

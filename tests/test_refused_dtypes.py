@@ -135,7 +135,7 @@ def test_a_dtype_without_kernel_is_refused_as_by_pytorch(name: str, way: str) ->
 
 def test_the_message_is_pytorchs_and_names_the_line() -> None:
     """The kernel, the dtype, the operator and where it was called."""
-    with pytest.raises(NotImplementedError, match=r"""^"abs_cpu" not implemented for 'Bool' \(aten\.abs\.default\).*test_refused_dtypes"""):
+    with pytest.raises(NotImplementedError, match=r"^\"abs_cpu\" not implemented for 'Bool' \(aten\.abs\.default\).*test_refused_dtypes"):
         jit(lambda x: torch.abs(x))(BOOLS)
 
 

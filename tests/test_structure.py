@@ -45,7 +45,7 @@ CIRCLES = {
         [["torchfunc_jax.a", "torchfunc_jax.b"]],
     ),
     "for type checkers": (
-        {"a.py": "from bridge import b", "b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bridge.a import A"},
+        {"a.py": "from bridge import b", "b.py": "import typing\nif typing.TYPE_CHECKING:\n    from bridge.a import A"},
         [["bridge.a", "bridge.b"]],
     ),
     "three files": (

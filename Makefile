@@ -66,7 +66,7 @@ notebooks: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file= --strict --disallow-any-unimported --follow-imports=silent tests/typed_usage.py
+	$(BIN)/mypy --config-file= --strict --disallow-any-unimported --follow-imports=silent tests/lib/typed_usage.py
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/structure.py
 

@@ -2,7 +2,8 @@
 
     python docs/ambient_state.py
 
-The table is tests/ambient.py; tests/test_ambient.py runs each of its cells beside torch.func, and checks that the page is up to date.
+The table is tests/lib/ambient.py; tests/unjitted/test_ambient_state.py runs each of its cells beside torch.func, and checks that
+the page is up to date.
 """
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 import ambient  # noqa: E402  found in tests/
 
@@ -36,7 +37,7 @@ def page() -> str:
         "dtypes and devices, on modes, hooks and generators. This page says, for each such state, whether a",
         "function that runs in JAX does what torch.func does in the same place:",
         f"{len(ambient.STATES)} states, {count:,} cells. Written by [ambient_state.py](ambient_state.py) from",
-        "the table in [ambient.py](../tests/ambient.py), which [test_ambient.py](../tests/test_ambient.py)",
+        "the table in [ambient.py](../tests/lib/ambient.py), which [test_ambient_state.py](../tests/unjitted/test_ambient_state.py)",
         "runs cell by cell.",
         "",
         "A state is set *inside the function* (and set back there), *around the call* of a function that was",

@@ -8,7 +8,7 @@
     python docs/coverage.py --samples 20 --quick            XLA compiles without optimizing: most of the time goes there
 
 Workers answer one operator at a time; each answer is kept in --rows when it comes, so nothing is asked twice.  Dtypes and modes that
-are not asked for keep what coverage.json says of them.  tests/test_operators.py fails where a cell that is right there turns wrong.
+are not asked for keep what coverage.json says of them.  tests/operators/test_operators.py fails where a cell that is right there turns wrong.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 PAGE, BASELINE = ROOT / "docs" / "coverage.md", ROOT / "docs" / "coverage.json"
 PAGES = ROOT / "docs" / "coverage"

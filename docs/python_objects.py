@@ -21,7 +21,7 @@ import torch.func
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 from python_objects import KINDS, REACHED, WAYS, outcome, same  # noqa: E402
 

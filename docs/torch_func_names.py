@@ -2,7 +2,8 @@
 
     python docs/torch_func_names.py
 
-A test (tests/test_names.py) checks that no name is missing, that the tests exist and that the page is the one written by this script.
+A test (tests/docs/test_torch_func_names.py) checks that no name is missing, that the tests exist and that the page is the one written
+by this script.
 """
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ import torch._functorch.make_functional
 
 PAGE = Path(__file__).with_suffix(".md")
 
-_AGAINST = "test_transforms.py::test_against_torch_func"
-_EXAMPLES = "test_docstrings.py::test_examples_give_the_same_numbers"
-_FAMILY = "test_make_functional.py::"
+_AGAINST = "transforms/test_transforms.py::test_against_torch_func"
+_EXAMPLES = "docs/test_docstrings.py::test_examples_give_the_same_numbers"
+_FAMILY = "modules/test_make_functional.py::"
 
 #: name -> the tests that compare it with torch's
 TESTS: dict[str, tuple[str, ...]] = {
@@ -33,9 +34,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         ),
         (_AGAINST, _EXAMPLES),
     ),
-    "functionalize": ("test_parity.py::test_transforms_by_name",),
-    "debug_unwrap": ("test_names.py::test_debug_unwrap",),
-    "chunk_vmap": ("test_transforms.py::test_chunk_vmap",),
+    "functionalize": ("tools/test_parity.py::test_transforms_by_name",),
+    "debug_unwrap": ("docs/test_torch_func_names.py::test_debug_unwrap",),
+    "chunk_vmap": ("transforms/test_transforms.py::test_chunk_vmap",),
     "replace_all_batch_norm_modules_": (_FAMILY + "test_replace_all_batch_norm_modules_",),
     "rearrange": (_FAMILY + "test_rearrange",),
     "make_functional": (_FAMILY + "test_make_functional",),
@@ -102,8 +103,8 @@ def page() -> str:
         "# The names of torch.func and functorch",
         "",
         "Every public name, where torch has it, what it is here, and the test that compares the two.",
-        "Signatures are torch's, checked by [test_names.py](../tests/test_names.py);",
-        "[test_patch.py](../tests/test_patch.py) checks that `torchfunc_jax.patch()` puts each name of",
+        "Signatures are torch's, checked by [test_torch_func_names.py](../tests/docs/test_torch_func_names.py);",
+        "[test_patched_names.py](../tests/transforms/test_patched_names.py) checks that `torchfunc_jax.patch()` puts each name of",
         "`torch.func`, `torch`, `functorch` and `functorch.experimental` in place. Written by",
         "[torch_func_names.py](torch_func_names.py).",
         "",

@@ -42,7 +42,7 @@ examples:
   python docs/versions.py --only newest --no-write   as in continuous integration: only a table
   python docs/versions.py --only all --delete        all, one environment on the disk at a time
   python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
-  python docs/versions.py --only newest --tests tests/test_jit.py tests/test_readme.py --no-write
+  python docs/versions.py --only newest --tests tests/jit/test_jit.py tests/docs/test_examples_in_markdown.py --no-write
   python docs/versions.py --only newest --no-write --json | jq '.[].failures'
 
   TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py    environments that are kept elsewhere

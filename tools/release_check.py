@@ -35,7 +35,7 @@ VERSION = re.findall(r'^__version__ = "(.*)"$', (ROOT / "bridge" / "version.py")
 PLACE = ROOT / "build" / "release"
 DONE, DIST = PLACE / "passed.json", PLACE / "dist"
 #: what goes into the wheel, and what is run with it
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "_torchfunc_jax_pytest.py", "bridge", "torchfunc_jax", "tests/typed_usage.py")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "_torchfunc_jax_pytest.py", "bridge", "torchfunc_jax", "tests/lib/typed_usage.py")
 _MOST = 2_000_000  # bytes of the wheel: it has Python files and nothing else
 
 

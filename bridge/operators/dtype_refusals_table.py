@@ -1,6 +1,6 @@
 """The dtypes that PyTorch refuses on the CPU, by overload (torch 2.13.0).
 
-``python tests/refused_dtypes.py`` writes this file. A group has the overloads of aten in which
+``python tests/lib/refused_dtypes.py`` writes this file. A group has the overloads of aten in which
 PyTorch refuses the same; those called "default" have only the operator's name.
 
 REFUSED    (the place of the argument whose dtype is looked at, or -1 for dtype=, the modes as

@@ -1,6 +1,6 @@
 """Runs Python with a CUDA device that is simulated on the CPU, to test what transforms do with CUDA tensors where there is no GPU.
 
-    python tools/simulated_cuda/run.py -m pytest tests/test_gpu.py
+    python tools/simulated_cuda/run.py -m pytest tests/tensors/test_cuda_tensors.py
     python tools/simulated_cuda/run.py script.py
 
 It needs PyTorch's CUDA build, whose C++ then believes in a device of which the memory is the host's, and a C compiler.  PyTorch's

@@ -3,7 +3,8 @@
     python tools/moves.py            a table: un-jitted and jitted, first call and again
     python tools/moves.py --trace    and each call of the un-jitted one that comes again, in order
 
-The call is ``vmap(grad(loss), (None, 0, 0))(params, x, y)`` with a loss of five operators. What counts are calls of functions in files of
+The call is ``vmap(grad(loss), (None, 0, 0))(params, x, y)`` with a loss of five operators, in a process that has called another
+transform, which imports what is imported when it is needed. What counts are calls of functions in files of
 bridge and torchfunc_jax; a move is such a call from one file of ours to another.  Comprehensions are calls before Python 3.12, so they are
 left out everywhere.
 """
@@ -55,6 +56,7 @@ def main() -> None:
 
     import torchfunc_jax
 
+    torchfunc_jax.jit(torchfunc_jax.vmap(torch.cos))(torch.ones(3))
     torch.manual_seed(0)
     params, x, y = {"w": torch.randn(3, 2), "b": torch.randn(2)}, torch.randn(5, 3), torch.randn(5, 2)
 

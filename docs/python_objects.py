@@ -39,8 +39,8 @@ runs only when a program is made; what it does to Python objects is done at ever
 Their results, and what the objects hold after each call, are compared with PyTorch's, or with
 torch.func's. {verdict}
 
-A row is a kind of object and what is done to it; a column is a way to call. The object is reached in
-{ways} ways:
+A row is a kind of object and what is done to it; a column is a way to call. The object is reached
+in {ways} ways:
 
 {reached}
 

@@ -38,19 +38,20 @@ _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
 EXAMPLES = """
 examples:
-  python docs/versions.py                 the oldest and the newest combination that fit the Pythons here
+  python docs/versions.py                            the oldest and the newest that can run here
   python docs/versions.py --only newest --no-write   as in continuous integration: only a table
   python docs/versions.py --only all --delete        all, one environment on the disk at a time
   python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
   python docs/versions.py --only newest --tests tests/jit/test_jit.py tests/docs/test_examples_in_markdown.py --no-write
   python docs/versions.py --only newest --no-write --json | jq '.[].failures'
 
-  TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py    environments that are kept elsewhere
+  TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py    environments kept elsewhere
   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-versions   torch without CUDA
 
-An environment takes 6 GB with PyPI's torch on Linux, a tenth of that without CUDA, and is made once;
-it is brought up to date when pyproject.toml changes. Ends with 1 if a test failed, a combination could
-not be installed, or the time ran out; with --if-possible, with 1 if a test failed.
+An environment takes 6 GB with PyPI's torch on Linux, a tenth of that without CUDA, and is made
+once; it is brought up to date when pyproject.toml changes. Ends with 1 if a test failed, a
+combination could not be installed, or the time ran out; with --if-possible, with 1 if a test
+failed.
 """
 
 

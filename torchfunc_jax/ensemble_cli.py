@@ -37,8 +37,8 @@ EXAMPLES = """
 
 [cyan]torchfunc-jax ensemble --devices 8 --mesh member=4,data=2[/cyan]
 
-    Share the members among 4 devices and each batch among 2. Without a TPU or GPU, the 8 devices are
-    simulated on the CPU.
+    Share the members among 4 devices and each batch among 2. Without a TPU or GPU, the 8 devices
+    are simulated on the CPU.
 
 [cyan]torchfunc-jax ensemble --devices 8 --processes 2[/cyan]
 

@@ -74,8 +74,8 @@ EXAMPLES = """
 
 [bold]Exit codes[/bold]
 
-0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2: the
-command could not run.
+0: all agree. 1: something differs, both raise without --raises, or nothing could be compared. 2:
+the command could not run.
 """
 
 Many = list[str] | None

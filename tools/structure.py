@@ -4,7 +4,7 @@
     python tools/structure.py --json   the same for a program
     python tools/structure.py --imports   circles and imports inside functions alone
 
-The contract has three parts:
+The contract has four parts:
 
 * No import circle among the files of bridge and torchfunc_jax.  An import inside a function counts, one for type checkers too.
   Importing a file is not importing the package around it, although Python runs that package's ``__init__.py`` first.
@@ -13,6 +13,8 @@ The contract has three parts:
   whose value some function changes: a container by its methods, an object by its attributes, in its own file or in another one.  What
   exists only to be changed, a ``threading.local`` or a ``ContextVar``, counts at once.  A table that nobody changes after the import is
   a constant; a lock guards state and is none; ``functools.cache`` on a pure function is no state that a reader has to know.
+* Private names of PyTorch and JAX, those with a part that begins with one underscore, are in bridge/private*.py alone, but for
+  PRIVATE.  Operators (``torch.ops.aten._softmax``) are known by their schemas and count as public.
 
 Which package may import which is the business of import-linter: see ``[tool.importlinter]`` in pyproject.toml.
 """
@@ -51,6 +53,22 @@ STATE: dict[str, str] = {
     "bridge.trace.tracing.OWN_RULES": "the registry of operators that need more than arrays, filled at import",
     "bridge.programs.guards._usual": "the answer to the question for ambient state that is asked at each call",
     "bridge.private_calls._applied": "the autograd.Function that is being applied, for each thread",
+}
+
+#: Private names of PyTorch and JAX outside of bridge/private*.py: dotted name, or "file -> dotted name" -> why.
+PRIVATE: dict[str, str] = {
+    "torch._ops": "the class of operators, OpOverload, in annotations",
+    "torch.utils._pytree": "PyTorch's pytrees, which its own documentation of torch.export names",
+    "torch.nn.modules.batchnorm._BatchNorm": "the class of all of PyTorch's batch norms",
+    "torch.nn.modules.conv._ConvNd": "the class of all of PyTorch's convolutions",
+    "torch.nn.modules.conv._ConvTransposeNd": "the class of all that are transposed",
+    "torch.nn.modules.instancenorm._InstanceNorm": "the class of all of PyTorch's instance norms",
+    "torch._VF": "what recurrent layers and packed sequences call: keys of tables of functions",
+    "torch._assert": "a function that torch.fx and torch.export write into programs",
+    "bridge.intercepted.torch_functions -> torch.nn._reduction": "how losses read their old arguments",
+    "bridge.intercepted.autograd_function -> torch.nn.modules._functions.BackwardHookFunction": "of modules' backward hooks",
+    "bridge.record.rules -> torch._C._set_grad_enabled": "a key of a table: what torch.set_grad_enabled calls",
+    "bridge.record.tensor -> torch._C._disabled_torch_function_impl": "a subclass without __torch_function__",
 }
 
 _CHANGING = frozenset({
@@ -220,6 +238,36 @@ def lazy_imports(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
         for i in module.imports
         if i.lazy and i.target.partition(".")[0] not in OPTIONAL and f"{module.name} -> {i.target}" not in OPTIONAL
     })
+
+
+# -- private names ------------------------------------------------------------------------------------------------------------------
+def private_names(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
+    """(file, line, dotted name) of each private name of PyTorch or JAX outside of bridge/private*.py."""
+    found = set()
+    for module in modules.values():
+        if module.name.startswith("bridge.private"):
+            continue
+        for node, _ in _walk(module.tree):
+            names = [full for _, _, full in _imported(node, module, modules)] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.Attribute):
+                names = [_dotted(node, module)]
+            for name in names:
+                first, *parts = name.split(".")
+                if first in ("torch", "jax", "jaxlib") and parts[:1] != ["ops"] and parts and _private(parts[-1]):
+                    found.add((module.name, getattr(node, "lineno", 0), name))
+                elif first in ("torch", "jax", "jaxlib") and isinstance(node, ast.ImportFrom) and any(map(_private, parts)):
+                    found.add((module.name, node.lineno, name))
+    return sorted(found)
+
+
+def _covers(listed: str, file: str, name: str) -> bool:
+    """Whether an entry of PRIVATE allows a name in a file; it allows what lies below it and above it, too."""
+    where, _, allowed = listed.rpartition(" -> ")
+    return where in ("", file) and (f"{name}.".startswith(f"{allowed}.") or f"{allowed}.".startswith(f"{name}."))
+
+
+def _private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
 
 
 # -- state --------------------------------------------------------------------------------------------------------------------------
@@ -408,7 +456,16 @@ def report(root: Path, judge_state: bool = True) -> dict[str, Any]:
         f"{modules[name].path.relative_to(root)}:{line}: {target} is imported inside a function; import it at the top, or hand it in"
         for name, line, target in lazy
     ]
+    secrets = private_names(modules)
+    broken += [
+        f"{modules[file].path.relative_to(root)}:{line}: {name} is a private name; take it from bridge/private.py or private_jax.py"
+        for file, line, name in secrets if not any(_covers(listed, file, name) for listed in PRIVATE)
+    ]
     if judge_state:
+        broken += [
+            f"PRIVATE lists {name}, which nothing uses any more: take it out"
+            for name in PRIVATE if not any(_covers(name, file, used) for file, _, used in secrets)
+        ]
         broken += [
             f"{name} (line {line}) is mutable state at module level: {why}. Pass it along, or list it in STATE with a reason"
             for name, (line, why) in changing.items() if name not in STATE
@@ -420,6 +477,7 @@ def report(root: Path, judge_state: bool = True) -> dict[str, Any]:
         "broken": broken,
         "circles": round_about,
         "lazy imports": [{"file": name, "line": line, "imports": target} for name, line, target in lazy],
+        "private names": [{"file": name, "line": line, "name": private} for name, line, private in secrets],
         "state": {name: {"line": line, "known by": why, "reason": STATE.get(name)} for name, (line, why) in changing.items()},
         "lines of bridge outside lowering": lines_outside_lowering(modules),
     }

@@ -21,6 +21,7 @@ _spec.loader.exec_module(structure)
 def report(tmp_path, monkeypatch):
     """The report on a tree with these files: name in the package bridge (or torchfunc_jax) -> text."""
     monkeypatch.setattr(structure, "STATE", {})
+    monkeypatch.setattr(structure, "PRIVATE", {})
 
     def make(files: dict[str, str]) -> dict:
         for name, text in files.items():
@@ -165,7 +166,26 @@ def test_the_command(report, tmp_path):
     assert told.returncode == 1 and "2 files import each other: bridge.a, bridge.b" in told.stdout
     assert "bridge/b.py:3: json is imported inside a function" in told.stdout and "lines of bridge outside lowering: 5" in told.stdout
     read = json.loads(run("--json").stdout)
-    assert read["circles"] == [["bridge.a", "bridge.b"]] and len([s for s in read["broken"] if not s.startswith("STATE lists")]) == 2
+    assert read["circles"] == [["bridge.a", "bridge.b"]] and len([s for s in read["broken"] if " lists " not in s]) == 2
     assert "STATE" not in run("--imports").stdout and "import each other" in run("--imports").stdout
     help_text = run("--help").stdout
     assert "No import circle" in help_text and "--json" in help_text and "STATE" in help_text
+
+
+PRIVATE = {
+    "an attribute": ("import torch\ntorch._C.f()", ["torch._C"]),
+    "an attribute of an alias": ("import torch.nn as nn\nnn._reduction.get_enum", ["torch.nn._reduction"]),
+    "a private module": ("from jax._src import core", ["jax._src.core"]),
+    "a private name": ("from torch.nn.modules.conv import _ConvNd", ["torch.nn.modules.conv._ConvNd"]),
+    "in a function": ("import jax\ndef f():\n    return jax._src", ["jax._src"]),
+    "none: operators, dunders and names of ours": (
+        "import torch\nfrom bridge import a\ntorch.ops.aten._softmax, torch.__version__, a._b, torch.Tensor.__add__", [],
+    ),
+}
+
+
+@pytest.mark.parametrize("text, expected", PRIVATE.values(), ids=PRIVATE)
+def test_private_names(report, text, expected):
+    found = report({"file.py": text, "private.py": text, "a.py": ""})
+    assert [row["name"] for row in found["private names"]] == expected
+    assert len([sentence for sentence in found["broken"] if "is a private name" in sentence]) == len(expected)

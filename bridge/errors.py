@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import types
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import jax
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("bridge", "torchfunc_jax"))
 _INSTALLED, _STANDARD = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
@@ -147,6 +149,16 @@ def public(func: _Function) -> _Function:
             raise
 
     return run  # type: ignore[return-value]
+
+
+def public_methods(cls: _Class) -> _Class:
+    """Decorator of a class that users make objects of: errors of its constructor, its ``[i]`` and its methods go through ``for_user``."""
+    for name, attribute in list(vars(cls).items()):
+        if isinstance(attribute, types.FunctionType) and (name in ("__init__", "__getitem__") or not name.startswith("_")):
+            setattr(cls, name, public(attribute))
+        elif isinstance(attribute, classmethod) and not name.startswith("_"):
+            setattr(cls, name, classmethod(public(attribute.__func__)))
+    return cls
 
 
 #: Ends the message of an error in a program that calls from several lines run; ``at_this_line`` puts the line there.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from bridge.errors import public
 from torchfunc_jax.ensemble.metric_arguments import described, labels_of
 
 __all__ = ["fit_joint_temperature", "fit_temperature"]
@@ -13,6 +14,7 @@ __all__ = ["fit_joint_temperature", "fit_temperature"]
 _STEPS = 200  # bisection alone needs 60
 
 
+@public
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)) -> torch.Tensor:
     """The temperature T for which softmax(logits / T) has the least negative log-likelihood of held-out labels.
 
@@ -53,6 +55,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[fl
     return 1 / _root(slopes, z.new_ones(z.shape[:-2]), limits)
 
 
+@public
 def fit_joint_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)) -> torch.Tensor:
     """The one temperature of all members for which the mean of their probabilities has the least negative log-likelihood.
 

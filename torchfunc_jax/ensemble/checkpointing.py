@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from bridge import private_jax
 from bridge.checkpoints import CheckpointError, escaped
+from bridge.errors import public_methods
 
 __all__ = ["Checkpoints", "Preempted"]
 
@@ -42,6 +43,7 @@ class _Trainer(Protocol):
     position: int
 
 
+@public_methods
 class Checkpoints:
     """The checkpoints of one run in a folder; ``Trainer.fit(..., checkpoint=...)`` restores the newest, and saves.
 

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.table import Table
 
 from bridge.convert import dtypes
+from bridge.errors import public
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement
 
 __all__ = ["Collective", "Price", "dry_run"]
@@ -123,6 +124,7 @@ class Price:
         return table
 
 
+@public
 def dry_run(
     make_trainer: Callable[[int, Mesh], Any], members: int, batch: tuple[Any, ...], mesh: Mapping[str, int] | Mesh | AbstractMesh,
     *, own: bool = False,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from bridge.errors import public
 from torchfunc_jax.ensemble.meshes import MEMBER, gathered, gathered_tensor
 
 
@@ -31,6 +32,7 @@ def _scores(trainer: _Trainer, values: Any, name: str) -> np.ndarray:
     return np.nan_to_num(found.astype(np.float32), nan=np.inf, posinf=np.inf, neginf=-np.inf)
 
 
+@public
 def early_stop(
     trainer: _Trainer, values: Any, patience: int | None, min_delta: float = 0.0, keep_best: bool = False
 ) -> torch.Tensor:
@@ -83,6 +85,7 @@ def _stopped(counters: Any, values: jax.Array, patience: Any, min_delta: Any, be
     return jnp.where(better, values, best), waited, active & (waited < patience), jax.tree.map(one, best_params, params)
 
 
+@public
 def halve(trainer: _Trainer, scores: Any, keep: float = 0.5) -> list[int]:
     """Successive halving: go on with the best members alone, in their order.
 
@@ -115,6 +118,7 @@ def halve(trainer: _Trainer, scores: Any, keep: float = 0.5) -> list[int]:
     return best
 
 
+@public
 def exploit(
     trainer: _Trainer, scores: Any, fraction: float = 0.25, perturb: Mapping[str, tuple[float, ...]] | None = None, seed: int = 0
 ) -> list[int]:

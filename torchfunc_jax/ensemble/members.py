@@ -17,6 +17,7 @@ from torch import nn
 import bridge
 from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
+from bridge.errors import public_methods
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble.architecture import compare, computed, duplicate, kinds, unchanged
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
@@ -24,6 +25,7 @@ from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gat
 Rows = dict[str, jax.Array]
 
 
+@public_methods
 class Ensemble:
     """``n`` torch modules of one architecture; each lies on the device that keeps it, built there one by one.
 

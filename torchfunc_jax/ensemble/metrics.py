@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from bridge.errors import public
 from torchfunc_jax.ensemble import metric_arguments as given
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
 
 
 # -- are the classes right, and the probabilities ---------------------------------------------------------------------------------
+@public
 def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The part of the rows whose most probable class is the label; the first one counts among equals.
 
@@ -43,6 +45,7 @@ def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (p.argmax(-1) == labels).double().mean(-1)
 
 
+@public
 def categorical_nll(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The negative log-likelihood: the mean of -log p(label), in nats.  It is infinite if a label has probability 0.
 
@@ -60,6 +63,7 @@ def categorical_nll(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.
     return -_at(p, labels).log().mean(-1)
 
 
+@public
 def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over rows of the squared distance from the probabilities to the label's one-hot row; from 0 to 2.
 
@@ -78,6 +82,7 @@ def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
 
 # -- is the confidence the accuracy -----------------------------------------------------------------------------------------------
+@public
 def calibration_error(
     probabilities: torch.Tensor, labels: torch.Tensor, num_bins: int = 15, norm: str = "l1"
 ) -> torch.Tensor:
@@ -107,6 +112,7 @@ def calibration_error(
     return _gap(confidence, right, count, norm)
 
 
+@public
 def adaptive_calibration_error(
     probabilities: torch.Tensor, labels: torch.Tensor, num_bins: int = 15, norm: str = "l1"
 ) -> torch.Tensor:
@@ -132,6 +138,7 @@ def adaptive_calibration_error(
     return _gap(sure, accurate, count, norm)
 
 
+@public
 def reliability(
     probabilities: torch.Tensor, labels: torch.Tensor, num_bins: int = 15
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -172,6 +179,7 @@ def _gap(confidence: torch.Tensor, right: torch.Tensor, count: torch.Tensor, nor
 
 
 # -- are the sure ones right: selective classification ------------------------------------------------------------------------------
+@public
 def risk_coverage(
     probabilities: torch.Tensor, labels: torch.Tensor, confidence: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,6 +211,7 @@ def risk_coverage(
     return k / p.new_tensor(p.shape[-2]), wrong.cumsum(-1) / k
 
 
+@public
 def aurc(probabilities: torch.Tensor, labels: torch.Tensor, confidence: torch.Tensor | None = None) -> torch.Tensor:
     """The area under the risk-coverage curve, from the coverage 1/N to 1 by trapezoids, divided by the length 1 - 1/N.
 
@@ -223,6 +232,7 @@ def aurc(probabilities: torch.Tensor, labels: torch.Tensor, confidence: torch.Te
     return torch.trapezoid(risk, coverage) / (1 - coverage[0])
 
 
+@public
 def augrc(probabilities: torch.Tensor, labels: torch.Tensor, confidence: torch.Tensor | None = None) -> torch.Tensor:
     """As ``aurc``, of the generalized risk, which is risk times coverage: the part of all rows that is kept and wrong.
 
@@ -240,6 +250,7 @@ def augrc(probabilities: torch.Tensor, labels: torch.Tensor, confidence: torch.T
     return torch.trapezoid(risk * coverage, coverage) / (1 - coverage[0])
 
 
+@public
 def cov_at_risk(probabilities: torch.Tensor, labels: torch.Tensor, risk: float) -> torch.Tensor:
     """The largest coverage whose risk is at most a given one; NaN if there is none.
 
@@ -263,6 +274,7 @@ def cov_at_risk(probabilities: torch.Tensor, labels: torch.Tensor, risk: float) 
     return torch.where(most > 0, most, math.nan)
 
 
+@public
 def risk_at_cov(probabilities: torch.Tensor, labels: torch.Tensor, coverage: float) -> torch.Tensor:
     """The risk of the surest rows, as many as it takes to cover a given part of all.
 
@@ -286,6 +298,7 @@ def risk_at_cov(probabilities: torch.Tensor, labels: torch.Tensor, coverage: flo
 
 
 # -- do scores tell two kinds apart: out of distribution ------------------------------------------------------------------------------
+@public
 def auroc(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The probability that a positive row has a higher score than a negative one; equal scores count one half.
 
@@ -312,6 +325,7 @@ def auroc(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (below / 2).mean(-1, dtype=torch.float64) / negative.shape[-1]
 
 
+@public
 def average_precision(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean over the positive rows of the precision at their score: the area under the precision-recall curve, as steps.
 
@@ -331,6 +345,7 @@ def average_precision(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return (true / (true + false).double()).mean(-1)
 
 
+@public
 def fpr_at_recall(scores: torch.Tensor, targets: torch.Tensor, recall: float) -> torch.Tensor:
     """The part of the negative rows at or above the highest threshold that finds a given part of the positive rows.
 
@@ -354,6 +369,7 @@ def fpr_at_recall(scores: torch.Tensor, targets: torch.Tensor, recall: float) ->
     return (negative >= threshold).double().mean(-1)
 
 
+@public
 def fpr95(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """``fpr_at_recall`` where 95 % of the positive rows are found.
 
@@ -371,6 +387,7 @@ def fpr95(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 # -- do the members agree -------------------------------------------------------------------------------------------------------------
+@public
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
     """The entropy of each row in nats.
 
@@ -394,6 +411,7 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(given.probabilities_of(probabilities)).sum(-1)
 
 
+@public
 def mutual_information(members: torch.Tensor) -> torch.Tensor:
     """What is learned of the class by learning which member is right: the entropy of the mean less the mean of the entropies.
 
@@ -418,6 +436,7 @@ def mutual_information(members: torch.Tensor) -> torch.Tensor:
     return (torch.special.entr(p.mean(0)).sum(-1) - torch.special.entr(p).sum(-1).mean(0)).clamp(min=0)
 
 
+@public
 def variation_ratio(members: torch.Tensor, probabilistic: bool = True) -> torch.Tensor:
     """How much of the members is not for the class that the ensemble chooses.
 
@@ -447,6 +466,7 @@ def variation_ratio(members: torch.Tensor, probabilistic: bool = True) -> torch.
     return 1 - (p.mean(0) if probabilistic else votes(p).double() / len(p)).amax(-1)
 
 
+@public
 def disagreement(members: torch.Tensor) -> torch.Tensor:
     """The part of the pairs of members that choose different classes.
 
@@ -475,6 +495,7 @@ def disagreement(members: torch.Tensor) -> torch.Tensor:
     return 1 - (count * (count - 1)).sum(-1) / (n * (n - 1))
 
 
+@public
 def votes(members: torch.Tensor) -> torch.Tensor:
     """How many members choose each class: int64, [..., C], of values [members, ..., C]; the first class counts among equals."""
     count = members.new_zeros(members.shape[1:], dtype=torch.int64)
@@ -484,6 +505,7 @@ def votes(members: torch.Tensor) -> torch.Tensor:
 
 
 # -- regression: a mixture of one Gaussian for each member ------------------------------------------------------------------------------
+@public
 def distribution_nll(means: torch.Tensor, variances: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The negative log-likelihood of each target under the mixture of the members' Gaussians.
 
@@ -512,6 +534,7 @@ def distribution_nll(means: torch.Tensor, variances: torch.Tensor, targets: torc
     return math.log(len(mu)) - log.logsumexp(0)
 
 
+@public
 def crps(means: torch.Tensor, variances: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     """The continuous ranked probability score of each target: the distance of the mixture's distribution function to the target's step.
 
@@ -561,6 +584,7 @@ USUAL: Mapping[str, Metric] = {
 }  # fmt: skip
 
 
+@public
 def against_size(
     members: torch.Tensor, labels: torch.Tensor, *, sizes: Sequence[int] | None = None, metrics: Mapping[str, Metric] = USUAL,
     subsets: int = 20, seed: int = 0,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from bridge.errors import public, public_methods
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.metric_arguments import described
 from torchfunc_jax.ensemble.metrics import votes
@@ -18,6 +19,7 @@ __all__ = ["Classification", "Regression", "predict"]
 Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@public_methods
 @dataclasses.dataclass(frozen=True)
 class Classification:
     """The predictions of an ensemble of classifiers.  They are computed in float64, and have the logits' dtype (float32 of a 16-bit one).
@@ -99,6 +101,7 @@ class Classification:
         return cls(votes=count, vote=vote, logits=z.to(dtype) if keep else None, **{k: v.to(dtype) for k, v in found.items()})
 
 
+@public_methods
 @dataclasses.dataclass(frozen=True)
 class Regression:
     """The predictions of an ensemble of regressors: the mixture of its members' Gaussians, or of points if they give no variance.
@@ -194,6 +197,7 @@ class Regression:
         return high.to(self.means.dtype)
 
 
+@public
 def predict(
     ens: Ensemble, inputs: Any, *, task: str = "classification", head: Callable[[Any], Outputs] | None = None,
     batch_size: int | None = None, chunk: int | None = None, temperature: torch.Tensor | float | None = None, keep: bool = True,

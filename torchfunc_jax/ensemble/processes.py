@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from bridge import private_jax, processes
+from bridge.errors import public
 
 __all__ = ["LOST", "ProcessError", "initialize", "launch"]
 
@@ -48,6 +49,7 @@ class ProcessError(RuntimeError):
         self.process = process
 
 
+@public
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
     timeout: float = processes.TIMEOUT, limit: float = 30.0, **options: Any,
@@ -266,6 +268,7 @@ def _ends(code: int, said: str = "") -> None:
 
 
 # -- starting ----------------------------------------------------------------------------------------------------------------------
+@public
 def launch(
     target: Callable[..., Any] | str | os.PathLike[str], *args: Any, processes: int = 2, devices_per_process: int = 1,
     timeout: float = 60.0, limit: float = 30.0, logs: str | os.PathLike[str] | None = None,

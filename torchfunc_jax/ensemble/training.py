@@ -16,6 +16,7 @@ from jax import lax
 
 import bridge
 from bridge import compiling
+from bridge.errors import public_methods
 from bridge.jit import products
 from bridge.modules import as_tensor
 from torchfunc_jax.ensemble import life, optimizers
@@ -32,6 +33,7 @@ _CHANGED, _READ = ("optimizer", "step", "active", "average", "averaged"), ("numb
 _ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
 
 
+@public_methods
 class Trainer:
     """Trains all members of an ensemble at once: a step is one compiled program, in which each member has its own settings.
 

@@ -90,6 +90,11 @@ _ADVICE = {
 }  # fmt: skip
 
 
+def advice(error: BaseException) -> list[str]:
+    """What there is to do about an error in the words of PyTorch or JAX that do not say it."""
+    return [advised for words, advised in _ADVICE.items() if words in str(error)]
+
+
 def for_user(error: BaseException) -> None:
     """Prepare an error that leaves a public function: a note says what to do where the words of others do not, and tracebacks are short.
 
@@ -101,9 +106,9 @@ def for_user(error: BaseException) -> None:
         text = str(error)
         if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("bridge."):  # to the user it is a Tensor
             error.args = (text.replace(f"'{type(error.obj).__name__}' object", "'Tensor' object"),)
-        for words, advice in _ADVICE.items():
-            if words in text and advice not in getattr(error, "__notes__", ()):
-                error.add_note(advice)
+        for advised in advice(error):
+            if advised not in getattr(error, "__notes__", ()):
+                error.add_note(advised)
     if os.environ.get("TORCHFUNC_JAX_TRACEBACK") == "full":
         return
     met: set[int] = set()

@@ -17,7 +17,7 @@ from bridge import private
 from bridge.boundary import autograd, handing_over
 from bridge.boundary.results import with_twins
 from bridge.convert import tensors, trees
-from bridge.errors import NeedsTorch, escaped, public
+from bridge.errors import NeedsTorch, advice, escaped, public
 from bridge.intercepted import autograd_function as intercepted
 from bridge.process import having, process
 from bridge.record import replay
@@ -121,8 +121,8 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
             raise NeedsTorch(str(found)) from None
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         if recorder is not None and recorder.in_torch is not None:
-            why = reason or recorder.refused
-            error.add_note(f"PyTorch runs this call, which cannot be recorded ({why}); jit compiles all of it, and may allow it.")
+            why = f"PyTorch runs this call, which cannot be recorded ({reason or recorder.refused})"
+            error.add_note(f"{why}." if advice(error) else f"{why}; jit compiles all of it, and may allow it.")  # jit refuses these too
         raise
     finally:
         if recorder is not None and recorder.in_torch is not None:

@@ -427,7 +427,7 @@ def test_the_error_is_torchs_and_names_the_users_line_and_the_reason() -> None:
         assert [x.line for x in traceback.extract_tb(found.tb) if x.filename == __file__][-1] == "return x * 2 if x.sum() > 0 else x"
         errors.append(found.value)
     assert type(errors[1]) is type(errors[0]) and str(errors[1]) == str(errors[0])
-    assert "'new'" in errors[1].__notes__[0] and "jit" in errors[1].__notes__[0]
+    assert "'new'" in errors[1].__notes__[0] and "torch.where" in errors[1].__notes__[1]
 
 
 def test_a_function_runs_once_also_with_another_module_than_before() -> None:

@@ -6,7 +6,7 @@ import copy
 import enum
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-__all__ = ["compare", "computed", "duplicate", "kinds", "unchanged"]
+__all__ = ["compare", "computed", "different", "duplicate", "kinds", "shared_names", "unchanged"]
 
 #: what stands behind the names of the parameters of which a hook computes a tensor before each call
 _HOOKED = ("_orig", "_g")  # torch.nn.utils: spectral_norm and prune, weight_norm
@@ -62,6 +62,35 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for layer, attributes in before:
             vars(layer).clear()
             vars(layer).update(attributes)
+
+
+# -- what all members share ----------------------------------------------------------------------------------------------------------
+def shared_names(module: nn.Module, shared: bool | Iterable[str]) -> list[str]:
+    """The parameters and buffers that the argument ``shared`` of an ensemble means; ValueError for one that is trained, or is not there."""
+    frozen = {name: not p.requires_grad for name, p in module.named_parameters()} | {name: True for name, _ in module.named_buffers()}
+    if shared is True:
+        if not any(frozen.values()):
+            raise ValueError("shared: all parameters of the members require grad; call requires_grad_(False) on those that are shared")
+        return [name for name, one in frozen.items() if one]
+    if isinstance(shared, str):
+        raise TypeError(f"shared: expected True, False or a list of names, got {shared!r}")
+    found: set[str] = set()
+    for asked in shared or ():
+        below = [name for name in frozen if name == asked or name.startswith(f"{asked}.")]
+        if not below:
+            raise ValueError(f"shared: no parameter, buffer or submodule of a member is named {asked!r}; it has {', '.join(frozen)}")
+        if trained := next((name for name in below if not frozen[name]), None):
+            raise ValueError(f"shared: {trained!r} requires grad, and so is trained in each member; call requires_grad_(False) on it first")
+        found.update(below)
+    return [name for name in frozen if name in found]
+
+
+def different(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have other values; NaN is the same as NaN."""
+    if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return False
+    a, b = a.detach(), b.detach().to(a.device)
+    return not torch.equal(a, b) and not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 # -- one architecture ----------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Checkpoints of a training run, written by Orbax while training goes on, by each process what its devices keep; SIGTERM saves and ends.
 
 A checkpoint is the trainer's state by the leaves' names, with the position in the data.  It is read into the shardings that the trainer
-has now, whatever the mesh and the number of processes that wrote it.
+has now, whatever the mesh and the number of processes that wrote it.  Of what all members share it has a digest alone: the trainer that
+goes on has it already, and another base is refused.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import signal
 import threading
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from bridge import private_jax
@@ -86,6 +89,7 @@ class Checkpoints:
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True,
         )
         self._manager = self._orbax.CheckpointManager(self.folder, options=options)
+        self._known: dict[str, tuple[jax.Array, str]] = {}  # what all members share, with its digest
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -113,11 +117,12 @@ class Checkpoints:
         if trainer.position not in self._manager.all_steps():
             named = _named(trainer.state)
             described = {name: [x.dtype.name, list(x.shape)] for name, x in named.items()}
+            about = {"position": trainer.position, "leaves": described, "shared": self._digests(trainer.state.shared)}
             args = self._orbax.args
             self._manager.save(
                 trainer.position, force=True, args=args.Composite(
                     state=args.StandardSave({escaped(name): x for name, x in named.items() if x.size}),
-                    about=args.JsonSave({"position": trainer.position, "leaves": described}),
+                    about=args.JsonSave(about),
                 ),
             )
         if wait:
@@ -148,6 +153,7 @@ class Checkpoints:
             state = _grown(trainer.state, about["leaves"])
             here = _named(state)
             _check(about["leaves"], here)
+            _check_shared(about.get("shared", {}), self._digests(state.shared))
             like = {escaped(name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in here.items() if x.size}
             arrays = self._manager.restore(found, args=args.Composite(state=args.StandardRestore(like)))["state"]
         except CheckpointError as error:
@@ -155,9 +161,16 @@ class Checkpoints:
         except Exception as error:  # Orbax and tensorstore raise classes of many kinds for a damaged file
             raise CheckpointError(f"{self.folder}, step {found}: damaged: {type(error).__name__}: {error}") from error
         leaves = [arrays[escaped(name)] if x.size else x for name, x in here.items()]
-        trainer.state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+        trainer.state = dataclasses.replace(jax.tree.unflatten(_structure(state), leaves), shared=state.shared)
         trainer.position = about["position"]
         return found
+
+    def _digests(self, shared: dict[str, jax.Array]) -> dict[str, str]:
+        """A digest of each array that all members share, computed once: no step changes them."""
+        for name, x in shared.items():
+            if self._known.get(name, (None,))[0] is not x:
+                self._known[name] = x, _digest(x)
+        return {name: self._known[name][1] for name in shared}
 
     def wait(self) -> None:
         """Return when all checkpoints are written; an error in writing them is raised here."""
@@ -245,8 +258,19 @@ class _Signals:
 
 # -- names -------------------------------------------------------------------------------------------------------------------------
 def _named(state: Any) -> dict[str, jax.Array]:
-    """The leaves by name, in their order."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+    """The leaves by name, in their order, without what all members share."""
+    own = jax.tree_util.tree_flatten_with_path(dataclasses.replace(state, shared={}))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in own}
+
+
+def _structure(state: Any) -> Any:
+    """The tree whose leaves ``_named`` has."""
+    return jax.tree.structure(dataclasses.replace(state, shared={}))
+
+
+def _digest(x: jax.Array) -> str:
+    values = np.ascontiguousarray(x.addressable_data(0)).reshape(-1)
+    return hashlib.blake2b(values.view(np.uint8), digest_size=16).hexdigest()
 
 
 def _grown(state: Any, saved: dict[str, Any]) -> Any:
@@ -269,3 +293,12 @@ def _check(saved: dict[str, Any], here: dict[str, jax.Array]) -> None:
                 f"{name!r} is {dtype}{shape} in it and {x.dtype.name}{list(x.shape)} in the trainer; give the trainer the members, "
                 "modules and optimizer that it was saved with"
             )
+
+
+def _check_shared(saved: dict[str, str], here: dict[str, str]) -> None:
+    if saved.keys() != here.keys():
+        raise CheckpointError(
+            f"its members share {sorted(saved) or 'nothing'}, and the trainer's share {sorted(here) or 'nothing'}; make both with one shared="
+        )
+    if unlike := next((name for name in here if here[name] != saved[name]), None):
+        raise CheckpointError(f"{unlike!r}, which all members share, has other values in the trainer; make its members from the same base")

@@ -194,7 +194,7 @@ def dry_run(
     rows = planned.argument_size_in_bytes - _bytes(trainer._arguments())
     return Price(
         members=members, mesh=shape, members_per_device=lanes, rows_per_device=kept,
-        parameters=sum(math.prod(x.shape[1:]) for x in trainer.state.params.values()),
+        parameters=sum(p.numel() for p in trainer.ensemble.template.parameters()),
         state={name: n for name, n in state.items() if n}, batch=rows, temporary=planned.temp_size_in_bytes,
         memory=rows + sum(state.values()) + planned.output_size_in_bytes - planned.alias_size_in_bytes + planned.temp_size_in_bytes,
         flops=float((cost or {}).get("flops", math.nan)),
@@ -204,7 +204,9 @@ def dry_run(
 
 def _whole(trainer: Any, mesh: AbstractMesh, batch: Any, members: int, own: bool, wide: tuple[bool, ...]) -> Any:
     """The jaxpr of the step on the whole mesh, which uses the trainer up: its state has one shard's members."""
-    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((members, *x.shape[1:]), x.dtype), trainer._arguments())
+    *of_members, shared = trainer._arguments()
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((members, *x.shape[1:]), x.dtype), of_members)
+    parts.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shared))
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(_dtype(x))), batch)
     trainer.ensemble.mesh, trainer.ensemble.placement = mesh, Placement(mesh)
     trainer._programs.clear()

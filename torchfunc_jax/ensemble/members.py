@@ -19,7 +19,7 @@ from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
 from bridge.errors import public_methods
 from bridge.modules import as_tensor
-from torchfunc_jax.ensemble.architecture import compare, computed, duplicate, kinds, unchanged
+from torchfunc_jax.ensemble.architecture import compare, computed, different, duplicate, kinds, shared_names, unchanged
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
 
 Rows = dict[str, jax.Array]
@@ -38,16 +38,20 @@ class Ensemble:
         n: the number of members; with a mesh, a multiple of the size of its axis "member".
         seed: of the members' initial values.
         mesh: ``jax.make_mesh((m, d), ("member", "data"))``, with axes that are Explicit or Auto; the axis "data" may be missing.
+        shared: which parameters and buffers are one array for all members, such as a frozen base under adapters: True for all parameters
+            that do not require grad and all buffers, or names of parameters, buffers and submodules. They are the same in all members,
+            and no step changes them.
 
     Attributes:
         params, buffers: name -> jax.Array [n, *shape]; 64-bit types become 32-bit unless JAX's ``jax_enable_x64`` is on. A ``Trainer``
             reuses their memory in each of its steps.
+        shared: name -> jax.Array [*shape], on each device of the mesh: the parameters and buffers that all members share.
         template: a module of the architecture, with the initial values of member 0.
         mesh: as given.
 
     Raises:
         ValueError: n is not a positive multiple of the axis "member"; another axis; members that differ in architecture, with the name of
-            the parameter or layer, the member, and both shapes.
+            the parameter or layer, the member, and both shapes; something shared that requires grad, or that differs between members.
         TypeError: ``make_member`` returns no module, or one without values.
 
     Source: ``torch.func.stack_module_state``; https://docs.jax.dev/en/latest/201/sharding.html
@@ -58,22 +62,31 @@ class Ensemble:
         >>> ens = Ensemble(lambda: torch.nn.Linear(3, 2), n=4, seed=0)
         >>> len(ens), ens.params["weight"].shape, ens[1]
         (4, (4, 2, 3), Linear(in_features=3, out_features=2, bias=True))
+
+        A base that all members share, each with a head of its own:
+
+        >>> base = torch.nn.Linear(3, 5).requires_grad_(False)
+        >>> heads = Ensemble(lambda: torch.nn.Sequential(base, torch.nn.Linear(5, 2)), n=4, shared=True)
+        >>> heads.params["1.weight"].shape, heads.shared["0.weight"].shape
+        ((4, 2, 5), (5, 3))
     """
 
-    def __init__(self, make_member: Callable[[], nn.Module], n: int, seed: int = 0, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, make_member: Callable[[], nn.Module], n: int, seed: int = 0, mesh: Mesh | None = None, *, shared: bool | Iterable[str] = False
+    ) -> None:
         def make(i: int) -> nn.Module:
             with _seeded(seed, i):
                 return make_member()
 
-        self._build(make, operator.index(n), mesh, make_member)
+        self._build(make, operator.index(n), mesh, shared, make_member)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], mesh: Mesh | None = None) -> Ensemble:
+    def of(cls, modules: Iterable[nn.Module], mesh: Mesh | None = None, *, shared: bool | Iterable[str] = False) -> Ensemble:
         """An ensemble with the values of these modules, which are copied.
 
         Args:
             modules: at least one, all of one architecture.
-            mesh: as in ``Ensemble``.
+            mesh, shared: as in ``Ensemble``.
 
         Raises:
             ValueError, TypeError: as in ``Ensemble``.
@@ -86,10 +99,12 @@ class Ensemble:
         """
         given = list(modules)
         made = cls.__new__(cls)
-        made._build(given.__getitem__, len(given), mesh)
+        made._build(given.__getitem__, len(given), mesh, shared)
         return made
 
-    def _build(self, make: Callable[[int], nn.Module], n: int, mesh: Mesh | None, make_member: Any = None) -> None:
+    def _build(
+        self, make: Callable[[int], nn.Module], n: int, mesh: Mesh | None, shared: bool | Iterable[str], make_member: Any = None
+    ) -> None:
         self.mesh, self.placement = mesh, Placement(mesh)
         self.placement.check(n)
         first = make(0)
@@ -98,6 +113,7 @@ class Ensemble:
         if hasattr(first, "_orig_mod"):
             raise TypeError("expected the module itself, got what torch.compile makes of it; all members are compiled as one program")
         self._begin(computed(duplicate(first)), make_member)
+        self._share(shared_names(self.template, shared))
         self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
 
     def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
@@ -105,20 +121,39 @@ class Ensemble:
         self._kinds = kinds(template)
         self._make_member = make_member
         self._programs: dict[Any, Any] = {}
+        self.shared: Rows = {}
         self.changes = 0  # how often other members came into some of its places, which a trainer has to know
 
+    def _share(self, names: Iterable[str]) -> None:
+        """Let all members share the template's tensors of these names: one array of each, on every device."""
+        own = _tensors(self.template)
+        self.shared = {name: self.placement.put_rows(own[name].detach().clone()) for name in names}  # the template keeps its memory
+
     def _set(self, n: int, state: Rows) -> None:
-        names = [name for name, _ in self.template.named_parameters()]
         self._n = n
-        self.params = {name: state[name] for name in names}
-        self.buffers = {name: state[name] for name, _ in self.template.named_buffers()}
+        self.params = {name: state[name] for name, _ in self.template.named_parameters() if name not in self.shared}
+        self.buffers = {name: state[name] for name, _ in self.template.named_buffers() if name not in self.shared}
+
+    def whole(self, params: Rows, buffers: Rows, shared: Rows) -> tuple[Rows, Rows]:
+        """(params, buffers) of a module: those of its own, and those that all members share."""
+        every = {**params, **buffers, **shared}
+        return (
+            {name: every[name] for name, _ in self.template.named_parameters()},
+            {name: every[name] for name, _ in self.template.named_buffers()},
+        )
 
     def _rows(self, module: nn.Module, who: str) -> dict[str, Any]:
-        """The arrays of a module that is to be a member; ValueError if its architecture is not the template's."""
+        """The arrays of a module that is to be a member; ValueError if its architecture, or what is shared, is not the template's."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module as {who}, got {type(module).__name__}")
         compare(self.template, self._kinds, module, who)
-        return {name: crossing(t.detach(), name) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        here, there = _tensors(module), _tensors(self.template)
+        if unlike := next((name for name in self.shared if different(here[name], there[name])), None):
+            raise ValueError(
+                f"shared: all members must have the same values in {unlike!r}, and {who} has others than member 0; make them from one "
+                "module, by copy.deepcopy, or do not share this one"
+            )
+        return {name: crossing(t.detach(), name) for name, t in here.items() if name not in self.shared}
 
     # -- members -----------------------------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -133,7 +168,11 @@ class Ensemble:
             raise LookupError(
                 f"member {i} is kept by another process, this one keeps {self.local}; ask there, or write a checkpoint"
             ) from None
-        return computed(bridge.load(duplicate(self.template), params, buffers))
+        return computed(bridge.load(duplicate(self.template), *self.whole(params, buffers, self._shared_here())))
+
+    def _shared_here(self) -> Rows:
+        """What all members share, on one device of this process."""
+        return {name: x.addressable_data(0) for name, x in self.shared.items()}
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self[i] for i in range(len(self)))
@@ -268,16 +307,17 @@ class Ensemble:
         return self.like(self.params, self.buffers)
 
     def like(self, params: Rows, buffers: Rows) -> Ensemble:
-        """An ensemble of this one's architecture and devices with copies of these values."""
+        """An ensemble of this one's architecture and devices with copies of these values; what is shared, it shares too."""
         made = Ensemble.__new__(Ensemble)
         made.mesh, made.placement = self.mesh, self.placement
         made._begin(self.template, self._make_member)
+        made.shared = dict(self.shared)
         made._set(len(self), _copied({**params, **buffers}))
         return made
 
     # -- files -------------------------------------------------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all members to one file, as stacked tensors of ``torch.save``; the file is written as a whole or not at all.
+        """Write all members to one file, as stacked tensors of ``torch.save``, and what they share once; the whole file or nothing.
 
         It needs memory for the ensemble on this host; ``Checkpoints`` write what each device keeps, from all processes.
 
@@ -296,10 +336,11 @@ class Ensemble:
         if len(self.local) < len(self):
             raise LookupError("save: other processes keep some of the members; use Checkpoints, which write from all of them")
         target = Path(path)
-        types = {name: t.dtype for name, t in [*self.template.named_parameters(), *self.template.named_buffers()]}
-        state = {name: as_tensor(gathered(x)).to(types[name]) for name, x in {**self.params, **self.buffers}.items()}
+        types = {name: t.dtype for name, t in _tensors(self.template).items()}
+        every = ({**self.params, **self.buffers}, self._shared_here())
+        state, shared = ({name: as_tensor(gathered(x)).to(types[name]) for name, x in some.items()} for some in every)
         with checkpoint_files.staging(target) as folder:
-            torch.save({"members": len(self), "state": state}, folder / "members")
+            torch.save({"members": len(self), "state": state, "shared": shared}, folder / "members")
             checkpoint_files.sync(folder / "members")
             checkpoint_files.replace(folder / "members", target)
 
@@ -316,21 +357,22 @@ class Ensemble:
             ValueError: the file is of another architecture; a number of members that the mesh cannot keep.
         """
         found = torch.load(path, mmap=True, weights_only=True)
-        if not isinstance(found, dict) or set(found) != {"members", "state"}:
+        if not isinstance(found, dict) or set(found) | {"shared"} != {"members", "shared", "state"}:
             raise ValueError(f"{path}: expected a file that Ensemble.save has written")
-        made, n, state = cls.__new__(cls), found["members"], found["state"]
+        made, n, state, shared = cls.__new__(cls), found["members"], found["state"], found.get("shared", {})
         made.mesh, made.placement = mesh, Placement(mesh)
         made.placement.check(n)
         with _seeded(0, 0):
             made._begin(make_member(), make_member)
-        own = dict([*made.template.named_parameters(), *made.template.named_buffers()])
-        for name in {**own, **state}:
-            here, there = (list(some[name].shape) if name in some else "nothing" for some in (own, state))
-            if name not in own or name not in state or list(state[name].shape) != [n, *own[name].shape]:
+        own, saved = _tensors(made.template), {**state, **shared}
+        for name in {**own, **saved}:
+            here, there = (list(some[name].shape) if name in some else "nothing" for some in (own, saved))
+            if name not in own or name not in saved or list(saved[name].shape) != [*[n] * (name in state), *own[name].shape]:
                 raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
+        made.shared = {name: made.placement.put_rows(x.clone()) for name, x in shared.items()}
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
         mine = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
-        computed(bridge.load(made.template, *mine))
+        computed(bridge.load(made.template, *made.whole(*mine, made._shared_here())))
         return made
 
     # -- outputs -----------------------------------------------------------------------------------------------------------------------
@@ -357,15 +399,15 @@ class Ensemble:
         leaves = jax.tree.leaves(inputs)
         rows, wide = {x.shape[0] if x.ndim else None for x in leaves}, wide_types(leaves, self.template)
 
-        def one(params: Rows, buffers: Rows, inputs: Any) -> Any:
+        def one(params: Rows, buffers: Rows, shared: Rows, inputs: Any) -> Any:
             with jax.enable_x64(True):
                 args, kwargs = arguments(widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype))))
             with unchanged(self.template):
-                return bridge.call(self.template, params, buffers, args, kwargs, training=False)[0]
+                return bridge.call(self.template, *self.whole(params, buffers, shared), args, kwargs, training=False)[0]
 
         def program(axis: str | None) -> Any:
-            every = lanes(one, (0, 0, None), chunk)
-            return jax.jit(place.over(every, (place.spec(MEMBER), place.spec(MEMBER), place.spec(axis)), place.spec(MEMBER, axis), False))
+            every, members = lanes(one, (0, 0, None, None), chunk), place.spec(MEMBER)
+            return jax.jit(place.over(every, (members, members, place.spec(), place.spec(axis)), place.spec(MEMBER, axis), False))
 
         key = (jax.tree.structure(inputs), tuple((x.shape, str(x.dtype)) for x in leaves), wide, chunk)
         with compiling.correctly():
@@ -373,11 +415,11 @@ class Ensemble:
                 axis = DATA if len(rows) == 1 and None not in rows and not rows.copy().pop() % place.size(DATA) else None
                 if axis is not None and place.size(DATA) > 1:  # each device takes a part of the rows, if each output has these rows
                     alone = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (self.params, self.buffers))
-                    outs = jax.eval_shape(one, *alone, jax.tree.map(as_shape, inputs))
+                    outs = jax.eval_shape(one, *alone, self.shared, jax.tree.map(as_shape, inputs))
                     axis = DATA if all(x.shape[:1] == leaves[0].shape[:1] for x in jax.tree.leaves(outs)) else None
                 self._programs[key] = program(axis), axis
             run, axis = self._programs[key]
-            out = run(self.params, self.buffers, jax.tree.map(lambda x: place.put_rows(x, axis), inputs))
+            out = run(self.params, self.buffers, self.shared, jax.tree.map(lambda x: place.put_rows(x, axis), inputs))
         return jax.tree.map(lambda x: as_tensor(gathered(x)), out)
 
 
@@ -387,6 +429,11 @@ def _seeded(seed: int, index: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1))
         yield
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 # -- functions of one member ---------------------------------------------------------------------------------------------------------------

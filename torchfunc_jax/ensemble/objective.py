@@ -19,13 +19,15 @@ from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of ``Trainer`` by these names; synced: BatchNorm's statistics are taken over the mesh's axis "data"."""
+    """The arguments of ``Trainer`` by these names; synced: BatchNorm's statistics are taken over the mesh's axis "data"; shared: the names
+    of the parameters and buffers that all members share."""
 
     loss: Callable[..., Any]
     loss_of: str
     augment: Callable[..., Any] | None
     dtype: torch.dtype | None
     synced: bool
+    shared: tuple[str, ...] = ()
 
 
 class Objective(nn.Module):
@@ -42,7 +44,8 @@ class Objective(nn.Module):
     def _value(
         self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[torch.dtype | None, ...], augmented: bool
     ) -> torch.Tensor:
-        how, before = self.settings, {name: (p, p._version) for name, p in self.member.named_parameters()}
+        how = self.settings
+        before = {name: (t, t._version) for name, t in self._constant()}
         batch = widened(batch, wide, torch.Tensor.to)
         with contextlib.ExitStack() as modes:
             if how.synced:
@@ -60,13 +63,20 @@ class Objective(nn.Module):
                     modes.close()
                     out = jax.tree.map(lambda x: x.float() if x.dtype == how.dtype else x, out)
                 found = how.loss(self._tempered(out, numbers), *batch[1:])
-        for name, p in self.member.named_parameters():
-            if p is not before[name][0] or p._version != before[name][1]:
+        for name, t in self._constant():
+            if t is not before[name][0] or t._version != before[name][1]:
                 raise ValueError(
+                    f"member: its forward writes to {name!r}, which all members share (shared=), as BatchNorm does in training mode; share "
+                    "other parameters and buffers by their names, or let that layer be in evaluation mode (training=None)"
+                    if name in how.shared else
                     f"member: its forward writes to the parameter {name!r} (as nn.Embedding with max_norm does), and the step would lose "
                     "what it writes; let it compute with a changed copy, or write to a buffer"
                 )
         return self._weighted(found, numbers.get("loss_weights"))
+
+    def _constant(self) -> list[tuple[str, torch.Tensor]]:
+        """What the member may not write to: its parameters, and the buffers that all members share."""
+        return [*self.member.named_parameters(), *((name, t) for name, t in self.member.named_buffers() if name in self.settings.shared)]
 
     @staticmethod
     def _tempered(out: Any, numbers: Mapping[str, Any]) -> Any:

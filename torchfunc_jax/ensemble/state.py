@@ -10,10 +10,11 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that training changes, a pytree of jax.Arrays: each is [n, ...] but ``order``.
+    """All that training changes, and what its members share, a pytree of jax.Arrays: each is [n, ...] but ``order`` and ``shared``.
 
     Attributes:
         params, buffers: name -> array.
+        shared: name -> array, the parameters and buffers that all members share; no step changes them.
         optimizer: the optimizer's state, a tree of arrays.
         numbers: name -> array [n], or tuple or dict of such arrays: "lr", "weight_decay", ..., and "clip", "temperature",
             "loss_weights" where they were given. Numbers that are functions of the step are not in it.
@@ -29,6 +30,7 @@ class TrainState:
 
     params: dict[str, jax.Array]
     buffers: dict[str, jax.Array]
+    shared: dict[str, jax.Array]
     optimizer: Any
     numbers: dict[str, Any]
     step: jax.Array

@@ -108,7 +108,7 @@ class Trainer:
         place, n = ensemble.placement, len(ensemble)
         self._data_axis = DATA if place.size(DATA) > 1 else None
         self.sync_batch_norm, synced = sync_batch_norm, sync_batch_norm and self._data_axis is not None
-        self._objective = Objective(ensemble.template, Settings(loss, loss_of, augment, dtype, synced))
+        self._objective = Objective(ensemble.template, Settings(loss, loss_of, augment, dtype, synced, tuple(ensemble.shared)))
         self._trained = [name for name, p in ensemble.template.named_parameters() if p.requires_grad]
         if not self._trained:
             raise ValueError("ensemble: no parameter requires grad, so there is nothing to train")
@@ -157,14 +157,16 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """All that training changes; it may be set. Its arrays are used up by the next step."""
-        changed, read = self._arguments()
-        return TrainState(**changed, **read, **self._rest)
+        changed, read, shared = self._arguments()
+        return TrainState(**changed, **read, shared=shared, **self._rest)
 
     @state.setter
     def state(self, state: TrainState) -> None:
         fields = {name: getattr(state, name) for name in FIELDS}
         self._n = self.ensemble._n = state.step.shape[0]
         self._put_members(fields.pop("params"), fields.pop("buffers"))
+        shared = fields.pop("shared")
+        self.ensemble.shared = {name: shared[name] for name in self.ensemble.shared}
         self._keep(fields)
 
     def _put_members(self, params: Part, buffers: Part) -> None:
@@ -178,8 +180,8 @@ class Trainer:
         self._read = {name: fields.pop(name) for name in _READ}
         self._rest = fields
 
-    def _arguments(self) -> tuple[Part, Part]:
-        """What a program gets of the state: what a step changes, whose memory it uses again, and what it only reads.
+    def _arguments(self) -> tuple[Part, Part, Part]:
+        """What a program gets of the state: what a step changes, whose memory it uses again, what it only reads, and what members share.
 
         They are kept as they are passed: Python is slow while the processor's caches are full of a step's arrays.
         """
@@ -189,7 +191,7 @@ class Trainer:
                 "the ensemble's members were changed, and this trainer has the optimizer's state and the settings of those before (it has "
                 f"{len(ensemble)} members, and had {self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
             )
-        return {"params": ensemble.params, "buffers": ensemble.buffers, **self._changed}, self._read
+        return {"params": ensemble.params, "buffers": ensemble.buffers, **self._changed}, self._read, ensemble.shared
 
     @property
     def state_shardings(self) -> TrainState:
@@ -212,13 +214,13 @@ class Trainer:
 
     def _loss(self, params: Any, state: TrainState, batch: Any, key: Any, wide: Wide, training: Any, augmented: bool) -> Any:
         """(loss, buffers) of a batch; ``params`` has the parameters that are trained."""
-        named = {f"member.{name}": x for name, x in {**state.params, **params}.items()}
-        buffers = {f"member.{name}": x for name, x in state.buffers.items()}
+        whole = self.ensemble.whole({**state.params, **params}, state.buffers, state.shared)
+        named, buffers = ({f"member.{name}": x for name, x in some.items()} for some in whole)
         numbers = self._now(state.numbers, state.step, ("temperature", "loss_weights"))
         loss, after = bridge.call(
             self._objective, named, buffers, (numbers, batch, wide, augmented), training=training, rng=key
         )
-        return loss, {name.removeprefix("member."): x for name, x in after.items()}
+        return loss, {name: after[f"member.{name}"] for name in state.buffers}
 
     def _key(self, state: TrainState) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.keys), state.step)
@@ -294,16 +296,16 @@ class Trainer:
 
     def _of_members(self, one: Callable[..., Any], own: bool, chunk: int | None) -> Callable[..., Any]:
         """A function of one member's state and batch, which returns the state after it and a loss, as a program's of all members."""
-        def member(changed: Part, read: Part, batch: Any) -> Any:
-            after, loss = one(_whole(changed, read), batch)
+        def member(changed: Part, read: Part, shared: Part, batch: Any) -> Any:
+            after, loss = one(_whole(changed, read, shared), batch)
             return {name: getattr(after, name) for name in changed}, loss
 
-        return lanes(member, (0, 0, 0 if own else None), chunk)
+        return lanes(member, (0, 0, None, 0 if own else None), chunk)
 
     def _over_devices(self, every: Callable[..., Any], own: bool, check_vma: bool, data: bool = False) -> Any:
         place = self.ensemble.placement
         members = place.spec(MEMBER)
-        given = (members, members, *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
+        given = (members, members, place.spec(), *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
         return jax.jit(products.rearranging(place.over(every, given, (members, members), check_vma)), donate_argnums=0)
 
     def _step_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
@@ -312,26 +314,26 @@ class Trainer:
 
     def _epoch_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
         """A step on rows of data that lie on the devices."""
-        def every(changed: Part, read: Part, data: Any, rows: jax.Array) -> Any:
+        def every(changed: Part, read: Part, shared: Part, data: Any, rows: jax.Array) -> Any:
             def taken(rows: jax.Array) -> Any:
                 return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), data)
 
             def one(state: TrainState, batch: Any) -> Any:
                 return self._member_step(state, taken(batch) if own else batch, wide)
 
-            return self._of_members(one, own, chunk)(changed, read, rows if own else taken(rows))
+            return self._of_members(one, own, chunk)(changed, read, shared, rows if own else taken(rows))
 
         return self._over_devices(every, own, check_vma, data=True)
 
     def _losses_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any, split: bool = True) -> Any:
-        def one(changed: Part, read: Part, batch: Any) -> Any:
-            state = _whole(changed, read)
+        def one(changed: Part, read: Part, shared: Part, batch: Any) -> Any:
+            state = _whole(changed, read, shared)
             loss, _ = self._loss({}, state, batch, self._key(state), wide, False, False)
             return self._joined(loss) if split else loss
 
         place = self.ensemble.placement
-        every, members, rows = lanes(one, (0, 0, 0 if own else None), chunk), place.spec(MEMBER), (DATA,) if split else ()
-        given = members, members, place.spec(MEMBER, *rows) if own else place.spec(*rows)
+        every, members, rows = lanes(one, (0, 0, None, 0 if own else None), chunk), place.spec(MEMBER), (DATA,) if split else ()
+        given = members, members, place.spec(), place.spec(MEMBER, *rows) if own else place.spec(*rows)
         return jax.jit(products.rearranging(place.over(every, given, members, check_vma)))
 
     _whole_losses_program = functools.partialmethod(_losses_program, split=False)
@@ -598,9 +600,9 @@ class Trainer:
         if not keys and len(found) != self._n:
             raise ValueError(f"indices: expected {self._n} with keys=False, one for each member, got {len(found)}")
         state = self.state
-        kept = dataclasses.replace(state, order=None, keys=state.keys if keys else None)
+        kept = dataclasses.replace(state, order=None, shared=None, keys=state.keys if keys else None)
         after = place.taken(kept, np.array(found))
-        self.state = dataclasses.replace(after, order=state.order, keys=after.keys if keys else state.keys)
+        self.state = dataclasses.replace(after, order=state.order, shared=state.shared, keys=after.keys if keys else state.keys)
         self._members_changed()
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
@@ -683,9 +685,9 @@ def _averaged(average: Any, now: Any, count: jax.Array, active: jax.Array) -> An
     return _where(active, jax.tree.map(one, average, now), average), count + active
 
 
-def _whole(changed: Part, read: Part) -> TrainState:
-    """The state of which a program gets two parts."""
-    return TrainState(**dict.fromkeys(FIELDS) | changed | read)
+def _whole(changed: Part, read: Part, shared: Part) -> TrainState:
+    """The state of which a program gets three parts."""
+    return TrainState(**dict.fromkeys(FIELDS) | changed | read | {"shared": shared})
 
 
 def _of_vma(error: Exception) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
 
 # By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series).  Only the function ``jet`` is documented; it
 # runs user code on tracers of its own, and refuses a primitive without a rule.
@@ -120,6 +122,82 @@ def same_trace(one: Any, other: Any) -> bool:
 def differentiations(value: Any) -> int:
     """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
     return sum(hasattr(tracer, "primal") for tracer in _nested(value))
+
+
+def same_computation(one: Any, other: Any) -> bool:
+    """Whether two values that are being traced are results of the same primitives, with the same parameters, of the same values."""
+    pairs, seen = [(one, other)], set()
+    while pairs:
+        a, b = pairs.pop()
+        if a is b or (id(a), id(b)) in seen:
+            continue
+        seen.add((id(a), id(b)))
+        if not (hasattr(a, "_trace") and hasattr(b, "_trace") and same_trace(a._trace, b._trace)):
+            return False
+        if hasattr(a, "primal"):
+            pairs.append((a.primal, b.primal))
+        elif hasattr(a, "batch_dim"):
+            if a.batch_dim != b.batch_dim:
+                return False
+            pairs.append((a.val, b.val))
+        elif not _same_result(a, b):
+            return False
+        elif getattr(a, "parent", None) is not None and a.parent is not b.parent:
+            pairs += zip(a.parent.in_tracers, b.parent.in_tracers, strict=True)
+    return True
+
+
+def _same_result(a: Any, b: Any) -> bool:
+    """Whether two tracers of a program are the same input, constant or result, of equations alike, whatever these are applied to."""
+    ours, theirs = getattr(a, "parent", None), getattr(b, "parent", None)
+    values = getattr(a, "val", None), getattr(b, "val", None)
+    if ours is None or theirs is None or ours is theirs:
+        if all(isinstance(x, Literal) for x in values):
+            return a.aval == b.aval and np.array_equal(values[0].val, values[1].val)
+        return ours is theirs and values[0] is not None and values[0] is values[1]
+    places = [[v is x for v in eqn.outvars] for eqn, x in ((ours, values[0]), (theirs, values[1]))]
+    if ours.primitive is not theirs.primitive or ours.effects or len(ours.in_tracers) != len(theirs.in_tracers) or places[0] != places[1]:
+        return False
+    return any(places[0]) and _same_params(ours.primitive, ours.params, theirs.params)
+
+
+def _same_params(primitive: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # the value depends on the function alone, not on its rules
+        ours, theirs = {"call_jaxpr": ours["call_jaxpr"]}, {"call_jaxpr": theirs["call_jaxpr"]}
+    return ours.keys() == theirs.keys() and all(_same_param(ours[name], theirs[name]) for name in ours)
+
+
+def _same_param(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
+        return list(map(id, a.consts)) == list(map(id, b.consts)) and _same_jaxpr(a.jaxpr, b.jaxpr)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # it has no equality
+        return False
+
+
+def _same_jaxpr(a: Any, b: Any) -> bool:
+    """Whether two jaxprs differ in the names of their variables alone."""
+    named: dict[Any, Any] = {}
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            return type(x) is type(y) and x.aval == y.aval and np.array_equal(x.val, y.val)
+        return x.aval == y.aval and named.setdefault(x, y) is y
+
+    def every(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+        return len(xs) == len(ys) and all(map(same, xs, ys))
+
+    if a.effects or b.effects or len(a.eqns) != len(b.eqns) or not every([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
+        return False
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if x.primitive is not y.primitive or not every(x.invars, y.invars) or not every(x.outvars, y.outvars):
+            return False
+        if not _same_params(x.primitive, x.params, y.params):
+            return False
+    return every(a.outvars, b.outvars)
 
 
 def in_trace(trace: Any, *values: Any) -> bool:

@@ -393,7 +393,7 @@ class _Staged:
         self.constants: list[list[Any]] = []
         self._rules = [_Rules(call, values, call.requires_grad, by_jvp, self.constants)]
         self._refused: Exception | None = None
-        every = [inexact(v) for v in values]
+        every = [inexact(v) and isinstance(v, jax.core.Tracer) for v in values]  # nothing is differentiated by a constant
         if call.asked and not by_jvp and call.requires_grad != every:  # transforms around this program may differentiate by the others
             try:
                 self._rules.append(_Rules(call, values, every, by_jvp, self.constants))
@@ -432,8 +432,11 @@ class _Rules:
         self.needs, self._constants = needs, constants
         self._derivatives: dict[tuple[bool, ...], Any] = {}
 
+        # the method may ask whether two of its arguments are equal (torch.equal), which its own trace cannot say of its inputs
+        first = [next(k for k, other in enumerate(values) if private_jax.same_computation(other, v)) for v in values]
+
         def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            outs, residuals, self.kept = call.forward(values, needs)
+            outs, residuals, self.kept = call.forward([values[k] for k in first], needs)
             return outs, residuals
 
         def derivative(pattern: Sequence[bool], residuals: list[Any], given: list[Any]) -> list[Any]:

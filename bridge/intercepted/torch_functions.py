@@ -24,7 +24,7 @@ from bridge.intercepted import attention, cuda_functions, gradient_hooks
 from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
-from bridge.operators.special_cases import checks_arguments
+from bridge.operators.special_cases import presumed
 from bridge.process import having
 from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import conjugates, views_between
@@ -172,7 +172,7 @@ def _resolve_conj(func: Callable[..., Any], input: torch.Tensor) -> torch.Tensor
 
 def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
-    if checks_arguments(input):
+    if presumed(input) is not None:
         return func(input)
     if innermost("vmap") is not None:
         concrete(input, "bool()")

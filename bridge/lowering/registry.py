@@ -40,6 +40,8 @@ class Operator:
         draws: a random operator whose numbers depend on no tensor's values; torch draws them, and the lowering does where torch may not.
         ordered: a random operator whose numbers follow how the first argument lies in memory, which its lowering leaves to torch_numbers.
         presumed: of a comparison: what PyTorch's C++ (cov, istft) takes its value for when it asks for one that is not known.
+        info: its last result says with a number other than 0 which matrices could not be factored; where that is not known, a program
+            goes on as if all could, and raises if one could not.
     """
 
     lowering: Lowering
@@ -52,6 +54,7 @@ class Operator:
     exact_out: bool = False
     takes_contiguous: bool = False
     presumed: bool | None = None
+    info: bool = False
     draws: bool = False
     ordered: bool = False
 

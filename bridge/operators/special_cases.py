@@ -15,7 +15,7 @@ from bridge.lowering.common.promotion import cast, constant
 from bridge.lowering.common.provided import refuse
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
-from bridge.operators.operands import note_use, stop, value_in
+from bridge.operators.operands import note_use, pure, stop, value_in
 from bridge.trace import folding
 from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
 
@@ -56,9 +56,32 @@ def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(constant(tensors.as_numpy(tensors.plain(t).cpu()).copy()), t.device)
 
 
-def checks_arguments(t: torch.Tensor) -> bool:
-    """Whether this is what torch.distributions asks of its arguments: if its value is not known, it is checked when the program has run."""
-    return type(t) is Traced and t.node.maker is torch.ops.aten._is_all_true.default
+#: the presumed truth of a tensor -> what is raised when the program has run and it is another
+_UNEXPECTED: dict[bool, tuple[str, type[Exception]]] = {
+    True: ("torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError),
+    False: (
+        "torch.any(info): the program was traced as if each matrix could be factored, and one could not; add to its diagonal, or call "
+        "the function outside of jit", torch.linalg.LinAlgError,
+    ),
+}  # fmt: skip
+
+
+def presumed(t: torch.Tensor) -> bool | None:
+    """The truth of a tensor for which a program goes on if its value is not known, and which is checked when it has run; None: it asks.
+
+    True of what torch.distributions asks of its arguments, False of ``torch.any(info)`` of an operator that factors matrices.
+    """
+    if type(t) is not Traced or t.dtype is not torch.bool or t.dim():
+        return None
+    if t.node.maker is torch.ops.aten._is_all_true.default:
+        return True
+    return False if _of_info(t) else None
+
+
+def _of_info(t: Any) -> bool:
+    """Whether this says which matrices could not be factored, or whether there is one."""
+    maker = LOWERINGS.get(t.node.maker) if type(t) is Traced else None
+    return maker is not None and maker.info and not t.is_floating_point() and not t.is_complex()
 
 
 @own_rule("aten._local_scalar_dense")
@@ -66,11 +89,22 @@ def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return concrete(args[0], "item()").item()
     except DataDependentError:
-        if not checks_arguments(args[0]):
+        truth = presumed(args[0])
+        if truth is None:
             raise
-    invalid = "torch.distributions: expected every value to be within its constraint; something is outside of its own"
-    refuse(~value_in(args[0]), invalid, ValueError)
-    return True
+    refuse(value_in(args[0]) != truth, *_UNEXPECTED[truth])
+    return truth
+
+
+_any_lowered = pure(torch.ops.aten.any.default, LOWERINGS[torch.ops.aten.any.default])
+
+
+@own_rule("aten.any")
+def _any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _any_lowered(args, kwargs)
+    if _of_info(args[0]):
+        result.node.maker = args[0].node.maker
+    return result
 
 
 @own_rule("aten._is_all_true")
@@ -95,6 +129,12 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     with contextlib.suppress(DataDependentError):
         return bool((concrete(a, "torch.equal") == concrete(b, "torch.equal")).all())
+    one, other = value_in(a), value_in(b)
+    if one.dtype == other.dtype and private_jax.same_computation(one, other):
+        if a.is_floating_point() or a.is_complex():
+            unexpected = "torch.equal: the program was traced as if two tensors that are computed alike were equal, and they are NaN"
+            refuse(jnp.isnan(one), unexpected)
+        return True
     maker = LOWERINGS.get(a.node.maker) if type(a) is Traced else None
     if a.dim() == 0 and a.dtype is torch.bool and maker is not None and maker.presumed is not None:
         unexpected = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"

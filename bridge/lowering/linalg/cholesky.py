@@ -77,7 +77,7 @@ def _cholesky_ex(A: Array, upper: bool, of_gradient: bool = False) -> tuple[Arra
     return mH(L) if upper else L, _failed_minor(*lax.stop_gradient((mH(A) if upper else A, L)))
 
 
-@lowering("aten.linalg_cholesky_ex")
+@lowering("aten.linalg_cholesky_ex", info=True)
 def aten_linalg_cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
     """linalg_cholesky_ex(Tensor self, *, bool upper=False, bool check_errors=False) -> (Tensor L, Tensor info)"""
     check_matrix(self, "linalg.cholesky", square=True)

@@ -137,7 +137,8 @@ def test_members_come_and_go_over_one_base(tmp_path):
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_on_a_mesh_and_in_chunks_the_numbers_are_the_same(chunk):
     mesh = jax.make_mesh((1, 1), ("member", "data"))
-    trainers = [Trainer(Ensemble(adapters(base()), 4, mesh=m, shared=True), cross_entropy, chunk=c) for m, c in ((None, None), (mesh, chunk))]
+    ensembles = [Ensemble(adapters(base()), 4, mesh=m, shared=True) for m in (None, mesh)]
+    trainers = [Trainer(ens, cross_entropy, chunk=c) for ens, c in zip(ensembles, (None, chunk), strict=True)]
     losses = [torch.stack([trainer.step(*batches(4), own=True) for _ in range(3)]) for trainer in trainers]
     torch.testing.assert_close(*losses)
     assert trainers[1].ensemble.shared["0.base.weight"].sharding.spec == jax.sharding.PartitionSpec()

@@ -270,7 +270,7 @@ def _structure(state: Any) -> Any:
 
 def _digest(x: jax.Array) -> str:
     values = np.ascontiguousarray(x.addressable_data(0)).reshape(-1)
-    return hashlib.blake2b(values.view(np.uint8), digest_size=16).hexdigest()
+    return hashlib.blake2b(values.view(np.uint8).data, digest_size=16).hexdigest()
 
 
 def _grown(state: Any, saved: dict[str, Any]) -> Any:
@@ -298,7 +298,7 @@ def _check(saved: dict[str, Any], here: dict[str, jax.Array]) -> None:
 def _check_shared(saved: dict[str, str], here: dict[str, str]) -> None:
     if saved.keys() != here.keys():
         raise CheckpointError(
-            f"its members share {sorted(saved) or 'nothing'}, and the trainer's share {sorted(here) or 'nothing'}; make both with one shared="
+            f"its members share {sorted(saved) or 'nothing'}, the trainer's share {sorted(here) or 'nothing'}; make both with one shared="
         )
     if unlike := next((name for name in here if here[name] != saved[name]), None):
         raise CheckpointError(f"{unlike!r}, which all members share, has other values in the trainer; make its members from the same base")

@@ -371,8 +371,8 @@ class Ensemble:
                 raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
         made.shared = {name: made.placement.put_rows(x.clone()) for name, x in shared.items()}
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
-        mine = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
-        computed(bridge.load(made.template, *made.whole(*mine, made._shared_here())))
+        params, buffers = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
+        computed(bridge.load(made.template, *made.whole(params, buffers, made._shared_here())))
         return made
 
     # -- outputs -----------------------------------------------------------------------------------------------------------------------

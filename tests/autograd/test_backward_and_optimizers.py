@@ -76,6 +76,7 @@ def test_backward_to_inputs_and_captured_tensors(name: str, mode: str) -> None:
             same(mine, theirs)
 
 
+@pytest.mark.thin(4)
 @both
 @pytest.mark.parametrize("again", [False, True], ids=["backward", "backward of backward"])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -220,6 +221,7 @@ def _filled(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return first, second, first + second
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", WATCHED)
 @pytest.mark.parametrize("recorded", ["both", "argument", "captured"])
 @pytest.mark.parametrize("how", ["jit", "vmap", "jit of vmap"])
@@ -264,6 +266,7 @@ TRANSFORMED: dict[str, Any] = {
 }
 
 
+@pytest.mark.thin(4)
 @both
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("transform", TRANSFORMED)
@@ -294,6 +297,7 @@ INTEGERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thin(4)
 @both
 @pytest.mark.parametrize("way", ["function", "vmap", "aux of grad", "grad of relu"])
 @pytest.mark.parametrize("name", INTEGERS)

@@ -57,6 +57,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dims", [(0, None), (1, None), (None, 0), (0, 0)])
 def test_backward_of_a_vmap(name: str, dims: tuple[int | None, int | None]) -> None:

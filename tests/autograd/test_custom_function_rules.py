@@ -382,6 +382,7 @@ def _alike(call: Callable[[Any], Any], *given: torch.Tensor, way: str) -> None:
             same(run(*now), theirs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NEEDS)
 @pytest.mark.parametrize("product", PRODUCTS)

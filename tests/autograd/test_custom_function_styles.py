@@ -111,6 +111,7 @@ def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
         assert torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("called", CALLED)
 @pytest.mark.parametrize("passed", PASSED)

@@ -148,6 +148,7 @@ def _wrong(found: torch.Tensor, right: list[torch.Tensor], skip: torch.Tensor, t
     return ~torch.stack(near).any(0) & ~skip
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "plain"])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.bfloat16))], ids=lambda d: str(d)[6:]

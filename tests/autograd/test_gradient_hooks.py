@@ -118,6 +118,7 @@ WAYS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("f", FUNCTIONS)

@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("inside", ["the value of jvp", "the value of vjp", "the aux of grad"])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -147,6 +148,7 @@ NO_GRAD: dict[str, Function] = {
 }
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("inside", INSIDE)
@@ -162,6 +164,7 @@ def test_no_grad_inside_nested_derivatives(name: str, inside: str, around: str, 
     same(HOW[how](lambda: call(torchfunc_jax)), call(torch.func))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("around", ["vjp", "jvp"])
 @pytest.mark.parametrize("inside", ["the value of jvp", "the tangents", "the gradients"])
@@ -205,6 +208,7 @@ USES: dict[str, Callable[[Any, torch.Tensor, list[Any]], Any]] = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", USES)

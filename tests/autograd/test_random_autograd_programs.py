@@ -158,6 +158,7 @@ def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
         assert torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None and untouched()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("entry", [functionalize, jit, vmap])
 @pytest.mark.parametrize("name", FOUND)
@@ -509,6 +510,7 @@ INSIDE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("through", THROUGH)
 def test_gradients_of_torchs_go_through_transforms_inside_another_one(through: str, inside: str) -> None:

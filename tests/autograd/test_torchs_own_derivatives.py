@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
 NO_FORWARD = ("ctc_loss", "attention", "clamp_min at its tensor", "clamp_max at its tensor")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", CASES)
 def test_reverse_mode_is_autograds(name: str) -> None:
     function, args = CASES[name]
@@ -273,6 +274,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("values", COMPLEX.values(), ids=COMPLEX)
 def test_complex_logsumexp(values: list[complex], dtype: torch.dtype) -> None:
@@ -347,6 +349,7 @@ CHANGED_GRADIENTS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", CHANGED_GRADIENTS)

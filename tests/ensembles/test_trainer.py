@@ -569,6 +569,7 @@ def test_a_nan_in_one_member_reaches_no_other(make, freeze):
     assert ill.state.active.tolist() == [True, not freeze, True] and ill.state.step.tolist() == [4, 0 if freeze else 4, 4]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "of Optax's"])
 def test_a_frozen_member_keeps_its_parameters_and_the_state_of_its_optimizer(name: str) -> None:
     which, options = OPTIMIZERS.get(name, (optax.adam, {"lr": 0.01}))

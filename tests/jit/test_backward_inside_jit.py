@@ -92,6 +92,7 @@ INSIDE = {
 _ALL = [(name, optimizer) for name in INSIDE for optimizer in (_OPTIMIZERS if name in ("whole", "step between") else ["momentum"])]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("argument", [False, True], ids=["captured", "module argument"])
 @pytest.mark.parametrize("name, optimizer", _ALL)
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -204,6 +205,7 @@ class _Late:
         return self.of(self.x) ** k
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("part", [p if p in ("row", "parameter at a place") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS])
 @pytest.mark.parametrize("name, inside", [(name, inside) for name, (_, whole) in THROUGH.items() for inside in (False, True)[: 2 - whole]])
 def test_the_gradient_goes_back_through(name, part, inside):
@@ -268,6 +270,7 @@ RECURRENT = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_recurrent_layers_are_trained_inside(name, dtype):

@@ -27,6 +27,7 @@ from torchfunc_jax import explain, jit
 UNHASHABLE = ("a set", "a NumPy array")
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("kind", KINDS)

@@ -190,6 +190,7 @@ def check(case: Case) -> None:
         same(found, numpy_tree(expected), case.tolerance)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_batch(case: Case) -> None:
     check(case)

@@ -149,6 +149,7 @@ def _ways() -> list[Any]:
     ]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("change", "way"), _ways())
 def test_a_module_that_changes(change: str, way: str) -> None:
     if change == "another forward" and way == "method":
@@ -690,6 +691,7 @@ def _products() -> list[Any]:
     return found
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("name", "way", "shapes"), _products())
 def test_a_python_value_that_changes(name: str, way: str, shapes: str) -> None:
     fn, change = VALUES[name]()
@@ -991,6 +993,7 @@ SHARED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] =
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kept", ["passed", "captured", "in a module", "one captured"])
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("fn", [_shift, _both, _half], ids=lambda f: f.__name__)
@@ -1029,6 +1032,7 @@ UNJITTED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", [n for n in SHARED if n not in ("its transpose", "expanded")])
 @pytest.mark.parametrize("fn", [_shift, _both], ids=lambda f: f.__name__)
@@ -1072,6 +1076,7 @@ OUTER: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
 }
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("fn", [_shift, _both], ids=lambda f: f.__name__)
@@ -1284,6 +1289,7 @@ def _asked() -> list[Any]:
     return [pytest.param(a, b, c, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow) for (i, a), (j, b), (k, c) in every]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "by", "change"), _asked())
 def test_values_of_captured_tensors_that_the_function_asks_for(name: str, by: str, change: str) -> None:
     mine, theirs = Asks(BY_VALUE[name]), Asks(BY_VALUE[name])

@@ -195,6 +195,7 @@ IN_LANES = {  # of rows [96, 16] and lanes of weights [8, 32, 16]: the function,
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", IN_LANES)
 def test_lanes_that_lie_before_the_rows(case):
     function, count = IN_LANES[case]
@@ -224,6 +225,7 @@ STEPS = {  # of a state [2, 3], a weight [3, 3], and an input [2, 3]: the new st
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("vmapped", [False, True])
 @pytest.mark.parametrize("case", STEPS)
@@ -281,6 +283,7 @@ WAYS = {  # functions of a loss of parameters and of one sequence, the parameter
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_of_torch_with_few_rows(layer, way):

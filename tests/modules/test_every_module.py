@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 import torchfunc_jax
 from bridge.errors import DataDependentError
 
+pytestmark = pytest.mark.sweep
+
 DTYPE = torch.float64
 FAST = 1  # inputs a module in `make test`; `make test-all` takes every one of up to
 MOST = 200  # inputs; of more (LinearCrossEntropyLoss has 857, all combinations of its options) it takes each seventh
@@ -145,6 +147,7 @@ def run(name: str, training: bool, every: bool) -> None:
 SPLIT = [(name, training) for name, info in MODULES.items() for training in ((True, False) if info.train_and_eval_differ else (True,))]
 
 
+@pytest.mark.thin(10)
 @pytest.mark.parametrize(("name", "training"), SPLIT)
 def test_first_inputs(name: str, training: bool) -> None:
     run(name, training, every=False)

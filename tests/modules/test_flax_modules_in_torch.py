@@ -73,6 +73,7 @@ def modes_of(module: linen.Module) -> dict[str, bool]:
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layers(name: str) -> None:
     """Bit by bit the same variables, also after state_dict; the same outputs; gradients of every parameter as JAX's."""

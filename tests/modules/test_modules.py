@@ -142,6 +142,7 @@ HELD: list[tuple[str, Any, Any]] = [  # a tensor's dtype, a value, and what the 
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [np.asarray, lambda x: torch.tensor(x), lambda x: jnp.asarray(x)], ids=["numpy", "torch", "jax"])
 @pytest.mark.parametrize(("dtype", "value", "expected"), HELD)
 def test_load_changes_no_value_but_by_rounding(kind: Callable[[Any], Any], dtype: str, value: Any, expected: Any) -> None:

@@ -47,6 +47,7 @@ CASES = {
 SLOW = {"a list", "there and back"}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_packing(name):
     x, grads = torch.randn(5, 4, 2), "autograd" not in name
@@ -75,6 +76,7 @@ LAYERS = {
 _FAST = {("LSTM", False), ("RNN of relu", True)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("sorted_", "name"),
     [pytest.param(s, n, marks=() if (n, s) in _FAST else pytest.mark.slow) for s in (True, False) for n in LAYERS],
@@ -92,6 +94,7 @@ def test_recurrent_layers(name, sorted_):
     in_every_way(run, torch.randn(5, 4, 2), *[p.detach() for p in layer.parameters()], lanes=sorted_ and name in ("LSTM", "GRU"))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", [pytest.param("LSTM", marks=pytest.mark.slow), "GRU"])
 def test_an_initial_state_in_the_order_of_the_batch(name):
     layer = LAYERS[name]().requires_grad_(False)

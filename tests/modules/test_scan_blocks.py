@@ -180,6 +180,7 @@ def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(name: str, remat: bool) -> None:

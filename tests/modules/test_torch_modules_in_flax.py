@@ -126,6 +126,7 @@ def first(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", RANDOM)
 def test_without_a_key_nothing_is_drawn(name: str, jit: bool) -> None:

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 MAPPED = {"nothing": None, "images": (0, None), "kernels": (None, 0), "both": (0, 0)}
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("mapped", "dtype"), [*[(how, torch.float64) for how in MAPPED], ("both", torch.complex128)])
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_derivatives(name: str, mapped: str, dtype: torch.dtype) -> None:

@@ -282,6 +282,7 @@ def _total(out: Any) -> torch.Tensor:
     return sum((x * x).sum() for x in pytree.tree_leaves(out) if x.dtype.is_floating_point)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", CASES)
 def test_runs_in_the_users_own_jax(name: str) -> None:
     """jax.jit, jax.vmap and jax.grad of a function of the bridge's, and these of one another; 64-bit types are off outside of it."""
@@ -338,6 +339,7 @@ NESTED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], 
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_transforms_of_transforms(name: str, compiled: bool) -> None:
@@ -497,6 +499,7 @@ ERRORS: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str, Sequence[str]]]
 }  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, case in ERRORS.items() for way in case[3]])
 def test_what_cannot_be_done_says_why(name: str, way: str) -> None:
     fn, kind, message, _ = ERRORS[name]

@@ -20,6 +20,8 @@ from bridge.convert import tensors
 from bridge.lowering.registry import LOWERINGS, overload
 from bridge.trace import tracing
 
+pytestmark = pytest.mark.sweep
+
 PLACES: dict[str, list[Any]] = json.loads(lowerings.PLACES.read_text())
 ALL = list(LOWERINGS)  # before a test registers one of its own
 RUN = [f for f in ALL if f in lowerings.CASES or str(f) in PLACES]

@@ -48,6 +48,7 @@ def test_as_in_pytorch(name: str, transform: Any) -> None:
     torch.testing.assert_close(transform(function)(*given), function(*given), equal_nan=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("transform", [functionalize, jit])
 @pytest.mark.parametrize(
     "write",
@@ -139,6 +140,7 @@ def test_outputs_that_require_grad(function: Any, transform: Any) -> None:
     assert mine == theirs
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("classes, ignored", [(n, i) for n in (3, 300) for i in (-100, 1, 255, 400)])
 def test_cross_entropy_of_targets_that_are_ignored(classes: int, ignored: int) -> None:
     """Targets of int64 and uint8, which has no -100 and ends before the last of 300 classes; an ignored one may be a class, or none."""

@@ -81,6 +81,7 @@ def _refused_as_by_torch(call):
     assert torch._C._functorch.peek_interpreter_stack() is None
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [*MODS, *MASKS, "both", "neither"])
 def test_values_and_gradients(name):
     change = MODS.get(name, MODS["soft cap"] if name == "both" else None)

@@ -22,6 +22,7 @@ def _offsets(ends):
     return None if ends is None else torch.tensor(ends, dtype=torch.int32)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_products(name, dtype):

@@ -15,11 +15,14 @@ import torch
 
 import torchfunc_jax
 
+pytestmark = pytest.mark.sweep
+
 OPERATORS = opinfo.operators()
 BASELINE = json.loads((Path(__file__).resolve().parents[2] / "docs" / "coverage.json").read_text())["operators"]
 NAMES = [name for name, op in OPERATORS.items() if torch.float32 in op.supported_dtypes("cpu")]
 
 
+@pytest.mark.thin(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_right_is_right(name: str) -> None:
     known = BASELINE.get(name, {}).get("float32", {})

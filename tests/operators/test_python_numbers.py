@@ -14,6 +14,8 @@ import torch
 
 import torchfunc_jax as tj
 
+pytestmark = pytest.mark.sweep
+
 _MASK = torch.tensor([True, False])
 _INTS, _FLOATS = torch.tensor([1, 2]), torch.tensor([0.5, 1.5])
 _TENSORS = (
@@ -56,6 +58,7 @@ def _answer(run: Callable[[], torch.Tensor]) -> tuple[Any, Exception | None]:
         return None, error
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("kinds", [slice(0, None, 2), pytest.param(slice(1, None, 2), marks=pytest.mark.slow)], ids=["some", "others"])
 @pytest.mark.parametrize("name", [*_BOTH, *_RIGHT])
 def test_as_in_pytorch(name, kinds):

@@ -23,6 +23,8 @@ from bridge.operators.dtype_refusals import guarded
 from bridge.process import process
 from torchfunc_jax import functionalize, jit, vmap
 
+pytestmark = pytest.mark.sweep
+
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 INTS, BOOLS, COMPLEX = (X * 3).int(), X > 0, X.to(torch.complex64)
 

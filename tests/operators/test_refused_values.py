@@ -95,6 +95,7 @@ def _jitted(f: Any, transform: str | None) -> Any:
     return _kept.setdefault((f, transform), jit(inner.get(transform, lambda f: f)(f)))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("way", [w if w in _FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_as_by_pytorch(name: str, way: str) -> None:
@@ -203,6 +204,7 @@ def test_indices_are_refused_just_where_pytorch_does(data: Any, n: int, size: in
                 torch.testing.assert_close(run(index), want)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("way", ["functionalize", pytest.param("jit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", refusing(), ids=lambda op: op.full_name)
 def test_pytorchs_own_bad_inputs(op: Refusing, way: str) -> None:

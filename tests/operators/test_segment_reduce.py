@@ -29,6 +29,7 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(("name", "dtype"), [(name, torch.float32) for name in CASES] + [("lengths", dtype) for dtype in DTYPES], ids=str)
 def test_values_and_gradients_are_pytorchs(name: str, reduction: str, dtype: torch.dtype) -> None:

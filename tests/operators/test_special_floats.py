@@ -13,6 +13,8 @@ from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
 import torchfunc_jax as tj
 
+pytestmark = pytest.mark.sweep
+
 _INF, _NAN = math.inf, math.nan
 _PICKS = "of two zeros the first or the second, in PyTorch by whether the element is in a vector of the processor's"
 _FLUSHED = "XLA on the CPU takes denormals for zeros"
@@ -59,6 +61,7 @@ def _differences(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) 
     return {"zero": zero, "nan": nan, "value": ~near & ~nan}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.bfloat16))], ids=lambda d: str(d)[6:]
 )

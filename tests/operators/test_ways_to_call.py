@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 import torchfunc_jax as tj
 from bridge.errors import DataDependentError
 
+pytestmark = pytest.mark.sweep
+
 CHUNKS = 16
 #: Values that are not the operator's to choose, or of which several are right: the sign of an eigenvector.
 _FREE = {"linalg.eigh", "normal.in_place", "normal.number_mean", "chalf"}

@@ -60,6 +60,7 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_wrap_or_are_refused_as_in_pytorch(name: str, dtype: torch.dtype) -> None:

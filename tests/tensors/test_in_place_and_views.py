@@ -266,6 +266,7 @@ def reference(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
     return fn(x.detach().clone())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("wrap", [functionalize, jit], ids=["eager", "compiled"])
 def test_a_program_computes_what_it_computes_in_torch(name: str, wrap: Any) -> None:
@@ -522,6 +523,7 @@ OVERLAPPING: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "jit(vmap)", "grad"])
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_writes_to_part_of_a_view_in_which_elements_are_several(case: str, way: str) -> None:
@@ -590,6 +592,7 @@ AT_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     "way", ["argument", "captured", "jit, argument", "jit, captured", "jit, computed", "vmap", "jit(vmap)", "jit(grad)"]
 )
@@ -682,6 +685,7 @@ MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "vmap over the last dimension", "jit(vmap)", "grad"])
 @pytest.mark.parametrize("case", MEMORY)
 def test_writes_to_memory_that_several_tensors_share(case: str, way: str) -> None:

@@ -76,6 +76,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ORDERS)
 def test_as_strided_of_a_computed_tensor(name):
     f = ORDERS[name]

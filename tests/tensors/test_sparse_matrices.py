@@ -94,6 +94,7 @@ def _agree(found: Any, expected: Any) -> None:
 _OTHERS = ("operator", "vector", "addmm", "on the right", "transposed", "scaled", "to_dense")
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("product", "layout"), [*((p, "coo") for p in PRODUCTS), *((p, each) for each in ("coalesced", "csr", "csc") for p in _OTHERS)]
 )
@@ -106,6 +107,7 @@ def test_products_in_every_transform(product: str, layout: str) -> None:
             _agree(run(torchfunc_jax, f, a, x), run(torch.func, f, a.to_dense(), x))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products_in_jitted_transforms(product: str) -> None:
     """The matrix is an argument of the jitted function, or captured; numbers change from call to call."""

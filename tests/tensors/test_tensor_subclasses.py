@@ -55,6 +55,7 @@ WAYS: dict[str, Callable[[Any, Callable[..., torch.Tensor], torch.Tensor, Any], 
 JITTED = {"jit of grad": "grad", "jit of vmap": "vmap"}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "passed"])
 @pytest.mark.parametrize("kind", [Plain, Strict])
 @pytest.mark.parametrize("way", [*WAYS, *JITTED])

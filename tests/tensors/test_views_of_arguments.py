@@ -186,6 +186,7 @@ def _dtype(name: str) -> torch.dtype:
     return torch.complex64 if name in COMPLEX else torch.float32
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("name", [*VIEWS, *COMPLEX, *WRITES])
 def test_memory_is_torch_funcs_under_vmap(name: str, jitted: bool) -> None:
@@ -210,6 +211,7 @@ def _slow_but(names: list[str], fast: tuple[str, ...]) -> list[Any]:
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("way", OTHERS)
 @pytest.mark.parametrize("name", _slow_but([*VIEWS, *WRITES], ("identity", "chain", "detach", "exp_", "view of a written")))
@@ -331,6 +333,7 @@ LANES: dict[str, list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("way", ["unjitted", "jitted", "grad", "nested"])
 @pytest.mark.parametrize("program", LANES)
 def test_strides_of_lanes_are_those_of_torch_func(program: str, way: str) -> None:

@@ -198,6 +198,7 @@ TABLE = [(transform, function, way) for transform, of in FUNCTIONS.items() for f
 QUICK = {"energy", "in place"}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("transform", "function", "way"), [pytest.param(*row, marks=[] if row[1] in QUICK else [pytest.mark.slow]) for row in TABLE]
 )

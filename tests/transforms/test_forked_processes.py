@@ -87,6 +87,7 @@ UNUSED = FORK.replace("    check()\n", """    check()
 """)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("program", [
     pytest.param(USED + LOADER, id="DataLoader"), pytest.param(USED + FORK, id="fork"), pytest.param(USED + GRANDCHILD, id="grandchild"),
     pytest.param(THREADS + FORK, id="fork beside waiting threads"), pytest.param(UNUSED, id="JAX not used before"),

@@ -23,6 +23,7 @@ def outcome(F, seed, compile=None):
         return error, names
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("start", range(0, COUNT, PER_TEST))
 def test_agrees_with_torch_func(start):
     for seed in range(start, start + PER_TEST):

@@ -521,6 +521,7 @@ SCALED = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("numbers", ["torch", "jax"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -768,6 +769,7 @@ ASKING = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("written", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("way", ASKING)

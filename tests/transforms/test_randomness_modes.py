@@ -54,6 +54,7 @@ def all_equal(t):
     return bool((t == t[:1]).all())
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("compile", [lambda f: f, jit], ids=["eager", "jit"])
 def test_three_kinds(name, compile):

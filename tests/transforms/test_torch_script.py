@@ -105,6 +105,7 @@ def check(case: str, way: str, jitted: bool, used: int = 0) -> None:
         torch.testing.assert_close(function(x), TRUE[way](use(PLAIN[case]))(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
@@ -127,6 +128,7 @@ class Outer(nn.Module):
         return self.inner(x).sin() * products(x).sum(-1, keepdim=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 @pytest.mark.parametrize("way", ["grad", "vmap of grad", "hessian"])
 @pytest.mark.parametrize("of", ["functions", "a module"])

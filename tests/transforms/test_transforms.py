@@ -738,6 +738,7 @@ def test_against_torch_func(case: Case) -> None:
     same(ours(case, arguments), theirs(case, arguments), **TOLERANCE.get(getattr(arguments[0], "dtype", None), {}))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", [c for c in table.cases if c.jit], ids=[c.name for c in table.cases if c.jit])
 def test_compiled_against_torch_func(case: Case) -> None:
     arguments = case.arguments()
@@ -827,6 +828,7 @@ STRICTLY = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", STRICT)
 def test_strict_jvp_refuses_what_torch_funcs_refuses(name: str, jitted: bool) -> None:

@@ -23,6 +23,8 @@ from bridge import private
 from bridge.process import process
 from bridge.record import transforms
 
+pytestmark = pytest.mark.sweep
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,6 +51,7 @@ def cells(name: str, every: bool) -> Iterator[tuple[str, str, str]]:
                 yield when, way, tensors
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ambient.STATES)
 def test_the_table(name: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:

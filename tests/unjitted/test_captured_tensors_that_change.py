@@ -68,6 +68,7 @@ TRANSFORMS: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], tor
 }  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in PyTorch"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", SOURCES)

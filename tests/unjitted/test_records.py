@@ -429,6 +429,7 @@ def _inside(f: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Ca
     return g
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("name", CAST)
@@ -514,6 +515,7 @@ VALUES: dict[str, Callable[[torch.Tensor], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("lanes", [X, X[:, 0]], ids=["vectors", "numbers"])
 @pytest.mark.parametrize("written", [None, "the tensor", "a view", "without history"])
@@ -570,6 +572,7 @@ FROM_OUTSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("transform", ["vmap", "grad", "vmap of grad", "hessian", "jacfwd"])
 @pytest.mark.parametrize("name", FROM_OUTSIDE)
 def test_masks_and_indices_from_outside_are_recorded(name: str, transform: str) -> None:
@@ -710,6 +713,7 @@ STEPPED = {"an argument in place": _argument_in_place} | {
 }  # fmt: skip
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("transform", ["grad", "jvp", "functionalize", "vjp", "grad of grad"])
 @pytest.mark.parametrize("name", STEPPED)
 def test_values_asked_for_again_and_again(name: str, transform: str, unrecorded: Callable[[], list[str]]) -> None:
@@ -971,6 +975,7 @@ AROUND: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Callab
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("steps", STEPS, ids=lambda f: f.__name__)
 def test_steps_that_repeat(steps: Any, around: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1325,6 +1330,7 @@ _ZERO_DIMENSIONAL = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
 @pytest.mark.parametrize("name", _ZERO_DIMENSIONAL)
 def test_masks_without_dimensions(name, shape):

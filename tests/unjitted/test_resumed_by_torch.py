@@ -214,6 +214,7 @@ def _run(T: Any, way: str, f: Callable[..., Any], refused: Callable[..., Any]) -
     return [t.detach() for t in leaves], grads, p.seen()
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", REFUSED)
 def test_python_runs_once_and_in_order(what: str, way: str) -> None:

@@ -163,6 +163,7 @@ def _run(F: Any, call: str, name: str, how: str, p: torch.Tensor) -> Any:
     return found
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", KEEPS)
@@ -172,6 +173,7 @@ def test_what_is_kept_is_read_after_the_call(name: str, call: str, how: str) -> 
     same(_run(torchfunc_jax, call, name, how, P), _run(torch.func, call, name, how, P))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("call", ["vmap", "grad", "vmap of grad", "jvp"])
 @pytest.mark.parametrize("name", KEEPS)
 def test_it_requires_grad_if_it_does_outside(name: str, call: str) -> None:

@@ -87,6 +87,7 @@ def _of_two(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * 2 if x.shape[-1] == 3 else x
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jit"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])

@@ -110,6 +110,7 @@ def _run(T: Any, name: str, way: Any, around: str) -> list[Any]:
     return [found, p.steps]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", [_pulled, _pulled_twice, _pushed])
 @pytest.mark.parametrize("name", FUNCTIONS)

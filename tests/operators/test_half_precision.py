@@ -44,11 +44,13 @@ def test_as_near_to_float64_as_pytorch(name: str, dtype: torch.dtype) -> None:
     mine = _answers(torchfunc_jax, function, half, 3)
     for m, t, e in zip(mine, theirs, exact, strict=True):
         assert m.dtype == t.dtype == dtype
-        error, allowed = (m.double() - e).abs(), (t.double() - e).abs().nan_to_num(nan=math.inf)  # PyTorch's matrix_exp has NaN
+        error, allowed = (m.double() - e).abs(), (t.double() - e).abs()
         once = torch.finfo(dtype).eps / 2 * e.abs()  # the error of one rounding
-        assert error.isfinite().all()
-        assert error.mean() <= 1.02 * allowed.mean()
-        assert (error <= 2 * once + allowed.max()).all()
+        known = allowed.isfinite()  # PyTorch's matrix_exp has NaN
+        assert error.isfinite().all() and (known.all() or name == "matrix_exp")
+        worst = allowed[known].max() if known.any() else once.max()
+        assert error[known].sum() <= 1.02 * allowed[known].sum()
+        assert (error <= 2 * once + worst).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

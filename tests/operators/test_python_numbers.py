@@ -74,4 +74,4 @@ def test_as_in_pytorch(name, kinds):
                 assert (refusal is None) == (error is None), f"{case}: PyTorch {refusal or expected}, here {error or got}"
                 if refusal is None:
                     assert got.dtype is expected.dtype, case
-                    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6, equal_nan=True, msg=case)
+                    torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda text, case=case: f"{case}: {text}")

@@ -21,10 +21,10 @@ from torch.nn.utils import parametrize
 
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
+from bridge.cache_keys import identical
 from bridge.convert import trees
 from bridge.errors import at_line
 from bridge.process import having
-from bridge.programs.cache_keys import identical
 from bridge.programs.closure_scan import HOOKS
 from bridge.programs.holders import REBUILT
 from bridge.trace.levels import push, state

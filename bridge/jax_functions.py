@@ -25,13 +25,13 @@ from bridge import modules, private
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
+from bridge.cache_keys import Same
 from bridge.convert import dtypes, tensors, trees
 from bridge.errors import for_user
 from bridge.jit.jitted import Jitted
 from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
-from bridge.programs.cache_keys import Same
 from bridge.programs.closure_scan import Unsearched
 from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing

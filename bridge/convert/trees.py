@@ -15,8 +15,8 @@ import jax
 import torch
 
 from bridge import private
+from bridge.cache_keys import identical
 from bridge.process import process
-from bridge.programs.cache_keys import identical
 
 #: The spec of a leaf.
 LEAF = None

@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private, private_meta
 from bridge.boundary.results import inexact_dtype
+from bridge.cache_keys import identical
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, NoLoweringError, at_line, no_jvp
 from bridge.intercepted import autograd_function
 from bridge.operators import operands
 from bridge.operators.mutation import store
 from bridge.process import having, process
-from bridge.programs.cache_keys import identical
 from bridge.record.entries import mapped, tensors_in
 from bridge.record.tensor import Unrecordable
 from bridge.trace.levels import state

@@ -16,6 +16,7 @@ from bridge.boundary import meshes
 from bridge.boundary.calls import Call
 from bridge.boundary.results import put_together, write_back
 from bridge.boundary.shared_memory import Sharing
+from bridge.cache_keys import Same
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import settle
 from bridge.jit import products
@@ -23,7 +24,6 @@ from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import SEEDS, Program, backward_pass, differentiated, forward, in_two, pull_back, pull_back_packed
 from bridge.process import having
-from bridge.programs.cache_keys import Same
 from bridge.programs.guards import GONE_ERRORS
 from bridge.programs.places import Place
 from bridge.record.tiers import Once, Tiers

@@ -19,12 +19,12 @@ import torch
 
 from bridge import private, private_jax
 from bridge.boundary.calls import Call
+from bridge.cache_keys import identical
 from bridge.convert import tensors, trees
 from bridge.errors import CalledItself, at_line
 from bridge.intercepted.leaf_gradients import LeafGradients
 from bridge.process import having
 from bridge.programs import closure_scan
-from bridge.programs.cache_keys import identical
 from bridge.programs.closure_scan import Found, is_plain, slots_of
 from bridge.programs.holders import MISSING, REBUILT, Difference, Holder, holders, in_arguments
 from bridge.programs.places import GradOf, OfArgument, Place

@@ -23,6 +23,7 @@ from bridge import compiling
 from bridge.boundary.calls import Call
 from bridge.boundary.handing_over import has_fake, torch_looks
 from bridge.boundary.results import without_twins
+from bridge.cache_keys import Same, by_identity, identical, weak
 from bridge.convert import sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import CalledItself, NeedsTorch, at_line, for_user
@@ -37,7 +38,6 @@ from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.process import having
 from bridge.programs import guards, objects
-from bridge.programs.cache_keys import Same, by_identity, identical, weak
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bridge.cache_keys import identical
 from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
-from bridge.programs.cache_keys import identical
 from bridge.programs.code_names import GRAD, Read, read_by
 from bridge.programs.places import GLOBAL, VARIABLE, Asked, DictOf, Entry, GradOf, Place, Referent, Slots
 from bridge.trace.python_numbers import Inputs, is_input

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from bridge import private
+from bridge.cache_keys import identical
 from bridge.programs import closure_scan
-from bridge.programs.cache_keys import identical
 from bridge.programs.places import Entry, GradOf, Place, Slots
 from bridge.trace.attention_scores import at_once
 from bridge.trace.python_numbers import is_input

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import torch
 
+from bridge.cache_keys import by_identity
 from bridge.convert import trees
 from bridge.convert.trees import Opened
-from bridge.programs.cache_keys import by_identity
 from bridge.programs.closure_scan import is_plain, slots_of
 
 _DEEP = 8  # objects and containers in each other

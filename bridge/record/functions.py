@@ -13,11 +13,11 @@ import torch.utils.checkpoint
 
 from bridge import private, private_calls
 from bridge.boundary.results import put_together, take_apart
+from bridge.cache_keys import Same
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.process import having
-from bridge.programs.cache_keys import Same
 from bridge.record.entries import PARTS
 from bridge.record.in_torch import LEVELS, Level
 from bridge.record.recorder import Recorder

@@ -21,13 +21,13 @@ import torch
 
 from bridge import private
 from bridge.boundary.calls import Call
+from bridge.cache_keys import identical
 from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
 from bridge.jit.compiled import Compiled
 from bridge.jit.program import Packing, Program, trace
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
-from bridge.programs.cache_keys import identical
 from bridge.programs.places import Place
 from bridge.record import disk, lanes, replay
 from bridge.record.entries import Begin

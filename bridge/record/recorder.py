@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from bridge import private, private_calls
 from bridge.boundary.results import inexact_dtype
+from bridge.cache_keys import identical
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
-from bridge.programs.cache_keys import identical
 from bridge.programs.guards import autocast
 from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
 from bridge.record.in_torch import InTorch

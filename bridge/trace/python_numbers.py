@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from jax import lax
 
+from bridge.cache_keys import identical
 from bridge.errors import NotInLoopError
 from bridge.lowering.common.builders import number as as_number
 from bridge.lowering.common.promotion import cast
-from bridge.programs.cache_keys import identical
 from bridge.trace.levels import state
 
 SLOTS = 64  # how many numbers of one kind a program can take

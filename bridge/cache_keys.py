@@ -36,7 +36,7 @@ def identical(x: Any) -> Any:
         TypeError: x is not hashable.
 
     Example:
-        >>> from bridge.programs.cache_keys import identical
+        >>> from bridge.cache_keys import identical
         >>> identical(0.0) == identical(-0.0), identical((1, 2)) == identical((True, 2)), identical(float("nan")) == identical(float("nan"))
         (False, False, True)
     """

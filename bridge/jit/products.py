@@ -1,4 +1,4 @@
-"""Rewrites products of a program into forms that XLA computes faster.
+"""Rewrites products and sums of a program into forms that XLA computes faster, or with smaller rounding errors.
 
 JAX writes the gradient of a weight as an outer product and a transpose. If dimensions of lanes and Jacobian rows come before it, XLA stores
 the product in the order of its computation and copies it into the order of the result, which takes a sixth of a small program's time.
@@ -14,6 +14,10 @@ keeps it where it is.
 
 The gradient of a weight that a loop uses in each step is a sum of products, to which JAX adds one in each step.  One product after the
 loop, of all steps' operands, reads and writes the weight's size once.
+
+On CPUs XLA computes a sum over several dimensions as one loop in a loop, which adds one number after the other. Of a million squares it
+loses 0.3 %. A sum over the last dimension, then over the one before it, and so on, loses a ten-millionth, and takes half the time. XLA
+makes one sum of these by itself, and a barrier between them keeps it from that.
 """
 from __future__ import annotations
 
@@ -29,11 +33,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, subjaxprs
 
 from bridge import private_jax
 
 _SMALL = 2**14  # elements of a weight: below it both forms take the same time
+_FEW = 2**9  # numbers that are added up one after the other: below it the rounding errors are small
 
 
 def in_order(jaxpr: Any) -> Any:
@@ -86,8 +91,8 @@ def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
     """The jaxpr, also inside of its loops and calls, with each product of a weight written as XLA computes it fastest.
 
     A weight that is repeated for each matrix of a batch, as PyTorch expands it, is multiplied once with all of their rows.  On a CPU, few
-    rows times a transposed weight, ``x @ w.T`` with x of shape [S, K] and w of shape [L, K], become ``(w @ x.T).T`` if 4 S <= K, and
-    lanes that a transpose puts before the rows of a product stay there.
+    rows times a transposed weight, ``x @ w.T`` with x of shape [S, K] and w of shape [L, K], become ``(w @ x.T).T`` if 4 S <= K,
+    lanes that a transpose puts before the rows of a product stay there, and a long sum over several dimensions becomes one of each.
 
     Args:
         jaxpr: the jaxpr; it is returned itself if there is nothing to change.
@@ -108,6 +113,8 @@ def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
             eqns.extend(written)
         elif cpu and final and e.primitive is lax.transpose_p and _puts_lanes_first(e, products):
             eqns.extend(_held(e))
+        elif cpu and final and e.primitive is lax.reduce_sum_p and _long(e.invars[0].aval, e.params["axes"]):
+            eqns.extend(_dimension_by_dimension(e))
         else:
             if e.primitive is lax.dot_general_p:
                 products[e.outvars[0]] = e
@@ -123,7 +130,7 @@ def rearranging(function: Callable[..., Any], program: Any = None) -> Callable[.
         function: any function of pytrees of arrays.
         program: a jaxpr which it, or its derivative, is a part of: if nothing in it can be rearranged, the function is left as it is.
     """
-    if program is not None and not any(e.primitive is lax.scan_p for e in program.eqns) and rearranged(program, on_cpu()) is program:
+    if program is not None and not _rearranged_back(program) and rearranged(program, on_cpu()) is program:
         return lambda *args: function(*args)
 
     def run(*args: Any) -> Any:
@@ -136,6 +143,19 @@ def rearranging(function: Callable[..., Any], program: Any = None) -> Callable[.
 
 def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
+
+
+def _rearranged_back(jaxpr: Any) -> bool:
+    """Whether the derivative of a program may have something to rearrange, even if the program has not: of loops and repeated values."""
+    if any(e.primitive is lax.scan_p or (on_cpu() and _repeats(e)) for e in jaxpr.eqns):
+        return True
+    return any(map(_rearranged_back, subjaxprs(jaxpr)))
+
+
+def _repeats(e: Any) -> bool:
+    """Whether an operation may repeat values so often that its transpose is a long sum."""
+    size = max([getattr(v.aval, "size", 0) for v in e.outvars], default=0)
+    return any(size > _FEW * getattr(v.aval, "size", size) for v in e.invars if isinstance(v, Var))
 
 
 def _itself(v: Any) -> tuple[Any, tuple[int | None, ...]]:
@@ -218,6 +238,27 @@ def _puts_lanes_first(e: Any, products: Mapping[Any, Any]) -> bool:
 def _held(e: Any) -> list[Any]:
     """The equations of a transpose that XLA leaves where it is."""
     return _equations(lambda x: lax.optimization_barrier(lax.transpose(x, e.params["permutation"])), e.invars, e.outvars)
+
+
+def _long(summed: Any, axes: Sequence[int]) -> bool:
+    """Whether a sum over these axes, which ascend, is one of many numbers over several dimensions, of which the last one is one."""
+    if len(axes) < 2 or axes[-1] != summed.ndim - 1 or not jnp.issubdtype(summed.dtype, jnp.inexact) or not summed.sharding.mesh.empty:
+        return False
+    sizes = [summed.shape[d] for d in axes]
+    return _FEW < math.prod(sizes) > max(sizes)
+
+
+def _dimension_by_dimension(e: Any) -> list[Any]:
+    """The equations of a sum that XLA computes one dimension after the other, the last one first."""
+    first, *others = reversed(e.params["axes"])
+
+    def summed(x: jax.Array) -> jax.Array:
+        x = lax.reduce_sum(x, (first,))
+        for d in others:
+            x = lax.reduce_sum(lax.optimization_barrier(x), (d,))
+        return x
+
+    return _equations(summed, e.invars, e.outvars)
 
 
 def _summed_after(e: Any) -> list[Any] | None:

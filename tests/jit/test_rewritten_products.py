@@ -168,7 +168,7 @@ def test_products_that_stay(case):
 def test_products_inside_of_loops_branches_and_calls():
     def function(x, w):
         x, _ = lax.scan(lambda x, _: (jnp.tanh(x @ w[:256].T), None), x, None, length=3)
-        x = lax.cond(x.sum() > 0, lambda x: x @ w[:256].T, lambda x: x, x)
+        x = lax.cond(x[0].sum() > 0, lambda x: x @ w[:256].T, lambda x: x, x)
         return jax.jit(lambda x: x @ w.T)(x)
 
     x, w = jnp.sin(jnp.arange(1024.0)).reshape(4, 256), jnp.cos(jnp.arange(512 * 256.0)).reshape(512, 256) / 16

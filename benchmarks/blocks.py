@@ -1,19 +1,23 @@
-"""Times the first call of models of many equal blocks with and without scan_blocks: tracing, compilation and one run.
+"""Times the first call of models of many equal blocks under jit, and later ones: as loops, which is the default, and one by one.
 
     python benchmarks/blocks.py                    a table
     python benchmarks/blocks.py --depths 4 48 --width 128
+    python benchmarks/blocks.py --settle 120       call for two minutes until programs are compiled with all optimizations
+    python benchmarks/blocks.py --runs 3           the minimum of three processes for each row
     python benchmarks/blocks.py --json             the results as JSON on stdout
 
-The model is a decoder of pre-norm transformer blocks.  Each row is a fresh process that calls the jitted loss (forward) or its gradient
-for all parameters once.  The processor's time is counted, of all its threads, so that other work on the machine matters little.
+The model is a decoder of pre-norm transformer blocks.  Each row is a fresh process with an empty cache folder, which calls the jitted loss
+(forward) or its gradient for all parameters.  Of the first call the processor's time is counted, of all its threads, so that other work on
+the machine matters little; of later calls the shortest one.  A hook on a layer inside each block is what keeps blocks one by one.
 """
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -52,8 +56,8 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def measure(depth: int, width: int, way: str, derivative: bool, calls: int = 5) -> dict[str, Any]:
-    """One row: the processor's seconds of the first call, and the median of its milliseconds for later ones."""
+def measure(depth: int, width: int, way: str, derivative: bool, settle: float = 0.0, calls: int = 10) -> dict[str, Any]:
+    """One row: the processor's seconds of the first call, and the milliseconds of the shortest later one, at once and after ``settle``."""
     torch.manual_seed(0)
     model, words = Decoder(depth, width), torch.randint(WORDS, (BATCH, LENGTH))
     params = {name: p.detach() for name, p in model.named_parameters()}
@@ -61,21 +65,30 @@ def measure(depth: int, width: int, way: str, derivative: bool, calls: int = 5) 
     def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(functional_call(model, params, (words,)).flatten(0, 1), words.flatten())
 
+    def shortest() -> float:
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            fast(params)
+            times.append(time.perf_counter() - start)
+        return 1e3 * min(times)
+
     wanted: Any = grad(loss) if derivative else loss
-    fast = jit(wanted if way == "one by one" else scan_blocks(model, "layers", remat=way == "scanned, remat")(wanted))
+    if way == "one by one":
+        for layer in (m for m in model.modules() if isinstance(m, nn.GELU)):
+            layer.register_forward_hook(lambda *_: None)
+    fast = jit(scan_blocks(model, "layers", remat=True)(wanted) if way == "remat" else wanted)
     start = time.process_time()
     found = fast(params)
     first = time.process_time() - start
     expected = (torch.func.grad(loss) if derivative else loss)(params)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    times = []
-    for _ in range(calls):
-        start = time.process_time()
+    soon, start = shortest(), time.perf_counter()
+    while time.perf_counter() - start < settle:
         fast(params)
-        times.append(time.process_time() - start)
     return {
         "depth": depth, "way": way, "what": "gradient" if derivative else "forward", "first_s": first,
-        "operations": fast.programs()[0].operations, "ms": 1e3 * statistics.median(times),
+        "operations": fast.programs()[0].operations, "ms": soon, "settled_ms": shortest(),
     }  # fmt: skip
 
 
@@ -83,29 +96,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", type=int, nargs="*", default=[4, 48])
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--ways", nargs="*", default=["one by one", "scanned", "scanned, remat"])
+    parser.add_argument("--ways", nargs="*", default=["default", "one by one", "remat"])
+    parser.add_argument("--settle", type=float, default=30.0, help="the seconds of calls before the last ones are timed")
+    parser.add_argument("--runs", type=int, default=1, help="the processes for each row, of which the minimum is taken")
     parser.add_argument("--json", action="store_true", help="the results as JSON on stdout")
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         depth, way, what = args.row
-        print(json.dumps(measure(int(depth), args.width, way, what == "gradient")))
+        print(json.dumps(measure(int(depth), args.width, way, what == "gradient", args.settle)))
         return
     rows = []
     for what in ("forward", "gradient"):
         for way in args.ways:
             for depth in args.depths:
-                command = [sys.executable, str(Path(__file__)), "--width", str(args.width), "--row", str(depth), way, what]
-                rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+                given = ["--width", str(args.width), "--settle", str(args.settle), "--row", str(depth), way, what]
+                found = [_in_a_process([sys.executable, str(Path(__file__)), *given]) for _ in range(args.runs)]
+                rows.append(found[0] | {key: min(row[key] for row in found) for key in ("first_s", "ms", "settled_ms")})
                 print(rows[-1], file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
         return
-    print("| | blocks | way | first call | operations | later calls |\n| --- | ---: | --- | ---: | ---: | ---: |")
+    print("| | blocks | way | first call | operations | later calls | settled |\n| --- | ---: | --- | ---: | ---: | ---: | ---: |")
     for r in rows:
-        print(f"| {r['what']} | {r['depth']} | {r['way']} | {r['first_s']:.1f} s | {r['operations']} | {r['ms']:.0f} ms |")
-    found = machine()
-    print(f"\n{found['cpu']}, {found['cores']} cores, torch {found['torch']}, jax {found['jax']}.")
+        times = f"{r['first_s']:.2f} s | {r['operations']} | {r['ms']:.1f} ms | {r['settled_ms']:.1f} ms"
+        print(f"| {r['what']} | {r['depth']} | {r['way']} | {times} |")
+    of = machine()
+    print(f"\n{of['cpu']}, {of['cores']} cores, torch {of['torch']}, jax {of['jax']}.")
+
+
+def _in_a_process(command: list[str]) -> dict[str, Any]:
+    """The row that a fresh process with an empty cache folder prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": folder})
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,29 +24,23 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
 from bridge.cache_keys import identical
 from bridge.convert import trees
-from bridge.errors import at_line
 from bridge.process import having
 from bridge.programs.closure_scan import HOOKS
 from bridge.programs.holders import REBUILT
-from bridge.trace.levels import push, state
+from bridge.trace.levels import Level, push, state
 from bridge.trace.random_keys import key_of_lane, source
 from bridge.trace.stacks import stacked, unstacked
 from bridge.trace.torch_numbers import Draw
+from bridge.trace.tracing import Traced
 
 _Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
 #: Attributes that are compared in ways of their own, or that an RNN makes anew.
 _STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *REBUILT})
+_CONSTANT = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | enum.Enum | None
 
 
 class Differ(Exception):
     """Blocks differ; the text says which and in what."""
-
-
-def refused(reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"scan_blocks: {reason}. Blocks that are compiled once must be equal and be called one after the other, with the same arguments "
-        f"or with what the block before returned; name other lists, or do without scan_blocks{at_line()}"
-    )
 
 
 # -- what a block consists of -----------------------------------------------------------------------------------------------------------
@@ -175,6 +170,11 @@ def _first_change(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> st
     return next((key for key in {**before, **now} if [*map(id, before.get(key, ()))] != [*map(id, now.get(key, ()))]), None)
 
 
+def is_constant(x: Any) -> bool:
+    """Whether a leaf of arguments or results is a tensor, or a value that nothing can change."""
+    return isinstance(x, torch.Tensor | _CONSTANT)
+
+
 # -- the trace of a block ------------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tuple[str, str]]]:
@@ -199,6 +199,17 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
     finally:
         for m, kind in before:
             m.__class__ = kind
+
+
+@contextlib.contextmanager
+def _without_effects(root: Level) -> Iterator[None]:
+    """While entered, nothing that the jitted function reaches may be changed, as a counter or a list of results."""
+    before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
+    yield
+    for holder, owner, old in before:
+        for _, key, value in holder.differences(old, holder.read(owner)):
+            if holder.counts(key) or type(value) is Traced:
+                raise Differ(f"a block changes {holder.named(key)}")
 
 
 class _Draws:
@@ -239,6 +250,7 @@ class Loop:
         blocks, forwards, titles: the modules, their forwards, and their names in messages.
         leaves, spec: the arguments of the first block.
         feeds: by the place of an argument that changes from block to block, the place of the block's output that the next block takes.
+        asked: whether the user has asked for the loop; if not, whatever a block does beside its result stands against it.
 
     Attributes:
         operands: of ``compute``: the arguments that are tensors, at the places ``where`` of the leaves, then each block's tensors.
@@ -246,13 +258,13 @@ class Loop:
 
     def __init__(
         self, blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], titles: Sequence[str], leaves: list[Any], spec: Any,
-        feeds: dict[int, int], remat: bool,
+        feeds: dict[int, int], remat: bool, asked: bool = True,
     ) -> None:  # fmt: skip
-        self.forwards, self.titles, self.leaves, self.spec, self.remat = forwards, titles, leaves, spec, remat
+        self.forwards, self.titles, self.leaves, self.spec, self.remat, self.asked = forwards, titles, leaves, spec, remat, asked
         self.parts = [parts(block) for block in blocks]
         for title, other in zip(titles[1:], self.parts[1:], strict=True):
             if (reason := unlike(self.parts[0], other)) is not None:
-                raise refused(f"{title} differs from {titles[0]}: {reason}")
+                raise Differ(f"{title} differs from {titles[0]}: {reason}")
         self.where = split_arrays(leaves)
         self.feeds = {self.where.index(k): out for k, out in feeds.items()}
         tensors = [part.tensors() for part in self.parts]
@@ -342,6 +354,8 @@ class Loop:
             one = self._trace(0, given, own, set().union(*self.differing))
             for n, attributes in enumerate(self.differing):
                 read = attributes & one.read
+                if read and not self.asked:  # to trace each block takes longer than to compile them one by one may save
+                    raise Differ(f"{self.titles[n]} reads an attribute that differs from {self.titles[0]}'s")
                 if read and (reason := self._other(n, one, given, own)):
                     shown = ", ".join(sorted(_joined(*a) for a in read))
                     raise Differ(f"{self.titles[n]} has another program than {self.titles[0]}, which reads {shown}: {reason}")
@@ -376,7 +390,7 @@ class Loop:
             call = Call.of((self.leaves, part.tensors()), {})
             traceable = call.traceable(run)
             traceable.as_given(call.arrays)
-            with push("plain", key=key_of_lane(parent, index, self.first_key)) as level:
+            with push("plain" if self.asked else "block", key=key_of_lane(parent, index, self.first_key)) as level:
                 level.lane, level.draws = index, draws.draws
                 result = traceable.run(level, [*given, *own], take_apart)
                 after.append(level.draws)
@@ -386,8 +400,10 @@ class Loop:
         after: list[int] = []
         if self.draws is not None:
             self.draws.at = 0
-        with _watched(part, attributes) as read:
+        with _watched(part, attributes) as read, contextlib.nullcontext() if self.asked else _without_effects(parent.root):
             closed = jax.make_jaxpr(body)(np.int32(0), given, own)
+        if not self.asked and (closed.effects or not all(map(is_constant, results[0].meta[1]))):
+            raise Differ("a block has effects, or returns an object")
         draws.draws = max(draws.draws, *after)
         if self.draws is not None:
             self.draws.first = False

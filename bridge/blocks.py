@@ -3,32 +3,53 @@
 The module's own forward runs as it is.  What its calls of the blocks hand on from one to the next is learned from the first two of them;
 the second call runs all further blocks as one ``lax.scan``, and each later call only checks that it is the one that the loop has made.
 bridge/block_programs.py compares blocks and traces one of them.
+
+Under jit this happens by itself where a list has many equal blocks.  Where the loop turns out not to be what the calls do, the trace ends,
+and the function is traced again with these blocks one by one: ``scan_blocks`` alone, which a user has written, says what differs.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from bridge.block_programs import Differ, Loop, equal, parts, refused, unlike
+from bridge import private
+from bridge.block_programs import Differ, Loop, equal, is_constant, parts, unlike
 from bridge.boundary.calls import apply
 from bridge.boundary.results import put_together
 from bridge.convert import trees
+from bridge.errors import at_line
 from bridge.intercepted.checkpointing import rematerialized
+from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.modules import SWAPPING
+from bridge.programs.closure_scan import HOOKS
+from bridge.programs.guards import ambient
 from bridge.trace.levels import Level, state
 from bridge.trace.tracing import Traced, node_of
 
 _FEWEST = 3  # the first block is traced by itself, so that a loop takes at least two others
+_DEEP = 8  # so many blocks become a loop by themselves: what fewer take to be traced and compiled is small
+
+
+class OneByOne(BaseException):
+    """Ends a trace in which a loop that nobody has asked for is not what the calls of the blocks do; ``blocks`` are to run one by one."""
+
+    def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
+        super().__init__(reason)
+        self.blocks = blocks
 
 
 @contextlib.contextmanager
 def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator[None]:
     """Compile equal blocks of a module once, as a loop over them, while entered: compile time and program size do not grow with depth.
+
+    Under ``torchfunc_jax.jit``, lists of at least eight equal blocks are compiled so by themselves, where nothing stands against it.
 
     It acts in code that is traced as one program: inside of a jitted function (``torchfunc_jax.jit``, ``jax.jit``), or around its first
     call; with grad, vmap, jvp and ``functional_call`` inside too. Elsewhere the blocks run as without it. The module's forward is not
@@ -75,6 +96,34 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
         yield
 
 
+@contextlib.contextmanager
+def deep_lists(modules: Iterable[nn.Module], apart: Iterable[Sequence[nn.Module]] = ()) -> Iterator[None]:
+    """While entered, long lists of equal blocks among these modules run as loops, the outermost if one contains another.
+
+    modules: with their submodules.  apart: the blocks of lists that are left as they are.
+
+    Raises:
+        OneByOne: the calls of a list's blocks are not what a loop does.
+    """
+    left = {id(m) for blocks in apart for block in blocks for m in block.modules()}
+    found = []
+    for m in modules:
+        blocks = list(m) if isinstance(m, nn.ModuleList | nn.Sequential) and _DEEP <= len(m) == len(set(map(id, m))) else []
+        if blocks and left.isdisjoint(map(id, blocks)) and _are_alike(blocks) and not any(map(_has_hooks_inside, blocks)):
+            found.append(blocks)
+    inside = {id(m) for blocks in found for block in blocks for m in block.modules() if m is not block}
+    with contextlib.ExitStack() as stack:
+        for blocks in found:
+            if inside.isdisjoint(map(id, blocks)):
+                stack.enter_context(_Sequence("", blocks, False, asked=False).replaced())
+        yield
+
+
+def _has_hooks_inside(block: nn.Module) -> bool:
+    """Whether a submodule has hooks; those of the block itself are called around each call of its forward."""
+    return any(m.__dict__.get(kind) for m in block.modules() if m is not block for kind in HOOKS)
+
+
 def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
     try:
         found = module.get_submodule(name)
@@ -93,13 +142,17 @@ def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
 
 def _alike(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
     """The names and the outermost lists in a module whose members are equal."""
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(set(map(id, module))) == len(module) >= _FEWEST:
-        first, *others = [parts(m) for m in module]
-        if first.slots and all(unlike(first, other) is None for other in others):
-            yield name, module
-            return
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(set(map(id, module))) == len(module) >= _FEWEST and _are_alike(module):
+        yield name, module
+        return
     for key, child in module.named_children():
         yield from _alike(child, f"{name}.{key}" if name else key)
+
+
+def _are_alike(blocks: Iterable[nn.Module]) -> bool:
+    """Whether blocks have tensors, and are equal apart from the values of these and of Python attributes."""
+    first, *others = [parts(m) for m in blocks]
+    return bool(first.slots) and all(unlike(first, other) is None for other in others)
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,6 +162,7 @@ class _Expected:
     Attributes:
         leaves, spec: the arguments that the loop has assumed, and their tree; of the first two calls, those of the call before.
         outs: what the block before returned.
+        settings: those of PyTorch that a program depends on, at the first call.
         results: what the calls that are left return, with the state of their blocks.
     """
 
@@ -117,6 +171,7 @@ class _Expected:
     leaves: list[Any]
     spec: Any
     outs: list[Any]
+    settings: Any
     feeds: dict[int, int] = dataclasses.field(default_factory=dict)  # by the place of an argument, that of the output it comes from
     versions: list[int] = dataclasses.field(default_factory=list)
     results: list[Any] = dataclasses.field(default_factory=list)
@@ -125,10 +180,21 @@ class _Expected:
 class _Sequence:
     """The blocks of one list, and how far a run through them has come."""
 
-    def __init__(self, name: str, blocks: list[nn.Module], remat: bool) -> None:
-        self.name, self.blocks, self.remat = name, blocks, remat
-        self.forwards = [block.forward for block in blocks]
+    def __init__(self, name: str, blocks: list[nn.Module], remat: bool, asked: bool = True) -> None:
+        """asked: whether the user has asked for the loop, and is told what stands against it."""
+        self.name, self.blocks, self.remat, self.asked = name, blocks, remat, asked
+        self.thread = threading.get_ident()
+        self.forwards = [_without_loop(block.forward) for block in blocks]
         self.next: _Expected | None = None
+
+    def refused(self, reason: str) -> BaseException:
+        """The exception for a loop that is not what the calls do."""
+        if not self.asked:
+            return OneByOne(self.blocks, reason)
+        return RuntimeError(
+            f"scan_blocks: {reason}. Blocks that are compiled once must be equal and be called one after the other, with the same "
+            f"arguments or with what the block before returned; name other lists, or do without scan_blocks{at_line()}"
+        )
 
     def title(self, index: int) -> str:
         return f"{self.name}.{index}" if self.name else str(index)
@@ -138,11 +204,13 @@ class _Sequence:
         """While entered, the blocks' forwards are ``called``; at the end, a run through some of the blocks only is refused."""
         before = [block.__dict__.get("forward") for block in self.blocks]
         for index, (block, forward) in enumerate(zip(self.blocks, self.forwards, strict=True)):
-            block.forward = functools.wraps(forward)(functools.partial(self.called, index))
+            block.forward = called = functools.wraps(forward)(functools.partial(self.called, index))
+            vars(called)["asked"] = self.asked
         try:
             yield
-            if self.next is not None and not self.next.level.closed:
-                raise refused(f"{self.title(self.next.index)} and the blocks after it are not called, and the loop has run through them")
+            if self.next is not None and not (self.asked and self.next.level.closed):
+                after = self.title(self.next.index)
+                raise self.refused(f"{after} and the blocks after it are not called, and the loop has run through them")
         finally:
             for block, own in zip(self.blocks, before, strict=True):
                 block.__dict__.pop("forward", None)
@@ -152,22 +220,34 @@ class _Sequence:
     def called(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """A block's forward."""
         level = state.level
-        if level is None or len(self.blocks) < _FEWEST:
+        if level is None or len(self.blocks) < _FEWEST or threading.get_ident() != self.thread:
             return self.forwards[index](*args, **kwargs)
-        if self.next is not None and self.next.level.closed:  # of a trace that was given up
+        if self.next is not None and self.next.level.closed and self.asked:  # of a trace that was given up
             self.next = None
         leaves, spec = trees.flatten((args, kwargs))
+        if not self.asked and not (_cannot_change((args, tuple(kwargs.values()))) and all(map(is_constant, leaves))):
+            raise self.refused(f"{self.title(index)} takes an object that may be changed")
+        settings = ambient(), torch.is_grad_enabled(), private.forward_mode_enabled()
         if self.next is None:
             if index:
-                raise refused(f"{self.title(index)} is called before {self.title(0)}")
+                raise self.refused(f"{self.title(index)} is called before {self.title(0)}")
             forward = self.forwards[0]
             out = rematerialized(forward, args, kwargs) if self.remat else forward(*args, **kwargs)
-            self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0])
+            self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0], settings)
             return out
+        if settings != self.next.settings:
+            raise self.refused(f"{self.title(index)} is called with other settings (grad mode, autocast) than {self.title(0)}")
         if index != self.next.index or level is not self.next.level:
-            raise refused(f"{self.title(index)} is called where {self.title(self.next.index)} comes next")
+            raise self.refused(f"{self.title(index)} is called where {self.title(self.next.index)} comes next")
         if index == 1:
-            self._run(self.next, leaves, spec)
+            try:
+                self._run(self.next, leaves, spec)
+            except Differ as error:
+                raise self.refused(str(error)) from None
+            except (Exception, AskedForGradients) as error:
+                if self.asked:
+                    raise
+                raise self.refused(str(error)) from None
         else:
             self._check(self.next, leaves, spec)
         return self._result(self.next)
@@ -178,11 +258,8 @@ class _Sequence:
         constant = {id(x) for x in expected.leaves}
         feeds = {k: before[id(x)] for k, x in enumerate(leaves) if id(x) in before and id(x) not in constant}
         titles = [self.title(k) for k in range(1, len(self.blocks))]
-        loop = Loop(self.blocks[1:], self.forwards[1:], titles, leaves, spec, feeds, self.remat)
-        try:
-            outs, (meta, count) = apply(loop.compute, loop.operands)
-        except Differ as error:
-            raise refused(str(error)) from None
+        loop = Loop(self.blocks[1:], self.forwards[1:], titles, leaves, spec, feeds, self.remat, self.asked)
+        outs, (meta, count) = apply(loop.compute, loop.operands)
         rows = [outs[k * count : (k + 1) * count] for k in range(len(titles))]
         expected.feeds, expected.leaves, expected.spec = feeds, leaves, spec
         expected.versions = [node_of(x).root.version if k in loop.where else 0 for k, x in enumerate(leaves)]
@@ -192,17 +269,17 @@ class _Sequence:
     def _check(self, expected: _Expected, leaves: list[Any], spec: Any) -> None:
         """Refuse a call whose arguments, or whose block's state, are not those that the loop has assumed."""
         if spec != expected.spec:
-            raise refused(f"{self.title(expected.index)} takes arguments of another structure than {self.title(expected.index - 1)}")
+            raise self.refused(f"{self.title(expected.index)} takes arguments of another structure than {self.title(expected.index - 1)}")
         names = trees.paths(spec)
         for k, (now, before) in enumerate(zip(leaves, expected.leaves, strict=True)):
             wanted = expected.outs[expected.feeds[k]] if k in expected.feeds else before
             if not _same(now, wanted) or (isinstance(now, Traced) and node_of(now).root.version != expected.versions[k]):
                 what = f"what {self.title(expected.index - 1)} returned" if k in expected.feeds else "the one that the blocks before took"
-                raise refused(f"argument {'.'.join(map(str, names[k][1:]))} of {self.title(expected.index)} is not {what}")
+                raise self.refused(f"argument {'.'.join(map(str, names[k][1:]))} of {self.title(expected.index)} is not {what}")
         _, tensors, versions = expected.results[0]
         now = parts(self.blocks[expected.index]).tensors()
         if any(a is not b for a, b in zip(now, tensors, strict=True)) or [node_of(t).root.version for t in now] != versions:
-            raise refused(f"parameters or buffers of {self.title(expected.index)} are changed between the calls of the blocks")
+            raise self.refused(f"parameters or buffers of {self.title(expected.index)} are changed between the calls of the blocks")
 
     def _result(self, expected: _Expected) -> Any:
         out, *_ = expected.results.pop(0)
@@ -213,6 +290,16 @@ class _Sequence:
         if not expected.results:
             self.next = None
         return out
+
+
+def _without_loop(forward: Any) -> Any:
+    """A block's forward, without the loop that would run by itself."""
+    return forward.__wrapped__ if getattr(forward, "asked", True) is False else forward
+
+
+def _cannot_change(tree: Any) -> bool:
+    """Whether the containers in a tree of arguments are tuples, so that a block cannot put anything into them."""
+    return all(map(_cannot_change, tree)) if isinstance(tree, tuple) else not isinstance(tree, list | dict | set)
 
 
 def _same(now: Any, before: Any) -> bool:

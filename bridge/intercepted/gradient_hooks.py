@@ -19,7 +19,7 @@ from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
 from bridge.process import having
-from bridge.trace.levels import Level, innermost, push, state
+from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 
 
@@ -40,6 +40,7 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
             "register_hook: the tensor has been used already, and inside a transform a hook sees the gradients of later uses only; "
             f"register it right after the tensor is made{at_line()}"
         )
+    refuse_in_loop("a hook on gradients", "block")
     handle = func(t, hook)
     hooked, value, hooks = t.node.hooked or (None, None, [])
     if value_of(t) is not hooked:

@@ -118,7 +118,7 @@ class Compiled:
         self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
         self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
-        self.packing = program.packing() if torch_out else None
+        self.packing = program.packing(not tiered) if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)

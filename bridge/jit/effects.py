@@ -114,7 +114,7 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
 
         with having(state, given=(args, kwargs)):
             nodes = list(in_arguments((args, kwargs), call.spec))
-            owners = [(h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])]
+            owners = root.owners = [(h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])]
             watched = [(h, owner, h.read(owner)) for h, owner in owners]
             state.undone, raised = None, True
             try:

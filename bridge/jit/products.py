@@ -84,7 +84,7 @@ def _written(e: Any, order: tuple[int, ...], out: Any) -> list[Any]:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.mul(spread(a, batch_a, len(batch_a)), spread(b, batch_b, a.ndim))
 
-    return _equations(product, e.invars, [out])
+    return equations(product, e.invars, [out])
 
 
 def rearranged(jaxpr: Any, cpu: bool, final: bool = True) -> Any:
@@ -223,7 +223,7 @@ def _rearranged(e: Any, sources: dict[Any, Any], cpu: bool) -> list[Any] | None:
         out = lax.dot_general_p.bind(*operands, **e.params | {"dimension_numbers": numbers})
         return lax.transpose(lax.optimization_barrier(out) if first else out, [found.index(name) for name in names])
 
-    return _equations(product, [operand for operand, *_ in both], [e.outvars[0]])
+    return equations(product, [operand for operand, *_ in both], [e.outvars[0]])
 
 
 def _puts_lanes_first(e: Any, products: Mapping[Any, Any]) -> bool:
@@ -237,7 +237,7 @@ def _puts_lanes_first(e: Any, products: Mapping[Any, Any]) -> bool:
 
 def _held(e: Any) -> list[Any]:
     """The equations of a transpose that XLA leaves where it is."""
-    return _equations(lambda x: lax.optimization_barrier(lax.transpose(x, e.params["permutation"])), e.invars, e.outvars)
+    return equations(lambda x: lax.optimization_barrier(lax.transpose(x, e.params["permutation"])), e.invars, e.outvars)
 
 
 def _long(summed: Any, axes: Sequence[int]) -> bool:
@@ -320,7 +320,7 @@ def _summed_after(e: Any) -> list[Any] | None:
             found[k] = first[k] + functools.reduce(lax.transpose, turns, value)
         return [*[found[k] for k in range(m)], *outs[: len(outs) - len(more)]]
 
-    return _equations(loop, e.invars, e.outvars)
+    return equations(loop, e.invars, e.outvars)
 
 
 def _is_larger(product: Any, operands: Sequence[Any], consts: Sequence[Any]) -> bool:
@@ -330,7 +330,7 @@ def _is_larger(product: Any, operands: Sequence[Any], consts: Sequence[Any]) -> 
     return product.aval.size >= sum(v.aval.size for v in operands)
 
 
-def _equations(function: Callable[..., Any], operands: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+def equations(function: Callable[..., Any], operands: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     """Equations that compute the function of these variables and constants into the variables outs."""
     small = jax.make_jaxpr(function)(*[v.aval for v in operands]).jaxpr
     known = dict(zip(small.invars, operands, strict=True)) | dict(zip(small.outvars, outs, strict=True))

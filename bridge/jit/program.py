@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
 
-from bridge import compiling, private
+from bridge import blocks, compiling, private
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
@@ -35,16 +35,18 @@ from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.programs.places import GradOf, OfArgument, Place
+from bridge.record.block_calls import rows
 from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
-from bridge.trace.stacks import stack_p, unstack_p
+from bridge.trace.stacks import stack_p, stacked, unstack_p, unstacked
 from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 
 _TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
 _ASKED_BY = 32  # how often it is traced to find what it asks for gradients by
+_APART = 3  # after so many traces that a loop was not possible for, all blocks run one by one
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(SEEDS, np.int64)
@@ -142,8 +144,9 @@ class Program:
         """Whether it has loops over blocks, whose gradients are computed as stacks."""
         return any(eqn.primitive is stack_p for eqn in self.jaxpr.jaxpr.eqns)
 
-    def packing(self) -> Packing | None:
-        return Packing.of(self.jaxpr.jaxpr)
+    def packing(self, stacks: bool) -> Packing | None:
+        """stacks: whether the results that are parts of a stack are returned as the stack."""
+        return Packing.of(self.jaxpr.jaxpr, stacks)
 
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
@@ -230,28 +233,39 @@ def _traced(
 ) -> tuple[Program, list[torch.Tensor]]:
     """``trace``; what the function asks torch's autograd for gradients by requires grad from its beginning on."""
     leaves: frozenset[int] = frozenset()
+    apart: list[Sequence[torch.nn.Module]] = []  # the blocks of lists that no loop runs through
     for _ in range(_ASKED_BY):
         try:
-            return _with_constants(fn, call, candidates, found, donated, leaves)
+            return _with_constants(fn, call, candidates, found, donated, leaves, apart)
         except AskedForGradients as asked:
             leaves |= asked.numbers
-    return _with_constants(fn, call, candidates, found, donated, leaves)
+        except blocks.OneByOne as other:
+            apart.append(other.blocks)
+    return _with_constants(fn, call, candidates, found, donated, leaves, None)
 
 
 def _with_constants(
     fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
-    donated: Sequence[int], leaves: frozenset[int],
+    donated: Sequence[int], leaves: frozenset[int], apart: Sequence[Sequence[torch.nn.Module]] | None,
 ) -> tuple[Program, list[torch.Tensor]]:
     """``trace``; if the function asks for the values of small captured tensors without a derivative, these become constants.
 
     Masks and indices alone are tried first: they change more rarely than other tensors do.
+
+    apart: the blocks that no loop runs through; None: all.
     """
+    modules = () if apart is None or len(apart) >= _APART else found.modules.values()
+
+    def looped(*args: Any, **kwargs: Any) -> Any:
+        with blocks.deep_lists(modules, apart or ()):
+            return fn(*args, **kwargs)
+
     small = [(t, place) for t, place in candidates if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided]
     whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
     refused: DataDependentError | None = None
     for constant in ([], *([whole] if whole else []), *([small] if len(small) > len(whole) else [])):
         try:
-            return trace(fn, call, candidates, found, donated=donated, constant=constant, leaves=leaves)
+            return trace(looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves)
         except DataDependentError as error:
             refused = refused or error
     assert refused is not None
@@ -443,9 +457,9 @@ class Packing:
     stacks: dict[Any, list[int]]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr) -> Packing | None:
+    def of(cls, jaxpr: Jaxpr, as_stacks: bool) -> Packing | None:
         """The packing of a jaxpr's outputs; None if each is returned by itself."""
-        stacks = _stacks(jaxpr)
+        stacks = _stacks(jaxpr) if as_stacks else {}
         done = {i for places in stacks.values() for i in places}
         by_shape: dict[Any, list[int]] = {}
         avals: list[Any] = [v.aval for v in jaxpr.outvars]
@@ -543,15 +557,26 @@ def in_two(
     """
     jaxpr = program.whole().jaxpr.jaxpr
     both = products.rearranging(differentiated(program, active), jaxpr)
-    pull = products.rearranging(pull_back_packed if program.stacks else pull_back, jaxpr)
+    pull = products.rearranging(pull_back, jaxpr)
     tree: list[Any] = []
+    split: list[bool] = []  # of what the pullback holds: whether it is a value for each block, and the parts are exchanged
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
-        outs, rest, pullback = both(inputs, random)
+        if not program.stacks:
+            outs, rest, pullback = both(inputs, random)
+            held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
+            return outs, rest, held
+        closed, shapes = jax.make_jaxpr(both, return_shape=True)(inputs, random)
+        each = rows(closed.jaxpr)[0]
+        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random)))
+        outs, rest, pullback = jax.tree.unflatten(jax.tree.structure(shapes), values)
         held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
-        return outs, rest, held
+        split[:] = [not isinstance(v, Literal) and v in each for v in closed.jaxpr.outvars[len(values) - len(held) :]]
+        return outs, rest, [unstacked(v) if apart else v for v, apart in zip(held, split, strict=True)]
 
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        if split:
+            held = [stacked(v) if apart else v for v, apart in zip(held, split, strict=True)]
         return pull(jax.tree_util.tree_unflatten(tree[0], held), cotangents)
 
     def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
@@ -559,7 +584,7 @@ def in_two(
         whole = traced.jaxpr.jaxpr
         given = range(len(whole.invars) - 1 - len(program.numbers) if program.is_random else len(whole.invars))
         found = moved(whole, [*given, *[None] * (len(whole.invars) - len(given))])
-        return (held, outs), sorted({k for k in found[len(found) - tree[0].num_leaves :] if k is not None})
+        return (held, outs), sorted({k for k in found[len(found) - len(jax.tree.leaves(held)) :] if k is not None})
 
     return run, back, passed
 

@@ -93,7 +93,7 @@ class _Stored(Program):
         fields |= {"jaxpr": SimpleNamespace(jaxpr=SimpleNamespace(**ends)), "guards": None, "out_spec": None}
         return cls(**fields, packed=c.packing and c.packing.unpacking(), bounds=c.bounds, whole=_not_there)
 
-    def packing(self) -> Packing | None:
+    def packing(self, stacks: bool) -> Packing | None:
         return self.packed
 
     def checked(self) -> tuple[Any, Bounds | None]:

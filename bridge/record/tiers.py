@@ -25,6 +25,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, subjaxprs
 from bridge import compiling, private
 from bridge.process import log_once, process, without_collections
 from bridge.record import executables, fusions, vector_products
+from bridge.record.block_calls import BlockCalls, rows
 from bridge.trace.levels import state
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
@@ -51,29 +52,29 @@ class Once:
     """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of XLA's optimizations."""
 
     __slots__ = (
-        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_traced", "executable", "fast", "storable",
+        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_traced", "executable", "fast", "part", "storable",
         "stored", "took",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
         traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None, fast: bool = True,
-        stored: bool = False,
+        stored: bool = False, part: bool = False,
     ) -> None:
         """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles.
 
         device: where it runs; None: JAX's default device.  stored: whether the next process finds it by what it computes; what is called
-        for a record is stored with the record.
+        for a record is stored with the record.  part: whether it is a part of a larger program.
         """
         default = jax.devices()[0]
-        self.stored = stored
+        self.stored, self.part = stored, part
         self._name: str | None = None  # of what it computes
         self.storable = True  # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
         self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
         # JAX keeps what it traces with another default device apart
         self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
-        self.executable = run  # None: it is not compiled yet
+        self.executable: Any = run  # None: it is not compiled yet
         # Whether it is, or will be, compiled fast.  Whoever asks for determinism compares the first call with later ones, and has programs
         # of their own, because the setting is part of a program's key: these have one tier for life, the one that later runs need.
         self.fast = fast and run is None and self._device.platform == "cpu" and not torch.are_deterministic_algorithms_enabled()
@@ -81,9 +82,9 @@ class Once:
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        return (self.executable or self._made(*args))(*args)
+        return (self.executable or self.compiled(*args))(*args)
 
-    def _made(self, *args: Any) -> jax.stages.Compiled:
+    def compiled(self, *args: Any) -> Any:
         """Compile it for these arguments, or wait for the thread that does; args: arrays, or their shapes and dtypes."""
         with self._lock:
             if self.executable is None:
@@ -92,6 +93,8 @@ class Once:
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it; the arguments that it does not use
                     # are part of its name
                     traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(*args)
+                    if rows(traced.jaxpr.jaxpr)[1] and not traced.jaxpr.effects:
+                        return self._called_by_block(traced, start)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     self._name = executables.name_of(lowered, self._device)
@@ -107,12 +110,21 @@ class Once:
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
+    def _called_by_block(self, traced: jax.stages.Traced, start: float) -> BlockCalls:
+        """The program with loops over blocks that is traced; what it is cut into is compiled, and stored, as other functions are."""
+        self._traced(traced)
+        out = jax.tree.structure(traced.out_info)
+        self.executable, self.storable = BlockCalls(traced.jaxpr, out, functools.partial(
+            Once, device=self._device, fast=self.fast, stored=self.stored, part=True)), False
+        self.took = time.perf_counter() - start
+        return self.executable
+
     def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> None:
         """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
         before = state.from_jax
         if self._device.platform == "cpu":
             fusions.limited(lowered)
-        self.executable = _fast(lowered, jaxpr) if self.fast and jaxpr is not None else _well(lowered)
+        self.executable = _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
         self.storable = state.from_jax == before
         executables.keep(self._name, self.fast, self.executable, self.storable)
 
@@ -121,7 +133,7 @@ class Once:
 
         def make() -> None:
             with jax.enable_x64(True), contextlib.suppress(Exception):  # the call itself raises the error again
-                self._made(*avals)
+                self.compiled(*avals)
 
         process.compiler.later(make)
 
@@ -129,8 +141,12 @@ class Once:
         """The same function compiled with all optimizations: now if this one is compiled, else when it is first called."""
         if not self.fast:
             return self
-        found = Once(self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self.stored)
-        if self._again is not None:
+        found = Once(
+            self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self.stored, part=self.part
+        )
+        if isinstance(self.executable, BlockCalls):
+            found.executable, found.storable = self.executable.improved(), False
+        elif self._again is not None:
             found._name = self._name
             found.executable, found.storable = executables.found(self._name, False, self.stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
@@ -237,10 +253,10 @@ def _largest(operations: Sequence[JaxprEqn]) -> int:
     return max([math.prod(getattr(v.aval, "shape", ())) for eqn in operations for v in eqn.outvars], default=0)
 
 
-def _fast(lowered: Any, jaxpr: Jaxpr) -> jax.stages.Compiled:
+def _fast(lowered: Any, jaxpr: Jaxpr, part: bool) -> jax.stages.Compiled:
     vector_products.as_sums(lowered, _FEW)
     options = _FAST | (_ONE_KERNEL if _longest_sum(jaxpr) <= _FEW else {})
-    if _gains(jaxpr):
+    if not part and _gains(jaxpr):
         options["xla_backend_optimization_level"] = 1
     while True:
         try:

@@ -28,7 +28,7 @@ class Level:
     """One transform in progress."""
 
     #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step that runs several times),
-    #: "checkpoint" (what the backward pass computes again) or "plain"
+    #: "checkpoint" (what the backward pass computes again), "block" (of equal blocks, the one that is traced for others) or "plain"
     kind: str
     parent: Level | None
     randomness: str | None = None  # for vmap: "error", "same" or "different"
@@ -64,6 +64,7 @@ class Level:
     grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
     read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
+    owners: Any = ()  # what a jitted function may change: (programs.holders.Holder, the object that it holds)
     changes: Any = ()  # the jit.effects.Changes of Python objects that it makes
     device: Any = None  # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None: they are on the CPU
 
@@ -160,9 +161,9 @@ def refuse_in_checkpoint() -> None:
         raise NotInCheckpoint
 
 
-def refuse_in_loop(what: str) -> None:
-    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop."""
-    if innermost("loop") is not None:
+def refuse_in_loop(what: str, kind: str = "loop") -> None:
+    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop; kind: that of the step's level."""
+    if innermost(kind) is not None:
         raise NotInLoopError(f"{what}, in a loop")
 
 

@@ -439,7 +439,7 @@ def at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Ca
 def exchanged(what: str) -> BaseException:
     """The error for a tensor from outside that gets other memory: torch.func does it, except in a transform that differentiates."""
     level = state.level or state.recorder.level
-    differentiates = any(each.kind not in ("root", "vmap", "plain", "checkpoint") for each in around(level))
+    differentiates = any(each.kind not in ("root", "vmap", "plain", "checkpoint", "block") for each in around(level))
     return (RuntimeError if differentiates else NeedsTorch)(
         f"{what}: a tensor from outside the transform was to get other memory inside it, which "
         f"{'a transform that differentiates' if differentiates else 'JAX'} cannot do; "

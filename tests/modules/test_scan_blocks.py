@@ -485,3 +485,182 @@ class Times(nn.Module):
 
     def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * factor
+
+
+# -- by itself -----------------------------------------------------------------------------------------------------------------------------
+DEEP = 9
+SEEN: list[int] = []
+
+
+class Noting(nn.Module):
+    """Does something beside its result, as ``how`` says."""
+
+    def __init__(self, number: int, how: str) -> None:
+        super().__init__()
+        self.number, self.how, self.calls = number, how, 0
+        self.lin, self.kept = nn.Linear(WIDTH, WIDTH), [0]
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self.how == "its argument":
+            x.mul_(1.5)
+        y = self.lin(x).tanh() + 0
+        if self.how == "a counter":
+            self.calls += 1
+        if self.how == "a list of its own":
+            self.kept.append(self.number)
+        if self.how == "a list of the file":
+            SEEN.append(self.number)
+        if self.how == "a list among the arguments":
+            rest[0].append(y.detach())
+        if self.how == "a tensor from outside":
+            OUTSIDE.add_(1)
+        if self.how == "a number that is read":
+            y = y * (1 + self.number / 10)
+        if self.how == "a rate that grows":
+            y = y if self.number < 4 else y.sin()
+        if self.how == "a hook on a gradient":
+            y.register_hook(lambda g: SEEN.append(self.number))
+        return y
+
+
+def deep(step: Callable[..., Any] = one_by_one, make: Callable[[int], nn.Module] = Block) -> Model:
+    return Model(make, step, DEEP)
+
+
+def as_loops(model: nn.Module, *args: Any) -> bool:
+    """Whether the blocks of a model become a loop, whose program is as long for more blocks."""
+    jaxpr = jit(lambda *given: model(*given)).jaxpr(*args)
+    return any(e.primitive.name == "scan" and e.params["length"] == DEEP - 1 for e in jaxpr.eqns)
+
+
+@pytest.mark.parametrize(("make", "step", "args"), [
+    (Block, one_by_one, (MASK,)),
+    (Block, with_states, (MASK,)),
+    (Pair, of_tuples, ()),
+    (Recurrent, one_by_one, ()),
+    (Parametrized, one_by_one, ()),
+    (Sharing, one_by_one, ()),
+])  # fmt: skip
+def test_deep_models_are_loops_by_themselves(make: Any, step: Any, args: tuple[Any, ...]) -> None:
+    model = deep(step, make)
+    params = params_of(model)
+    assert as_loops(model, X, *args)
+    fast = jit(grad(loss_of(model), has_aux=True))
+    for x in (X, X.sin()):  # the second call runs what the first has compiled
+        same(fast(params, x, *args), torch.func.grad(loss_of(model), has_aux=True)(params, x, *args), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "per sample", "ensemble", "backward"])
+def test_deep_models_under_transforms(transform: str) -> None:
+    model = deep(make=Pair, step=of_tuples)
+    params = params_of(model)
+
+    def loss(p: Any, x: Any) -> Any:
+        return loss_of(model)(p, x)[0]
+
+    def made(api: Any, jitted: Any) -> Any:
+        many = {k: torch.stack([p, 2 * p, p.sin()]) for k, p in params.items()}
+        if transform == "vmap":
+            return jitted(api.vmap(loss, in_dims=(None, 0)))(params, X)
+        if transform == "jvp":
+            return jitted(lambda x, t: api.jvp(lambda x: loss(params, x), (x,), (t,)))(X, X.cos())
+        if transform == "per sample":
+            return jitted(api.vmap(api.grad(loss), in_dims=(None, 0)))(params, X)
+        if transform == "ensemble":
+            return jitted(api.vmap(api.grad(loss), in_dims=(0, None)))(many, X)
+        x = X.clone().requires_grad_()
+        out = jitted(lambda x: model(x)[0])(x)
+        (first,) = torch.autograd.grad(out[0].sin().sum(), x, create_graph=True)
+        model.zero_grad()
+        (first.square().sum() + out[1].sum()).backward()
+        return first, [p.grad for p in model.parameters()]
+
+    class Ours:
+        vmap, jvp, grad = staticmethod(vmap), staticmethod(jvp), staticmethod(grad)
+
+    same(made(Ours, jit), made(torch.func, lambda f: f), rtol=1e-12, atol=1e-12)
+
+
+def test_deep_models_draw_and_write_as_in_torch() -> None:
+    noisy, normed = deep(make=Dropped), [deep(make=Normed) for _ in range(2)]
+    assert as_loops(noisy, X) and as_loops(normed[0], floats(6, WIDTH))
+    fast, normal = jit(noisy.forward), jit(normed[0].forward)
+    torch.manual_seed(0)
+    mine, state = [fast(X), fast(X)], torch.get_rng_state()
+    torch.manual_seed(0)
+    same(mine, [noisy(X), noisy(X)], rtol=1e-12, atol=1e-12)
+    assert torch.equal(state, torch.get_rng_state()) and not torch.equal(mine[0], mine[1])
+    for scale in (1, 3):
+        x = scale * floats(6, WIDTH)
+        same(normal(x), normed[1](x), rtol=1e-12, atol=1e-12)
+        same(normed[0].state_dict(), normed[1].state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", [
+    "a counter", "a list of its own", "a list of the file", "a list among the arguments", "a tensor from outside", "its argument",
+    "a number that is read", "a rate that grows", "a hook on a gradient",
+])  # fmt: skip
+def test_what_deep_blocks_do_beside_their_result_is_done_for_each(how: str) -> None:
+    models = [deep(make=lambda k: Noting(k, how)) for _ in range(2)]
+    found = []
+    for model, wrapped in zip(models, (jit, lambda f: f), strict=True):
+        SEEN.clear()
+        OUTSIDE.zero_()
+        run, taken = wrapped(lambda *args, model=model: model(*args)), []
+        for scale in (1, 2):
+            model.zero_grad()
+            given = [] if how == "a list among the arguments" else None
+            run(scale * X, *([given] if given is not None else [])).sum().backward()
+            taken += [*(given or []), *[p.grad for p in model.parameters()]]
+        found.append((taken, list(SEEN), OUTSIDE.clone(), [(b.calls, b.kept) for b in model.layers]))
+    same(found[0][0], found[1][0], rtol=1e-12, atol=1e-12)
+    same(found[0][2], found[1][2])
+    assert found[0][3] == found[1][3]
+    if how != "a hook on a gradient":  # its Python runs when the program is made, as all of a jitted function's
+        assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("whose", ["the blocks'", "a layer's inside"])
+def test_hooks_of_deep_blocks_are_called_for_each(whose: str) -> None:
+    model, calls = deep(make=Recurrent), []
+    for block in model.layers:
+        (block if whose == "the blocks'" else block.cell).register_forward_hook(lambda *_: calls.append(1))
+    same(jit(model.forward)(X), model(X).detach(), rtol=1e-12, atol=1e-12)
+    assert len(calls) == 2 * DEEP and as_loops(model, X) == (whose == "the blocks'")
+
+
+def frozen(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for k, layer in enumerate(layers):
+        with torch.set_grad_enabled(k > 3):
+            x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("step", [
+    frozen,
+    lambda layers, x: one_by_one(list(layers)[:7], x),
+    lambda layers, x: one_by_one(list(layers)[::-1], x),
+    lambda layers, x: one_by_one([layers[0], *layers], x),
+    lambda layers, x: one_by_one(layers, one_by_one(layers, x)),
+    lambda layers, x: sum(layer(x * k) for k, layer in enumerate(layers)),
+    lambda layers, x: sum(layer(x) for layer in layers),
+    lambda layers, x: [x := layer(x) + (k == 5) for k, layer in enumerate(layers)],
+])  # fmt: skip
+def test_deep_blocks_that_are_called_in_other_ways(step: Any) -> None:
+    models = [deep(step, lambda k: Scaled(k, "none")) for _ in range(2)]
+    found = []
+    for model, wrapped in zip(models, (jit, lambda f: f), strict=True):
+        outs = wrapped(lambda x, model=model: model(x))(X)
+        sum(out.sum() for out in (outs if isinstance(outs, list) else [outs])).backward()
+        found.append((outs, [p.grad for p in model.parameters()]))
+    same([x for x in found[0][1] if x is not None], [x for x in found[1][1] if x is not None], rtol=1e-12, atol=1e-12)
+    assert [x is None for x in found[0][1]] == [x is None for x in found[1][1]]
+    assert all("forward" not in block.__dict__ for block in models[0].layers)
+
+
+def test_errors_of_deep_blocks_are_those_of_one_by_one() -> None:
+    model = deep(make=lambda k: nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(RuntimeError, match=r"reduction dim|shape"):
+        jit(model.forward)(floats(2, WIDTH + 1))
+    assert all("forward" not in block.__dict__ for block in model.layers)
+    same(jit(model.forward)(X), model(X).detach(), rtol=1e-12, atol=1e-12)

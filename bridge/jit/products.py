@@ -258,7 +258,7 @@ def _dimension_by_dimension(e: Any) -> list[Any]:
             x = lax.reduce_sum(lax.optimization_barrier(x), (d,))
         return x
 
-    return _equations(summed, e.invars, e.outvars)
+    return equations(summed, e.invars, e.outvars)
 
 
 def _summed_after(e: Any) -> list[Any] | None:

@@ -254,7 +254,8 @@ def _with_constants(
 
     apart: the blocks that no loop runs through; None: all.
     """
-    modules = () if apart is None or len(apart) >= _APART else found.modules.values()
+    one_by_one = donated or apart is None or len(apart) >= _APART or not all(isinstance(x, torch.Tensor) for x in call.arrays)
+    modules = () if one_by_one else found.modules.values()  # programs without tiers would copy the parameters of a loop
 
     def looped(*args: Any, **kwargs: Any) -> Any:
         with blocks.deep_lists(modules, apart or ()):

@@ -20,8 +20,8 @@ from bridge import private_jax
 from bridge.jit.products import equations
 from bridge.trace.stacks import stack_p, unstack_p
 
-#: (a function of arrays, what it takes, what it gives) with numbers of values.
-_Step = tuple[Any, list[int], list[int]]
+#: (the number of a piece, what it takes, what it gives) with numbers of values.
+_Step = tuple[int, list[int], list[int]]
 
 
 def rows(jaxpr: Jaxpr) -> tuple[set[Any], list[Any]]:
@@ -50,7 +50,7 @@ class BlockCalls:
         compiled: makes of a function of arrays one that is compiled when it is called first, ``tiers.Once``.
 
     Attributes:
-        pieces: the compiled functions.
+        functions, pieces: what the program is cut into, as functions of arrays, and compiled.
     """
 
     def __init__(self, closed: ClosedJaxpr, out: Any, compiled: Callable[[Callable[..., Any]], Any]) -> None:
@@ -59,18 +59,16 @@ class BlockCalls:
         self.constants: list[tuple[int, Any]] = [(self._number(v), c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
         self.given = [self._number(v) for v in closed.jaxpr.invars]
         calls, outs = _cut(closed.jaxpr)
-        made: dict[Callable[..., Any], Any] = {}
+        self.functions = [*dict.fromkeys(function for function, *_ in calls)]
+        self.pieces = [compiled(function) for function in self.functions]
         self.steps: list[_Step] = []
         for function, operands, results in calls:
-            if function not in made:
-                made[function] = piece = compiled(function)
-                piece.compiled(*[_like(v) for v in operands])
-            self.steps.append((made[function], [self._number(v) for v in operands], [self._number(v) for v in results]))
-        self.pieces = [*made.values()]
-        self.which = [self.pieces.index(piece) for piece, _, _ in self.steps]
+            which = self.functions.index(function)
+            self.pieces[which].compiled(*[_like(v) for v in operands])
+            self.steps.append((which, [self._number(v) for v in operands], [self._number(v) for v in results]))
+        self.calls: list[Any] = []  # what the pieces call, after the first call
         self.results = [self._number(v) for v in outs]
         self.done = self._last_uses()
-        self.called = False
 
     def _number(self, v: Any) -> int:
         if isinstance(v, Literal):
@@ -88,29 +86,31 @@ class BlockCalls:
             found.append([*last])
         return found[::-1]
 
-    def improved(self) -> BlockCalls:
-        """The same with pieces that are compiled with all optimizations."""
-        found = object.__new__(BlockCalls)
-        found.__dict__.update(self.__dict__)
-        found.pieces, found.called = [piece.well() for piece in self.pieces], False
-        found.steps = [(found.pieces[k], operands, results) for k, (_, operands, results) in zip(self.which, self.steps, strict=True)]
-        return found
+    @property
+    def repeated(self) -> float:
+        """How often a piece is called, on average."""
+        return len(self.steps) / len(self.pieces)
+
+    def in_one(self, *args: Any) -> Any:
+        """The same as one function, with the blocks one after the other."""
+        return self._run(self.functions, args)
 
     def __call__(self, *args: Any) -> Any:
+        found = self._run(self.calls or self.pieces, args)
+        self.calls = self.calls or [private_jax.without_wrapper(piece.executable) for piece in self.pieces]
+        return found
+
+    def _run(self, calls: Sequence[Callable[..., Any]], args: tuple[Any, ...]) -> Any:
         values: list[Any] = [None] * len(self.numbers)
         for k, value in self.constants:
             values[k] = value
         for k, value in zip(self.given, jax.tree.leaves(args), strict=True):
             values[k] = value
-        for (piece, operands, results), done in zip(self.steps, self.done, strict=True):
-            for k, value in zip(results, piece(*[values[k] for k in operands]), strict=True):
+        for (which, operands, results), done in zip(self.steps, self.done, strict=True):
+            for k, value in zip(results, calls[which](*[values[k] for k in operands]), strict=True):
                 values[k] = value
             for k in done:
                 values[k] = None
-        if not self.called:
-            self.called = True
-            calls = [private_jax.without_wrapper(piece.executable) for piece in self.pieces]
-            self.steps = [(calls[k], operands, results) for k, (_, operands, results) in zip(self.which, self.steps, strict=True)]
         return jax.tree.unflatten(self.out, [values[k] for k in self.results])
 
 

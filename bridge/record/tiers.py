@@ -93,31 +93,33 @@ class Once:
                     # a function of its own for jit: what JAX keeps of a function's traces goes with it; the arguments that it does not use
                     # are part of its name
                     traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(*args)
-                    if rows(traced.jaxpr.jaxpr)[1] and not traced.jaxpr.effects:
-                        return self._called_by_block(traced, start)
                     lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
                     self._traced(traced)
                     self._name = executables.name_of(lowered, self._device)
                     self.executable, self.storable = executables.found(self._name, False, self.stored)
-                    if self.executable is not None or (self.stored and len(traced.jaxpr.eqns) <= _SMALL):
+                    looped = bool(rows(traced.jaxpr.jaxpr)[1]) and not traced.jaxpr.effects
+                    if self.executable is not None or (self.stored and len(traced.jaxpr.eqns) <= _SMALL and not looped):
                         self.fast = False
+                    elif looped:
+                        self._call_blocks(traced, args)
                     elif self.fast:
                         self._again = _lowering(traced, args)
                         self.executable, self.storable = executables.found(self._name, True, self.stored)
                     if self.executable is None:
                         self._compile(lowered, traced.jaxpr.jaxpr)
                 self.took = time.perf_counter() - start
+                if isinstance(self.executable, BlockCalls):
+                    self.took *= self.executable.repeated  # what XLA compiles well is each block
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
-    def _called_by_block(self, traced: jax.stages.Traced, start: float) -> BlockCalls:
-        """The program with loops over blocks that is traced; what it is cut into is compiled, and stored, as other functions are."""
-        self._traced(traced)
-        out = jax.tree.structure(traced.out_info)
-        self.executable, self.storable = BlockCalls(traced.jaxpr, out, functools.partial(
-            Once, device=self._device, fast=self.fast, stored=self.stored, part=True)), False
-        self.took = time.perf_counter() - start
-        return self.executable
+    def _call_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> None:
+        """Compile a program with loops over blocks piece by piece; compiled well, it is one, with its blocks one after the other."""
+        made = functools.partial(Once, device=self._device, fast=self.fast, stored=self.stored, part=True)
+        self.executable = calls = BlockCalls(traced.jaxpr, jax.tree.structure(traced.out_info), made)
+        self.storable = False
+        avals = jax.tree.unflatten(jax.tree.structure(args), traced.jaxpr.in_avals)
+        self._again = lambda: jax.jit(calls.in_one).lower(*avals)
 
     def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> None:
         """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
@@ -144,9 +146,7 @@ class Once:
         found = Once(
             self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self.stored, part=self.part
         )
-        if isinstance(self.executable, BlockCalls):
-            found.executable, found.storable = self.executable.improved(), False
-        elif self._again is not None:
+        if self._again is not None:
             found._name = self._name
             found.executable, found.storable = executables.found(self._name, False, self.stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
